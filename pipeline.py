@@ -124,11 +124,12 @@ def recipe_for(
 
 def _refuse_two_sources(source: str | None) -> None:
     if source is not None:
-        rule, cure = (
+        raise RecipeError(
+            "--source",
             "must be left out where MODEL is itself a checkpoint",
-            "Remove it, or name a recipe as MODEL",
+            got=source,
+            cure="Remove it, or name a recipe as MODEL",
         )
-        raise RecipeError("--source", rule, got=source, cure=cure)
 
 
 def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
@@ -318,8 +319,12 @@ def _checked(
     checked = examine(folder, source=plan.source)
     if not checked.data.ok:
         first = checked.data.findings[0]
-        rule = "the written checkpoint must pass its own check"
-        raise GateError(folder, rule, got=f"{first.where} {first.says}", cure=first.cure)
+        raise GateError(
+            folder,
+            "the written checkpoint must pass its own check",
+            got=f"{first.where} {first.says}",
+            cure=first.cure,
+        )
     if not reads:
         return checked.data
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)

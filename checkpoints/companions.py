@@ -133,9 +133,12 @@ def inside(folder: Path, name: str) -> Path:
     home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-        rule = "a file of a checkpoint must be in its folder"
-        cure = "Put a copy of the file there if it belongs to the checkpoint, or remove the link"
-        raise CheckpointError(path, rule, got=f"a link to {target}", cure=cure)
+        raise CheckpointError(
+            path,
+            "a file of a checkpoint must be in its folder",
+            got=f"a link to {target}",
+            cure="Put a copy of the file there if it belongs to the checkpoint, or remove the link",
+        )
     if not path.is_file():
         got = "something else" if path.exists() else "a link to nowhere"
         raise CheckpointError(

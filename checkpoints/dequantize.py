@@ -102,8 +102,9 @@ def _int_packed(
     num_rows, num_columns = shape
     bits = 32 * weight.shape[1] // num_columns
     if bits not in (4, 8):  # others straddle words
-        cure = "Use another source"
-        raise CheckpointError("weight_packed", "only 4 or 8 bits can be read", got=bits, cure=cure)
+        raise CheckpointError(
+            "weight_packed", "only 4 or 8 bits can be read", got=bits, cure="Use another source"
+        )
     _expect_shape("weight_packed", weight, (num_rows, -(-num_columns * bits // 32)))
     num_groups = scale.shape[1] if scale.ndim == 2 else 1
     middle, per_word = 1 << (bits - 1), 32 // bits
@@ -182,8 +183,9 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
 def _byte_table(weight: Tensor) -> Tensor:
     """The F32 value of every byte read in the dtype of `weight`: [256]."""
     if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        rule, cure = "only FP8 or INT8 can be read", "Check the stored form"
-        raise CheckpointError("weight", rule, got=weight.dtype, cure=cure)
+        raise CheckpointError(
+            "weight", "only FP8 or INT8 can be read", got=weight.dtype, cure="Check the stored form"
+        )
     return torch.arange(256, dtype=torch.uint8, device=weight.device).view(weight.dtype).float()
 
 
@@ -196,6 +198,9 @@ def _pair_table(values: Tensor) -> Tensor:
 def _expect_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not of this shape."""
     if tuple(tensor.shape) != shape:
-        rule = f"this stored form has shape {list(shape)}"
-        cure = "Check the source's quantization config"
-        raise CheckpointError(what, rule, got=list(tensor.shape), cure=cure)
+        raise CheckpointError(
+            what,
+            f"this stored form has shape {list(shape)}",
+            got=list(tensor.shape),
+            cure="Check the source's quantization config",
+        )

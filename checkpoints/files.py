@@ -53,8 +53,12 @@ def within(folder: Path, name: str) -> Path:
     """
     path, home = folder / name, Path(os.path.realpath(folder))
     if "\0" in name or home not in Path(os.path.realpath(path)).parents:
-        rule, cure = "every file of an output must lie in its folder", "Rename it"
-        raise CheckpointError(folder, rule, got=repr(name), cure=cure)
+        raise CheckpointError(
+            folder,
+            "every file of an output must lie in its folder",
+            got=repr(name),
+            cure="Rename it",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -68,9 +72,11 @@ def refuse_name(path: Path) -> None:
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
-        got = ascii(error.object[error.start : error.end])
         raise CheckpointError(
-            path, "every name must be UTF-8", got=got, cure="Rename it"
+            path,
+            "every name must be UTF-8",
+            got=ascii(error.object[error.start : error.end]),
+            cure="Rename it",
         ) from error
 
 
@@ -95,8 +101,12 @@ def write_whole(path: Path, text: str) -> Path:
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        got, cure = ascii(text[error.start : error.end]), "Rename what is called so"
-        raise CheckpointError(path, "every name in it must be UTF-8", got=got, cure=cure) from error
+        raise CheckpointError(
+            path,
+            "every name in it must be UTF-8",
+            got=ascii(text[error.start : error.end]),
+            cure="Rename what is called so",
+        ) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_path(path).write_bytes(raw)
@@ -223,5 +233,9 @@ def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     missing = needed - shutil.disk_usage(parent).free
     if missing > 0:
-        rule = f"{size_in_words(needed)} must be free on its disk"
-        raise RecipeError(out, rule, got=f"{missing:,} bytes too little", cure=cure)
+        raise RecipeError(
+            out,
+            f"{size_in_words(needed)} must be free on its disk",
+            got=f"{missing:,} bytes too little",
+            cure=cure,
+        )

@@ -77,8 +77,9 @@ def hub_errors(repo: str) -> Iterator[None]:
         for kinds, rule, cure in _REFUSALS:
             if isinstance(error, kinds):
                 said = f"{type(error).__name__}: {error}"
-                got = said.strip().splitlines()[0].rstrip(".: ")
-                raise NoCheckpointError(repo, rule, got=got, cure=cure) from error
+                raise NoCheckpointError(
+                    repo, rule, got=said.strip().splitlines()[0].rstrip(".: "), cure=cure
+                ) from error
         raise
 
 
@@ -93,8 +94,12 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
         names = sorted(sibling.rfilename for sibling in info.siblings or ())
     for name in (info.sha or "", *names):
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
-            rule = "the Hub must list files of the repository by name"
-            raise NoCheckpointError(repo, rule, got=repr(name), cure="Check HF_ENDPOINT")
+            raise NoCheckpointError(
+                repo,
+                "the Hub must list files of the repository by name",
+                got=repr(name),
+                cure="Check HF_ENDPOINT",
+            )
     return info.sha or revision, names
 
 

@@ -37,9 +37,11 @@ def with_mtp_of(source: Source, other: Source) -> Source:
     """
     view = find_view(source.config, source.where, source.entries)
     if own := _first_mtp(source, view):
-        rule = "mtp_source is for a release without an MTP block of its own"
         raise CheckpointError(
-            source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away"
+            source.where,
+            "mtp_source is for a release without an MTP block of its own",
+            got=own,
+            cure="Leave mtp_source and --mtp-source away",
         )
     renamed = {}
     for entry in (*other.entries.values(), *other.unindexed.values()):
@@ -52,8 +54,12 @@ def with_mtp_of(source: Source, other: Source) -> Source:
             renamed[name] = replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
     if not renamed:
         family = view.family.model_type
-        rule = f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*"
-        raise CheckpointError(other.where, rule, got="none", cure="Name another with --mtp-source")
+        raise CheckpointError(
+            other.where,
+            f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*",
+            got="none",
+            cure="Name another with --mtp-source",
+        )
     _refuse_other_model(source, other, view, renamed)
     files = {entry.file.removeprefix(MTP_FILES) for entry in renamed.values()}
     stamps = {f"{MTP_FILES}{name}": state for name, state in other.states.items() if name in files}
@@ -90,18 +96,22 @@ def _refuse_other_model(
     for key in _KEPT:
         ours, given = view.text_config.get(key), theirs.get(key)
         if None not in (ours, given) and ours != given:
-            rule = f"{key} must be {ours}, that of {source.where}"
             raise CheckpointError(
-                f"{other.where}/config.json", rule, got=given, cure="Name another MTP source"
+                f"{other.where}/config.json",
+                f"{key} must be {ours}, that of {source.where}",
+                got=given,
+                cure="Name another MTP source",
             )
     hidden = view.text_config.get("hidden_size")
     for name, entry in found.items():
         place = view.place(name)
         is_glue = place is not None and place.role == "glue" and place.leaf == "weight"
         if is_glue and isinstance(hidden, int) and all(size % hidden for size in entry.shape):
-            rule = f"{name} must be as wide as hidden_size={hidden} of {source.where}"
             raise CheckpointError(
-                other.where, rule, got=list(entry.shape), cure="Name another MTP source"
+                other.where,
+                f"{name} must be as wide as hidden_size={hidden} of {source.where}",
+                got=list(entry.shape),
+                cure="Name another MTP source",
             )
 
 

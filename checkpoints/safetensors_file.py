@@ -98,8 +98,12 @@ def header_length(first: bytes, num_bytes: int, where: str) -> int:
     """
     length = struct.unpack("<Q", first)[0] if len(first) == LENGTH_BYTES else 0
     if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes):
-        got = f"a length of {length} in a file of {num_bytes} bytes"
-        raise CheckpointError(where, "must start with a safetensors header", got=got, cure=AGAIN)
+        raise CheckpointError(
+            where,
+            "must start with a safetensors header",
+            got=f"a length of {length} in a file of {num_bytes} bytes",
+            cure=AGAIN,
+        )
     return length
 
 
@@ -118,13 +122,18 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
     """
     # A tensor's shape and its range are a list each, and up to four commas are in them.
     if raw.count(b"[") > 2 * _MAX_TENSORS or raw.count(b",") > 10 * _MAX_TENSORS:
-        rule, cure = f"must hold at most {_MAX_TENSORS} tensors", "Write it in several files"
-        raise CheckpointError(where, rule, got="more", cure=cure)
+        raise CheckpointError(
+            where,
+            f"must hold at most {_MAX_TENSORS} tensors",
+            got="more",
+            cure="Write it in several files",
+        )
     # The library gets the header as a file that ends after it. Of a right header it then says that
     # the tensors' bytes are missing, and it says so last of all.
     if (complaint := _complaint(raw)) not in ("", _complaint(_RIGHT)):
-        rule = "must have a valid safetensors header"
-        raise CheckpointError(where, rule, got=complaint, cure=AGAIN)
+        raise CheckpointError(
+            where, "must have a valid safetensors header", got=complaint, cure=AGAIN
+        )
     header = json.loads(raw)  # of a name that is there twice, the last, as safetensors takes it
     metadata = header.pop(_METADATA, None) or {}
     entries: dict[HFName, Entry] = {}
@@ -138,8 +147,12 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         else:
             dtype, shape, (start, stop) = info["dtype"], info["shape"], info["data_offsets"]
         if dtype not in DTYPE_BITS:
-            rule, cure = f"{name} must have a known dtype", "Convert it with safetensors first"
-            raise CheckpointError(where, rule, got=dtype, cure=cure)
+            raise CheckpointError(
+                where,
+                f"{name} must have a known dtype",
+                got=dtype,
+                cure="Convert it with safetensors first",
+            )
         if first + stop > end:
             end, last = first + stop, name
         entries[name] = Entry(
@@ -151,8 +164,9 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
             num_bytes=stop - start,
         )
     if end != num_bytes:
-        rule = f"must be {end} bytes long to hold {last}"
-        raise CheckpointError(where, rule, got=f"{num_bytes} bytes", cure=AGAIN)
+        raise CheckpointError(
+            where, f"must be {end} bytes long to hold {last}", got=f"{num_bytes} bytes", cure=AGAIN
+        )
     return FileHeader(entries=entries, metadata=metadata)
 
 

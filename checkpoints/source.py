@@ -95,8 +95,9 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     if found is not None and found.is_dir():
         return _open_folder(found, str(where))
     if found is not None:
-        cure = "Name the folder of a checkpoint in safetensors files"
-        raise NoCheckpointError(where, rule, got="a file", cure=cure)
+        raise NoCheckpointError(
+            where, rule, got="a file", cure="Name the folder of a checkpoint in safetensors files"
+        )
     if page := page_of(str(where)):
         return _open_hub(page[0], page[1] or revision)
     if revision == "local" or not is_repo_id(str(where)):
@@ -301,8 +302,12 @@ def _assembled(
     companions: Companions,
 ) -> Source:
     if (count := sum(map(len, headers.values()))) > _MAX_TENSORS:
-        rule = f"a checkpoint has at most {_MAX_TENSORS} tensors"
-        raise CheckpointError(where, rule, got=count, cure="Check what wrote it")
+        raise CheckpointError(
+            where,
+            f"a checkpoint has at most {_MAX_TENSORS} tensors",
+            got=count,
+            cure="Check what wrote it",
+        )
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
     # vLLM and transformers read whole files named by the index, so the file decides, not the
@@ -310,9 +315,11 @@ def _assembled(
     for file in indexed:
         for name, entry in headers[file].items():
             if name in entries:
-                rule, got = f"{name} must be in one file only", f"also in {entries[name].file}"
                 raise CheckpointError(
-                    f"{where}/{file}", rule, got=got, cure="Remove one of the two"
+                    f"{where}/{file}",
+                    f"{name} must be in one file only",
+                    got=f"also in {entries[name].file}",
+                    cure="Remove one of the two",
                 )
             entries[name] = entry
     for file in sorted(headers.keys() - {*indexed}):
@@ -321,11 +328,12 @@ def _assembled(
                 unindexed[name] = entry
     for name, file in (weight_map or {}).items():
         if HFName(name) not in headers[file]:
-            rule, cure = (
+            raise CheckpointError(
+                f"{where}/{file}",
                 f"must hold {name}, which the index lists there",
-                "Download the shard again",
+                got="no such tensor",
+                cure="Download the shard again",
             )
-            raise CheckpointError(f"{where}/{file}", rule, got="no such tensor", cure=cure)
     return Source(
         where=where,
         revision=revision,
@@ -347,21 +355,31 @@ def _indexed_files(
         files = sorted({*weight_map.values()})
         for file in files:
             if file not in present:
-                rule, got = "every file of the index must exist", f"{file} is missing"
-                cure = "Download it, or mend the index"
-                raise CheckpointError(f"{where}/{INDEX}", rule, got=got, cure=cure)
+                raise CheckpointError(
+                    f"{where}/{INDEX}",
+                    "every file of the index must exist",
+                    got=f"{file} is missing",
+                    cure="Download it, or mend the index",
+                )
         return files
     if SINGLE in present:
         return (SINGLE,)
     if len(present) == 1:
         return present
-    rule, got = f"must have {SINGLE} or {INDEX}", f"{len(present)} safetensors files"
-    cure = "Download all of its files; weights in .bin or GGUF files are not read"
-    raise CheckpointError(where, rule, got=got, cure=cure)
+    raise CheckpointError(
+        where,
+        f"must have {SINGLE} or {INDEX}",
+        got=f"{len(present)} safetensors files",
+        cure="Download all of its files; weights in .bin or GGUF files are not read",
+    )
 
 
 def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:
     """The refusal of a place without config.json: what is there instead."""
-    cure = "Name that of a whole model; an adapter is merged into its base model first"
     got = listed(sorted(names)) or "an empty folder"
-    return NoCheckpointError(where, "a checkpoint has a config.json", got=got, cure=cure)
+    return NoCheckpointError(
+        where,
+        "a checkpoint has a config.json",
+        got=got,
+        cure="Name that of a whole model; an adapter is merged into its base model first",
+    )

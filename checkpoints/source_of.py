@@ -70,8 +70,12 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
             sizes = {path.name: path.stat().st_size for path in place.glob("*")}
             if sizes.items() >= named.files.items():
                 return str(place)
-    got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"
-    raise RecipeError(path, rule, got=got, cure=cure)
+    raise RecipeError(
+        path,
+        rule,
+        got=f"{named.name} ({named.revision}), which is no folder with the recorded files here",
+        cure=cure,
+    )
 
 
 def folder_it_was_made_from(checkpoint: Path) -> Path | None:
@@ -95,9 +99,12 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
     ours, theirs = _marks(checkpoint), _marks(source)
     for name, value in ours.items():
         if name in theirs and theirs[name] != value:
-            rule = f"must be what {checkpoint.where} was made from, whose {name} is {value}"
-            cure = "Name the release that it was made from"
-            raise RecipeError(source.where, rule, got=theirs[name], cure=cure)
+            raise RecipeError(
+                source.where,
+                f"must be what {checkpoint.where} was made from, whose {name} is {value}",
+                got=theirs[name],
+                cure="Name the release that it was made from",
+            )
 
 
 def _marks(opened: Source) -> dict[str, object]:

@@ -207,5 +207,9 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
         ) from error
     if key := other_decision(recipe, made):
         wanted = recipe.model_dump(mode="json")[key]
-        rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted}"
-        raise RecipeError(out, rule, got=made.get(key), cure=cure)
+        raise RecipeError(
+            out,
+            f"an existing output must be one of {recipe.name}, whose {key} is {wanted}",
+            got=made.get(key),
+            cure=cure,
+        )

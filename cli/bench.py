@@ -169,12 +169,12 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
         if named:
             low, high = int(named[1]), int(named[2] or named[1])
         if not least <= low <= high <= min(_LIMIT, low + _LONGEST_RANGE):
-            rule = (
-                f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
-                f"{_LONGEST_RANGE} at most"
-            )
             raise RecipeError(
-                option, rule, got=part, cure=f"Write {option} 1,8,32 or {option} {least}..4"
+                option,
+                f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
+                f"{_LONGEST_RANGE} at most",
+                got=part,
+                cure=f"Write {option} 1,8,32 or {option} {least}..4",
             )
         found.update(range(low, high + 1))
     return tuple(sorted(found))

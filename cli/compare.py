@@ -74,8 +74,12 @@ def serve_check(
     view = find_view(session.opened.config, session.opened.where, session.opened.entries)
     check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):
-        rule = f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError("-k", rule, got=k, cure=f"Use -k {view.num_mtp_layers}")
+        raise RecipeError(
+            "-k",
+            f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them",
+            got=k,
+            cure=f"Use -k {view.num_mtp_layers}",
+        )
     setup = session.setup
     checkpoint = session.checkpoint("check")
     original = session.source_of(checkpoint)

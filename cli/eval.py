@@ -73,11 +73,12 @@ class ProtocolOptions:
         changed = {name: value for name, value in asdict(self).items() if value is not None}
         if self.task is None:
             if self.dataset is not None and len(recipe) > 1:
-                rule, got = (
+                raise RecipeError(
+                    "--dataset",
                     "belongs to one task, and the recipe lists several",
-                    ", ".join(one.task for one in recipe),
+                    got=", ".join(one.task for one in recipe),
+                    cure="Name one with --task",
                 )
-                raise RecipeError("--dataset", rule, got=got, cure="Name one with --task")
             return tuple(_changed(one, changed) for one in recipe)
         for own in recipe:
             if own.task == self.task:
@@ -202,9 +203,11 @@ def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
             option, _, rule = fault.rule.partition(": ")
             raise RecipeError(f"--{option}", rule, got=fault.got, cure=fault.cure) from error
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
-        rule = first["msg"].replace("Input should", "must")
         raise RecipeError(
-            option, rule, got=repr(first["input"]), cure="See `keepmtp eval --help`"
+            option,
+            first["msg"].replace("Input should", "must"),
+            got=repr(first["input"]),
+            cure="See `keepmtp eval --help`",
         ) from error
 
 

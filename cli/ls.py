@@ -66,10 +66,12 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
     if what and not chosen and what not in COLUMNS:
-        rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
         names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
         raise RecipeError(
-            "ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`")
+            "ls",
+            f"must be one of {', '.join(COLUMNS)}, or a model's name",
+            got=repr(what),
+            cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"),
         )
     if as_json:
         from .tables import print_json

@@ -145,9 +145,11 @@ class Session:
             return None
         source = self.model("source", self.original)
         if source.identity.sha256 == checkpoint.identity.sha256:
-            rule = "must be what the checkpoint was made from, not the checkpoint itself"
             raise RecipeError(
-                "--source", rule, got=f"the same bytes in {source.source.where}", cure=_CURE
+                "--source",
+                "must be what the checkpoint was made from, not the checkpoint itself",
+                got=f"the same bytes in {source.source.where}",
+                cure=_CURE,
             )
         return source
 

@@ -328,8 +328,9 @@ def convert(
 
 
 def _no_out(verb: str) -> RecipeError:
-    cure = "Add --out NEW, or --dry-run"
-    return RecipeError(verb, "needs a folder to write", got="no --out", cure=cure)
+    return RecipeError(
+        verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
+    )
 
 
 def _end(

@@ -84,8 +84,12 @@ def publish(
     ready_report(path)
     token = get_token()
     if token is None and not dry_run:
-        cure = "Set HF_TOKEN, or run `hf auth login`"
-        raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+        raise RecipeError(
+            "publish",
+            "needs a token with write access",
+            got="none",
+            cure="Set HF_TOKEN, or run `hf auth login`",
+        )
     if public and not dry_run and not yes:
         _refuse_nobody(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values

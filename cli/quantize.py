@@ -207,9 +207,11 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
     word = model_word(model)
     if word.is_recipe:
         if mtp_source is not None:
-            rule = "belongs to a checkpoint without a block; a model's recipe is copied"
             raise RecipeError(
-                "--mtp-source", rule, got=mtp_source, cure="Edit mtp_source in the copy"
+                "--mtp-source",
+                "belongs to a checkpoint without a block; a model's recipe is copied",
+                got=mtp_source,
+                cure="Edit mtp_source in the copy",
             )
         file, _ = named_file(word.name)
         return file.path.read_text()
@@ -219,12 +221,11 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         raw["mtp_source"] = {"source": mtp_source, "revision": source.mtp_source.revision}
     variants = list(fitting(source, raw))
     if not variants:
-        rule, cure = (
-            "a variant of its family must fit",
-            "Copy a recipe of the family and edit it: `keepmtp ls models`",
-        )
         raise RecipeError(
-            source.where, rule, got=f"none of {', '.join(raw['variants'])}", cure=cure
+            source.where,
+            "a variant of its family must fit",
+            got=f"none of {', '.join(raw['variants'])}",
+            cure="Copy a recipe of the family and edit it: `keepmtp ls models`",
         )
     return text_of(raw | {"default": variants[0]}, variants, file=str(out))
 

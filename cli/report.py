@@ -55,14 +55,20 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     folder = path
     if path.suffix != ".report":
         if not (path / "config.json").is_file():
-            rule = "gates judge a checkpoint's folder"
-            raise CheckpointError(path, rule, got="no config.json", cure="Name that folder")
+            raise CheckpointError(
+                path,
+                "gates judge a checkpoint's folder",
+                got="no config.json",
+                cure="Name that folder",
+            )
         folder = report_folder(path)
     if not (folder / JSON_FILE).is_file():
         named = shlex.quote(str(folder.with_suffix("")))
-        cure = f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`"
         raise CheckpointError(
-            folder, "gates judge what was measured", got=f"no {JSON_FILE}", cure=cure
+            folder,
+            "gates judge what was measured",
+            got=f"no {JSON_FILE}",
+            cure=f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`",
         )
     full = verify(folder)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
@@ -197,11 +203,12 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
     from ..validate.report.check_data import check_data
 
     if len(paths) != 1 or not Path(paths[0]).is_dir():
-        rule, cure = (
+        raise RecipeError(
+            "--record",
             "keeps the check of one folder",
-            "Run it for each, on a checkpoint that lies here",
+            got=" ".join(paths),
+            cure="Run it for each, on a checkpoint that lies here",
         )
-        raise RecipeError("--record", rule, got=" ".join(paths), cure=cure)
     checkpoint = Path(paths[0])
     folder = report_folder(checkpoint)
     identity = identify(checkpoint, cache=folder, watch=bytes_bar(err, "reading"))

@@ -128,8 +128,13 @@ def serve(
         return
     assert vllm is not None
     if lack := why_no_kernel(opened, vllm):
-        cure = f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(path)}` measures a BF16 copy"
-        raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
+        raise VLLMError(
+            opened.where,
+            "must have kernels on this machine",
+            got=lack,
+            cure="Serve it on a GPU; "
+            f"`keepmtp serve-check {shlex.quote(path)}` measures a BF16 copy",
+        )
     refuse_full_gpus(opened, vllm, extra)
     local = downloaded(opened, err)
     assert local.folder is not None
@@ -204,8 +209,12 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
     errors = [finding for finding in checked.data.findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more: `{_check(path)}`)" if errors[1:] else ""
-        rule, cure = "must pass the check before it is served", with_path(errors[0].cure, path)
-        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
+        raise GateError(
+            path,
+            "must pass the check before it is served",
+            got=f"{errors[0].where}: {errors[0].says}{more}",
+            cure=with_path(errors[0].cure, path),
+        )
 
 
 def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: str) -> "BestK":

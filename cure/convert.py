@@ -120,16 +120,28 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     checked = examine(where)
     source, runtime, findings = checked.readable(), checked.runtime, checked.data.findings
     if runtime is None or (findings and findings[0].severity == "error"):  # errors come first
-        found, rule = findings[0], "must pass its own check before it is converted"
-        raise CheckpointError(f"{where}: {found.where}", rule, got=found.says, cure=found.cure)
+        found = findings[0]
+        raise CheckpointError(
+            f"{where}: {found.where}",
+            "must pass its own check before it is converted",
+            got=found.says,
+            cure=found.cure,
+        )
     if source.folder is None:
-        rule, got = "what is converted must be a folder here", "a Hub repository"
-        cure = "Download it: `hf download` puts a repository into a folder"
-        raise RecipeError(where, rule, got=got, cure=cure)
+        raise RecipeError(
+            where,
+            "what is converted must be a folder here",
+            got="a Hub repository",
+            cure="Download it: `hf download` puts a repository into a folder",
+        )
     first, why = _dialect_of(runtime), f"so {to} has it"
     if first == to:
-        rule = "a checkpoint is converted into the other dialect"
-        raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
+        raise RecipeError(
+            where,
+            "a checkpoint is converted into the other dialect",
+            got=f"one in {to} already",
+            cure="There is nothing to do",
+        )
     proposal, matrices = Proposal(source), _matrices_in(runtime, to)
     for matrix in (*matrices, *_caches_in(runtime)):
         if not matrix.scheme:
@@ -139,8 +151,12 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             if new == entry and data is None:
                 continue
             if not proposal.retensor(entry, new, why):
-                rule, cure = "no tensor must have the name that another one gets", "Take one out"
-                raise CheckpointError(f"{where}: {entry.name}", rule, got=new.name, cure=cure)
+                raise CheckpointError(
+                    f"{where}: {entry.name}",
+                    "no tensor must have the name that another one gets",
+                    got=new.name,
+                    cure="Take one out",
+                )
             if data is not None:
                 proposal.made[new.name] = data
     # How the KV cache is quantized: the same key in both dialects, a word in hf_quant_config.json.
@@ -148,8 +164,12 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     if runtime.given.nested is not None:
         cache = runtime.given.nested.get("kv_cache_quant_algo")
         if cache not in (None, "FP8"):
-            rule = "both dialects must have a word for the KV cache"
-            raise CheckpointError(f"{source.where}/{HF_QUANT_CONFIG}", rule, got=cache, cure=_ANEW)
+            raise CheckpointError(
+                f"{source.where}/{HF_QUANT_CONFIG}",
+                "both dialects must have a word for the KV cache",
+                got=cache,
+                cure=_ANEW,
+            )
         cache = cache and dict(FP8_CACHE)
     made = quantization_config(runtime.view, matrices, format=to, cache=cache).value
     files = config_files(source.config, made, runtime.view)
@@ -194,9 +214,12 @@ def _turned(
         return new, None
     value = read_tensor(runtime.source, entry)
     if not bool(((value.float() > 0) & value.float().isfinite()).all()):
-        rule = "a scale that is re-expressed must be positive and finite"
-        got, cure = f"{value.flatten().tolist()[:4]}", "See `keepmtp check --values`"
-        raise CheckpointError(f"{runtime.source.where}: {entry.name}", rule, got=got, cure=cure)
+        raise CheckpointError(
+            f"{runtime.source.where}: {entry.name}",
+            "a scale that is re-expressed must be positive and finite",
+            got=f"{value.flatten().tolist()[:4]}",
+            cure="See `keepmtp check --values`",
+        )
     made = changed(value, other.change, TORCH_DTYPES[dtype])
     if other.change == "dtype" and not torch.equal(made.float(), value.float()):
         dtype, made = "F32", value.float()
@@ -213,15 +236,21 @@ def _dialect_of(runtime: RuntimeView) -> Format:
     raw = quantization_of(runtime.source.config) or {}
     for key in ("transform_config", "sparsity_config"):
         if raw.get(key):
-            where = f"{runtime.source.where}/config.json: {key}"
-            rule = "must be empty: modelopt has no word for it"
-            cure = "Keep the checkpoint as it is"
-            raise CheckpointError(where, rule, got="an entry", cure=cure)
+            raise CheckpointError(
+                f"{runtime.source.where}/config.json: {key}",
+                "must be empty: modelopt has no word for it",
+                got="an entry",
+                cure="Keep the checkpoint as it is",
+            )
     for name in FORMATS:
         if runtime.dialect.name == name:
             return name
-    rule = f"only {' and '.join(FORMATS)} are converted into each other"
-    raise CheckpointError(runtime.source.where, rule, got=runtime.dialect.name, cure=_ANEW)
+    raise CheckpointError(
+        runtime.source.where,
+        f"only {' and '.join(FORMATS)} are converted into each other",
+        got=runtime.dialect.name,
+        cure=_ANEW,
+    )
 
 
 def _caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
@@ -327,5 +356,9 @@ def _of_algorithm(built: VLLMModule) -> str:
 
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:
-    rule = f"both dialects must have a word for the form of a tensor: {', '.join(ALGORITHMS)}"
-    return CheckpointError(f"{runtime.source.where}: {name}", rule, got=got, cure=_ANEW)
+    return CheckpointError(
+        f"{runtime.source.where}: {name}",
+        f"both dialects must have a word for the form of a tensor: {', '.join(ALGORITHMS)}",
+        got=got,
+        cure=_ANEW,
+    )

@@ -97,9 +97,12 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
         RecipeError: nothing would change, or OUT cannot be written.
     """
     if not outcome.proposal.edits:
-        rule = "fix writes a folder only if something changes"
-        where, got = outcome.proposal.source.where, "nothing that it can cure"
-        raise RecipeError(where, rule, got=got, cure="Serve it as it is")
+        raise RecipeError(
+            outcome.proposal.source.where,
+            "fix writes a folder only if something changes",
+            got="nothing that it can cure",
+            cure="Serve it as it is",
+        )
     return rewrite(outcome.proposal, out, made_by="fix")
 
 

@@ -135,9 +135,12 @@ def plan_graft(
     refuse_another_model(quantized, source)
     dialect, family = ours.dialect, ours.view.family
     if isinstance(dialect, UnknownDialect):
-        rule = "graft writes dialects that keepmtp knows"
-        cure = "Quantize the release with keepmtp, which keeps its MTP block"
-        raise CheckpointError("config.json: quantization_config", rule, got=dialect.name, cure=cure)
+        raise CheckpointError(
+            "config.json: quantization_config",
+            "graft writes dialects that keepmtp knows",
+            got=dialect.name,
+            cure="Quantize the release with keepmtp, which keeps its MTP block",
+        )
     proposal = Proposal(quantized)
     _count_mtp_layers(proposal, source.config, family)
     view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
@@ -149,10 +152,13 @@ def plan_graft(
     is_good = not any(_is_about_the_block(each, ours) for each in checked.data.findings)
     if old and not is_replaced and is_whole and is_good:
         facts = checked.data.facts
-        rule = "graft gives a block to a checkpoint that lacks a good one"
-        got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding"
-        cure = "Use it as it is, or say --replace to take the release's block all the same"
-        raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
+        forms = ", ".join(facts.mtp_forms)
+        raise CheckpointError(
+            checked.data.path,
+            "graft gives a block to a checkpoint that lacks a good one",
+            got=f"{facts.num_mtp_tensors:,} tensors in {forms}, and no finding",
+            cure="Use it as it is, or say --replace to take the release's block all the same",
+        )
     word = mtp or "bf16"
     if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
         word = "source"
@@ -160,9 +166,12 @@ def plan_graft(
     plan = plan_mtp_alone(source, view, word, as_released=is_released)
     packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
     if packed is not None and not isinstance(dialect, CompressedTensors):
-        rule = f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}"
-        got = f"{word}, so {packed.scheme} for {packed.name}"
-        raise RecipeError("--mtp", rule, got=got, cure="Use --mtp bf16")
+        raise RecipeError(
+            "--mtp",
+            f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}",
+            got=f"{word}, so {packed.scheme} for {packed.name}",
+            cure="Use --mtp bf16",
+        )
     made: dict[str, list[Entry]] = defaultdict(list)
     for shard in plan.shards:
         for output in shard.outputs:
@@ -170,10 +179,12 @@ def plan_graft(
             made[shard.file].append(entry)
     proposal.put_shards(old, made)
     if proposal.shards_again and quantized.folder is None:
-        rule = "a shard with tensors of the old block and of the backbone must be here"
-        cure = f"Download it: hf download {quantized.where} --local-dir FOLDER"
-        got = f"{next(iter(proposal.shards_again))} on the Hub"
-        raise CheckpointError(quantized.where, rule, got=got, cure=cure)
+        raise CheckpointError(
+            quantized.where,
+            "a shard with tensors of the old block and of the backbone must be here",
+            got=f"{next(iter(proposal.shards_again))} on the Hub",
+            cure=f"Download it: hf download {quantized.where} --local-dir FOLDER",
+        )
     if isinstance(dialect, CompressedTensors):
         _name_in_compressed_tensors(proposal, plan)
     checked = proposal.examined()
@@ -184,9 +195,12 @@ def plan_graft(
     runtime = _readable(checked)
     for each in checked.data.findings:
         if _is_about_the_block(each, runtime):  # a broad entry of the old config reaches it
-            rule = "the new MTP block must be built as it is stored"
-            cure = f"{each.cure}, in {checked.data.path}"
-            raise CheckpointError(each.where, rule, got=each.says, cure=cure)
+            raise CheckpointError(
+                each.where,
+                "the new MTP block must be built as it is stored",
+                got=each.says,
+                cure=f"{each.cure}, in {checked.data.path}",
+            )
     return Graft(plan=plan, proposal=proposal, checked=checked)
 
 
@@ -290,9 +304,13 @@ def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
     runtime = RuntimeView(source=source, view=view)
     for found in check_values(runtime, "all", reading=reading).findings:
         if found.severity == "error" or found.rule == "mtp-untrained":
-            rule = "the release's MTP block must hold what a trained model holds"
-            cure = "Download the release again; if its values stay so, nothing can draft with them"
-            raise CheckpointError(f"{source.where}: {found.where}", rule, got=found.says, cure=cure)
+            raise CheckpointError(
+                f"{source.where}: {found.where}",
+                "the release's MTP block must hold what a trained model holds",
+                got=found.says,
+                cure="Download the release again; "
+                "if its values stay so, nothing can draft with them",
+            )
 
 
 def refuse_another_model(quantized: Source, source: Source) -> None:
@@ -309,9 +327,12 @@ def refuse_another_model(quantized: Source, source: Source) -> None:
     shapes = _shapes_of(source)
     for name, shape in _shapes_of(quantized).items():
         if shapes.get(name, shape) != shape and not view.is_mtp(name):
-            rule, cure = "both must have one shape", "Name the release that it was made from"
-            got = f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}"
-            raise CheckpointError(name, rule, got=got, cure=cure)
+            raise CheckpointError(
+                name,
+                "both must have one shape",
+                got=f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}",
+                cure="Name the release that it was made from",
+            )
 
 
 def _shapes_of(opened: Source) -> dict[HFName, tuple[int, ...]]:
@@ -378,8 +399,10 @@ def _readable(checked: Checked) -> RuntimeView:
     type.
     """
     if checked.runtime is None:
-        first, rule = checked.data.findings[0], "the check must be able to read it"
-        raise CheckpointError(first.where, rule, got=first.says, cure=first.cure)
+        first = checked.data.findings[0]
+        raise CheckpointError(
+            first.where, "the check must be able to read it", got=first.says, cure=first.cure
+        )
     return checked.runtime
 
 

@@ -198,9 +198,12 @@ class Proposal:
             self._touched.add(entry.file)
         for file, entries in made.items():
             for other in self._shards[file]:
-                rule = f"{file} must hold nothing but the MTP block"
-                cure = "Give it another name, also in the index"
-                raise CheckpointError(self.source.where, rule, got=other, cure=cure)
+                raise CheckpointError(
+                    self.source.where,
+                    f"{file} must hold nothing but the MTP block",
+                    got=other,
+                    cure="Give it another name, also in the index",
+                )
             self._shards[file] = {entry.name: entry for entry in entries}
         self._touched |= made.keys()
         self._indexed |= made.keys()

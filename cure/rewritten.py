@@ -269,8 +269,12 @@ def _begin(partial: Path, command: str) -> None:
     """Clear a folder that this run holds; what the same command kept for itself stays."""
     found = _stamp_in(partial)
     if found is None and any(path.name != WORK for path in partial.iterdir()):
-        rule = "an unfinished output can only be written by the command that began it"
-        raise RecipeError(partial, rule, got="files of another command", cure="Choose another OUT")
+        raise RecipeError(
+            partial,
+            "an unfinished output can only be written by the command that began it",
+            got="files of another command",
+            cure="Choose another OUT",
+        )
     for path in partial.iterdir():
         if path.name != WORK or (found is not None and found.command != command):
             _remove(path)

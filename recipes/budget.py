@@ -39,10 +39,9 @@ def read_budget(written: str) -> Budget:
     """
     found = _WRITTEN.fullmatch(written)
     if found is None or not float(found["amount"]):
-        rule = "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits"
         raise RecipeError(
             "",
-            rule,
+            "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits",
             got=repr(written),
             cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
         )

@@ -98,11 +98,12 @@ class FamilyView:
         key = next((key for key in keys if self.text_config.get(key)), keys[0])
         value = self.text_config.get(key) or 0
         if type(value) is not int or not 0 <= value < 2**31:
-            rule, cure = (
+            raise CheckpointError(
+                "config.json",
                 f"{key} must be a whole number",
-                "Take config.json from the original release",
+                got=repr(value),
+                cure="Take config.json from the original release",
             )
-            raise CheckpointError("config.json", rule, got=repr(value), cure=cure)
         return value
 
     @cached_property
@@ -259,10 +260,11 @@ class FamilyView:
         keys = [interleaved.count, *(f"swa_{key}" if is_sliding else key for key in keys)]
         sizes = [size for key in keys if isinstance(size := config.get(key), int) and size > 0]
         if len(sizes) < len(keys):
-            rule = f"the rows of {place.module} need {', '.join(keys)}"
-            cure = "Take config.json from the original release"
             raise CheckpointError(
-                "config.json", rule, got=[config.get(key) for key in keys], cure=cure
+                "config.json",
+                f"the rows of {place.module} need {', '.join(keys)}",
+                got=[config.get(key) for key in keys],
+                cure="Take config.json from the original release",
             )
         count, heads, groups, head, value = sizes
         return count, heads * head // count, groups * head // count, groups * value // count

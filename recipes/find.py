@@ -166,10 +166,14 @@ def choose(
     if calibration is not None:
         known = _spelled(calibration, calibrations())
         if known is None:
-            rule = f"must be one of {', '.join(calibrations())}"
             cure = "See recipes/calibrations.yaml"
             cure = did_you_mean(calibration, calibrations(), otherwise=cure)
-            raise RecipeError("--calibration", rule, got=repr(calibration), cure=cure)
+            raise RecipeError(
+                "--calibration",
+                f"must be one of {', '.join(calibrations())}",
+                got=repr(calibration),
+                cure=cure,
+            )
         block = Calibration.model_validate(calibrations()[known])
     recipe, text = file.recipe(variant), file.recipe_text(variant)
     if override is None and mtp is None and block is None:
@@ -187,9 +191,12 @@ def choose(
         batches=Calibration.model_validate({**usual, "algorithm": "minmax"}),
     )
     if block is not None and changed.calibration is None:
-        got = f"{calibration} for {changed.name}"
-        rule = "must be left out where no scheme needs batches"
-        raise RecipeError("--calibration", rule, got=got, cure="Remove it")
+        raise RecipeError(
+            "--calibration",
+            "must be left out where no scheme needs batches",
+            got=f"{calibration} for {changed.name}",
+            cure="Remove it",
+        )
     return changed, text
 
 

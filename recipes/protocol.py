@@ -127,9 +127,11 @@ def _each_once(tasks: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
     names = [one.task for one in tasks]
     for name in names:
         if names.count(name) > 1:
-            cure = "Leave one out: the answers to a task are in one file"
             raise RecipeError(
-                "evaluation", "must name each task once", got=f"{name} twice", cure=cure
+                "evaluation",
+                "must name each task once",
+                got=f"{name} twice",
+                cure="Leave one out: the answers to a task are in one file",
             )
     return tasks
 

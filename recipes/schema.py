@@ -59,8 +59,12 @@ def _one_of(
     def check(word: str) -> str:
         if word in known:
             return word
-        cure = did_you_mean(word, known, otherwise=otherwise)
-        raise RecipeError("", f"{rule} {', '.join(known)}", got=repr(word), cure=cure)
+        raise RecipeError(
+            "",
+            f"{rule} {', '.join(known)}",
+            got=repr(word),
+            cure=did_you_mean(word, known, otherwise=otherwise),
+        )
 
     return check
 
@@ -69,8 +73,12 @@ def _plain_name(name: str) -> str:
     """A name that is part of a file's name: it must not lead to another folder."""
     if _PLAIN_NAME.fullmatch(name):
         return name
-    rule = "must be a plain name of letters, digits, dots, hyphens and underscores"
-    raise RecipeError("", rule, got=repr(name), cure="Rename it")
+    raise RecipeError(
+        "",
+        "must be a plain name of letters, digits, dots, hyphens and underscores",
+        got=repr(name),
+        cure="Rename it",
+    )
 
 
 def _name_or_regex(written: str) -> str:
@@ -79,9 +87,11 @@ def _name_or_regex(written: str) -> str:
         if written.startswith("re:"):
             re.compile(written.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
-        got = f"{written}, of which Python says: {error}"
         raise RecipeError(
-            "", "must be a name, or re: and a regex", got=got, cure="Correct it"
+            "",
+            "must be a name, or re: and a regex",
+            got=f"{written}, of which Python says: {error}",
+            cure="Correct it",
         ) from error
     return written
 
@@ -119,8 +129,9 @@ MtpPolicy = Annotated[Annotated[_Policy, Tag("word")] | _ByGroup, _BY_TYPE]
 def _different(candidates: tuple[Any, ...]) -> tuple[Any, ...]:
     for index, candidate in enumerate(candidates):
         if candidate in candidates[:index]:
-            got = f"{candidate!r} twice"
-            raise RecipeError("", "candidates must differ", got=got, cure="Remove one")
+            raise RecipeError(
+                "", "candidates must differ", got=f"{candidate!r} twice", cure="Remove one"
+            )
     return candidates
 
 
@@ -707,12 +718,19 @@ def validated(raw: Mapping[str, Any], where: object) -> Recipe:
     key = ".".join(loc) or "recipe"
     if first["type"] == "extra_forbidden":
         parts = [_PARTS[part] for part in loc[:-1] if part in _PARTS]
-        cure = cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields)
-        rule = f"{key} is not a key of a recipe"
-        raise RecipeError(where, rule, got=repr(first["input"]), cure=cure)
+        raise RecipeError(
+            where,
+            f"{key} is not a key of a recipe",
+            got=repr(first["input"]),
+            cure=cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields),
+        )
     if first["type"] == "missing":
-        cure = "Add it: nothing that changes numbers has a default"
-        raise RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
+        raise RecipeError(
+            where,
+            f"{key} must be given",
+            got="nothing",
+            cure="Add it: nothing that changes numbers has a default",
+        )
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
         raise fault.at(f"{where}: {key}")
     # pydantic's own words, where there are no better ones

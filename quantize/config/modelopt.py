@@ -167,13 +167,12 @@ class _Names:
             if not module.scheme:
                 continue
             if self.mapper(module.name).before(module.name, module.asked) is None:
-                rule = (
-                    "one algorithm must be enough for modelopt's config of a "
-                    f"{self.view.family.model_type}"
-                )
-                got = f"several, and vLLM renames every entry that could name {module.name}"
                 raise RecipeError(
-                    "format: modelopt", rule, got=got, cure="Use one scheme, or compressed-tensors"
+                    "format: modelopt",
+                    "one algorithm must be enough for modelopt's config of a "
+                    f"{self.view.family.model_type}",
+                    got=f"several, and vLLM renames every entry that could name {module.name}",
+                    cure="Use one scheme, or compressed-tensors",
                 )
             layers |= dict.fromkeys(self.written(module, otherwise=""), _row(module.scheme))
         return layers

@@ -55,6 +55,9 @@ def card_of(word: str) -> Card:
             return Card(name, CARDS[name] * 10**9)
     if re.fullmatch(r"\d{1,4}(\.\d+)?", word) and float(word):
         return Card(f"GPUs of {float(word):g} GiB", int(float(word) * 2**30))
-    rule = f"must be a number of GiB, or one of {', '.join(CARDS)}"
-    cure = did_you_mean(word, CARDS, otherwise="Write 80 or H100, for example")
-    raise RecipeError("--gpu-memory", rule, got=repr(word), cure=cure)
+    raise RecipeError(
+        "--gpu-memory",
+        f"must be a number of GiB, or one of {', '.join(CARDS)}",
+        got=repr(word),
+        cure=did_you_mean(word, CARDS, otherwise="Write 80 or H100, for example"),
+    )

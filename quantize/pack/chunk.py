@@ -99,8 +99,12 @@ def magnitude_bits(values: Tensor) -> Tensor:
 def finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
     if int(amax_bits.max()) >= 0xFF << MANTISSA_BITS[dtype]:
-        rule, cure = "every value must be finite", "Get an intact checkpoint"
-        raise CheckpointError("weight", rule, got="NaN or Inf", cure=cure)
+        raise CheckpointError(
+            "weight",
+            "every value must be finite",
+            got="NaN or Inf",
+            cure="Get an intact checkpoint",
+        )
     return amax_bits.view(dtype)
 
 

@@ -95,16 +95,19 @@ def pack(
             or not weight.numel()
             or weight.dtype not in (*BITS_DTYPE, torch.float16)
         ):
-            rule = "only a BF16, F16 or F32 matrix that is not empty can be quantized"
-            got = f"{weight.dtype} {tuple(weight.shape)}"
-            raise CheckpointError("weight", rule, got=got, cure="Keep this tensor")
-        if weight.shape[1] % scheme.k_multiple():
-            rule, cure = (
-                f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
-                "Keep this tensor",
+            raise CheckpointError(
+                "weight",
+                "only a BF16, F16 or F32 matrix that is not empty can be quantized",
+                got=f"{weight.dtype} {tuple(weight.shape)}",
+                cure="Keep this tensor",
             )
+        if weight.shape[1] % scheme.k_multiple():
+            cure = "Keep this tensor"
             raise RecipeError(
-                "weight", rule, got=f"K={weight.shape[1]}", cure=f"{cure} or choose another scheme"
+                "weight",
+                f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
+                got=f"K={weight.shape[1]}",
+                cure=f"{cure} or choose another scheme",
             )
     if not search or scheme.name not in SEARCHES[search]:
         search = ""

@@ -64,8 +64,12 @@ def _shifted_codes(chunk: Chunk) -> Tensor:
     grouped = values.unflatten(1, (-1, size))
     low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
     if (high - low).isinf().any():
-        cure = "Give this module a scheme without zero points"
-        raise CheckpointError("weight", "the range of a group must be finite", got="Inf", cure=cure)
+        raise CheckpointError(
+            "weight",
+            "the range of a group must be finite",
+            got="Inf",
+            cure="Give this module a scheme without zero points",
+        )
     scale = divided(high - low, 15).to(stored.dtype)
     # Codes are around 0 here: 8 less than in the file. 0 / 0 in a group of zeros; the peer's
     # conversion makes 0 of it.

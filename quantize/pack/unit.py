@@ -172,11 +172,12 @@ def _importance(module: HFName, given: Calibrations) -> Tensor:
     name = importance_of(module)
     found = given.read(name)
     if not bool((found >= 0).all() & found.isfinite().all()):
-        rule, cure = (
+        raise CheckpointError(
+            name,
             "every value must be finite and not negative",
-            "Remove search: imatrix, or use search: mse",
+            got="NaN, Inf or a negative number",
+            cure="Remove search: imatrix, or use search: mse",
         )
-        raise CheckpointError(name, rule, got="NaN, Inf or a negative number", cure=cure)
     return found
 
 

@@ -88,8 +88,7 @@ def recipe_of_checkpoint(
         for name in fitting(source, raw):
             words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))
         if not words:
-            cure = "None fits: see `keepmtp ls schemes`"
-            raise RecipeError(where, rule, got="none", cure=cure)
+            raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
         raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
     raw["default"] = next(fitting(source, raw), raw["default"])
     file = _recipe_file(source, raw)

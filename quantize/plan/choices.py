@@ -295,9 +295,13 @@ def _unit(
             size, lines = sum(map(base.num_bytes_of, made)), sum(map(_line_bytes, made))
             options.append(Option(word=word, num_bytes=size, line_bytes=lines, tensors=tuple(made)))
     if not options:
-        cause, cure = refusals[0], "Add bf16 to backbone_auto.candidates, or override these modules"
-        rule = f"a candidate must suit {first.module}, where {cause.rule}"
-        raise RecipeError(cause.where, rule, got=cause.got, cure=cure)
+        cause = refusals[0]
+        raise RecipeError(
+            cause.where,
+            f"a candidate must suit {first.module}, where {cause.rule}",
+            got=cause.got,
+            cure="Add bf16 to backbone_auto.candidates, or override these modules",
+        )
     return ChoiceUnit(
         name=name,
         part=first.part,

@@ -81,9 +81,12 @@ class Decisions:
             # A part of such a table has one scale with all other parts.
             scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
             if scale not in self.source.entries:
-                where = f"{self.source.where}: {name}"
-                rule = f"a table in FP8 must have its scale {scale}"
-                raise CheckpointError(where, rule, got="no such tensor", cure="Check the download")
+                raise CheckpointError(
+                    f"{self.source.where}: {name}",
+                    f"a table in FP8 must have its scale {scale}",
+                    got="no such tensor",
+                    cure="Check the download",
+                )
             reason = "FP8 rows with one scale, which vLLM looks up as they are"
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         self._refuse_unreadable(weight, place)
@@ -100,11 +103,12 @@ class Decisions:
             )
             return _planned(weight, place, "keep", reason, outputs, weight.scheme)
         if word == "source" and not place.row.why_kept:
-            rule, got = (
+            raise RecipeError(
+                self._group(place),
                 "`source` needs a form that compressed-tensors can say",
-                f"{weight.form} in {name}",
+                got=f"{weight.form} in {name}",
+                cure="Use bf16 or a scheme",
             )
-            raise RecipeError(self._group(place), rule, got=got, cure="Use bf16 or a scheme")
         return _planned(weight, place, "dequantize", reason, (Output(name, "BF16", weight.shape),))
 
     def other(self, entry: Entry) -> TensorPlan:
@@ -133,9 +137,12 @@ class Decisions:
         if not row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"):
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
-        rule = f"{place.leaf!r} must belong to a weight of {place.module}"
-        cure = "Check the download, or add the name to `keep` of the recipe"
-        raise CheckpointError(f"{self.source.where}: {name}", rule, got="no such weight", cure=cure)
+        raise CheckpointError(
+            f"{self.source.where}: {name}",
+            f"{place.leaf!r} must belong to a weight of {place.module}",
+            got="no such weight",
+            cure="Check the download, or add the name to `keep` of the recipe",
+        )
 
     # --- what the recipe says ---------------------------------------------------------------------
 
@@ -154,9 +161,12 @@ class Decisions:
         place = self.view.place(name)
         if place is None:
             family = self.view.family.model_type
-            rule = f"every tensor must be known to family {family}"
-            cure = f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe"
-            raise CheckpointError(self.source.where, rule, got=name, cure=cure)
+            raise CheckpointError(
+                self.source.where,
+                f"every tensor must be known to family {family}",
+                got=name,
+                cure=f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe",
+            )
         return place
 
     def _group(self, place: Place) -> str:
@@ -168,8 +178,12 @@ class Decisions:
         recipe, override = self.recipe, self.override(place.module)
         if place.row.why_kept:
             if override in SCHEMES:
-                rule = f"{place.module} is never quantized ({place.row.why_kept})"
-                raise RecipeError(recipe.name, rule, got=override, cure="Remove the override")
+                raise RecipeError(
+                    recipe.name,
+                    f"{place.module} is never quantized ({place.row.why_kept})",
+                    got=override,
+                    cure="Remove the override",
+                )
             if place.part == "mtp" and recipe.mtp_policy == "source":
                 return "source", place.row.why_kept
             return "bf16", place.row.why_kept
@@ -179,12 +193,12 @@ class Decisions:
         if not isinstance(word, str):
             word = word.get(place.role)
         if word is None:
-            rule = f"{place.part} must say what happens to {place.role}"
-            got, cure = (
-                f"nothing, but the model has {place.module}",
-                f"Add `{place.role}: source` or a scheme",
+            raise RecipeError(
+                recipe.name,
+                f"{place.part} must say what happens to {place.role}",
+                got=f"nothing, but the model has {place.module}",
+                cure=f"Add `{place.role}: source` or a scheme",
             )
-            raise RecipeError(recipe.name, rule, got=got, cure=cure)
         return word, f"recipe: {place.part} {place.role}"
 
     # --- what can be done -------------------------------------------------------------------------
@@ -193,15 +207,16 @@ class Decisions:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme
         is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
         if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
-            rule = (
+            stored = [
+                f"{leaf} {each.dtype}{list(each.shape)}" for leaf, each in weight.parts.items()
+            ]
+            raise CheckpointError(
+                f"{self.source.where}: {place.module}.weight",
                 "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that "
-                "a scheme has"
+                "a scheme has",
+                got=", ".join(stored),
+                cure="Start from the original release",
             )
-            got = ", ".join(
-                f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()
-            )
-            where = f"{self.source.where}: {place.module}.weight"
-            raise CheckpointError(where, rule, got=got, cure="Start from the original release")
 
     def _separated(self, weight: StoredWeight, place: Place, reason: str) -> TensorPlan:
         """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number
@@ -238,8 +253,9 @@ class Decisions:
             )
             return _planned(weight, place, "keep", reason, outputs, scheme.name)
         for rule, got, otherwise in self._misfits(weight, place, scheme):
-            cure = f"Set {place.role}: {otherwise}"
-            raise RecipeError(self._group(place), rule, got=got, cure=cure)
+            raise RecipeError(
+                self._group(place), rule, got=got, cure=f"Set {place.role}: {otherwise}"
+            )
         outputs = packed_outputs(place, scheme.name, weight.shape)
         return _planned(weight, place, "quantize", reason, outputs, scheme.name)
 

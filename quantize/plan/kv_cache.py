@@ -59,9 +59,11 @@ def with_cache_scales(
     ):
         why = "no attention layer with a projection of keys"
     if why:
-        rule = f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}"
         raise RecipeError(
-            f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe"
+            f"{recipe.name}: kv_cache",
+            f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}",
+            got=why,
+            cure="Remove kv_cache from the recipe",
         )
     return found + scales
 

@@ -47,20 +47,28 @@ def plan_mtp_alone(
     block = [entry for name, entry in entries.items() if released.is_mtp(name)]
     for entry in block:
         if not view.is_mtp(entry.name):
-            rule = f"both must call {entry.name} a tensor of the MTP block"
-            cure = "Name the release that the checkpoint was made from"
             raise CheckpointError(
-                source.where, rule, got="another name in the checkpoint", cure=cure
+                source.where,
+                f"both must call {entry.name} a tensor of the MTP block",
+                got="another name in the checkpoint",
+                cure="Name the release that the checkpoint was made from",
             )
     if as_released:
         word = "bf16"
     if word == AUTO:
-        cure = "Say source, bf16 or a scheme; `keepmtp quantize` measures"
-        raise RecipeError("--mtp", "graft measures nothing", got=word, cure=cure)
+        raise RecipeError(
+            "--mtp",
+            "graft measures nothing",
+            got=word,
+            cure="Say source, bf16 or a scheme; `keepmtp quantize` measures",
+        )
     if word in SCHEMES and SCHEMES[word].needs_calibration:
-        rule = f"{word} has input scales that only batches give, and graft runs none"
-        cure = f"Use {SCHEMES[word].data_free}, which needs no data, or bf16"
-        raise RecipeError("--mtp", rule, got=word, cure=cure)
+        raise RecipeError(
+            "--mtp",
+            f"{word} has input scales that only batches give, and graft runs none",
+            got=word,
+            cure=f"Use {SCHEMES[word].data_free}, which needs no data, or bf16",
+        )
     raw = {
         "model": "graft",
         "variant": "mtp",

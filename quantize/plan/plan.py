@@ -223,12 +223,12 @@ def make_plan(
     assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where, source.entries)
     if recipe.family not in (family.model_type, *family.also):
-        rule, got = (
+        raise RecipeError(
+            recipe.name,
             f"family must be that of {source.where}",
-            f"{recipe.family!r} for a {family.model_type}",
+            got=f"{recipe.family!r} for a {family.model_type}",
+            cure="Choose another MODEL, or copy this recipe and change its family",
         )
-        cure = "Choose another MODEL, or copy this recipe and change its family"
-        raise RecipeError(recipe.name, rule, got=got, cure=cure)
     view = FamilyView(family=family, config=source.config)
     entries, decisions = with_separate_mtp(source, view), Decisions(recipe, source, view)
     tensors = decided(decisions, entries.values())
@@ -278,11 +278,13 @@ def _refuse_lost_layers(view: FamilyView, source: Source, tensors: Iterable[Tens
     held = {tensor.layer for tensor in tensors if tensor.part == "backbone"}
     for index in range(view.num_layers):
         if index not in held:
-            rule = (
-                f"num_hidden_layers={view.num_layers} promises {view.disk_stem('backbone', index)}*"
+            raise CheckpointError(
+                f"{source.where}/config.json",
+                f"num_hidden_layers={view.num_layers} promises "
+                f"{view.disk_stem('backbone', index)}*",
+                got="no such tensor in any file",
+                cure="Download the checkpoint again",
             )
-            where, cure = f"{source.where}/config.json", "Download the checkpoint again"
-            raise CheckpointError(where, rule, got="no such tensor in any file", cure=cure)
 
 
 def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFName]) -> None:
@@ -292,24 +294,31 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
     promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
     where, key = f"{source.where}/config.json", view.mtp_count_key
     if extra := sorted(found - {*range(promised)}):
-        got = f"{promised}, but {view.mtp_stem(extra[0])}* exists"
         raise CheckpointError(
-            where, f"{key} must count the MTP layers on disk", got=got, cure="Correct config.json"
+            where,
+            f"{key} must count the MTP layers on disk",
+            got=f"{promised}, but {view.mtp_stem(extra[0])}* exists",
+            cure="Correct config.json",
         )
     if not promised:
         raise CheckpointError(where, f"{key} must promise an MTP block", got=promised, cure=_LOST)
     for index in range(promised):
         if index not in found:
-            rule = f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*"
-            raise CheckpointError(where, rule, got="no such tensor in any file", cure=_LOST)
+            raise CheckpointError(
+                where,
+                f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*",
+                got="no such tensor in any file",
+                cure=_LOST,
+            )
     present = {name.rpartition(".")[0] for name in names} | {*names}
     for module in view.required_mtp_modules(range(promised)):
         if module not in present:
-            rule, cure = (
+            raise CheckpointError(
+                source.where,
                 f"the MTP block must have {module}",
-                "Get the MTP block from the original release",
+                got="no such tensor in any file",
+                cure="Get the MTP block from the original release",
             )
-            raise CheckpointError(source.where, rule, got="no such tensor in any file", cure=cure)
 
 
 def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> None:
@@ -317,20 +326,24 @@ def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> No
     recipe = decisions.recipe
     for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep):
         if pattern not in decisions.matched:
-            rule = f"pattern {pattern!r} must match a module of the model"
-            cure = "Write the whole name as on disk, or `re:` and a regex of the whole name"
-            raise RecipeError(recipe.name, rule, got="no match", cure=cure)
+            raise RecipeError(
+                recipe.name,
+                f"pattern {pattern!r} must match a module of the model",
+                got="no match",
+                cure="Write the whole name as on disk, or `re:` and a regex of the whole name",
+            )
     have = {(tensor.part, tensor.role) for tensor in tensors}
     for part, groups in (("backbone", recipe.backbone), ("mtp", recipe.mtp_policy)):
         if isinstance(groups, str):
             continue
         for group in groups:
             if (part, group) not in have:
-                rule, cure = (
+                raise RecipeError(
+                    recipe.name,
                     f"{part} group {group} must match a module of the model",
-                    f"Remove {group} from {part}",
+                    got="no match",
+                    cure=f"Remove {group} from {part}",
                 )
-                raise RecipeError(recipe.name, rule, got="no match", cure=cure)
 
 
 def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
@@ -355,30 +368,33 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
             continue
         other = first.setdefault(tensor.runtime, tensor)
         if other.scheme != scheme:
-            rule = (
+            raise RecipeError(
+                recipe.name,
                 f"vLLM fuses {other.module} and {tensor.module} into {tensor.runtime}, so they "
-                "need one scheme"
+                "need one scheme",
+                got=f"{other.scheme or 'plain'} and {scheme or 'plain'}",
+                cure="Give both the same scheme, or `bf16`",
             )
-            got, cure = (
-                f"{other.scheme or 'plain'} and {scheme or 'plain'}",
-                "Give both the same scheme, or `bf16`",
-            )
-            raise RecipeError(recipe.name, rule, got=got, cure=cure)
         is_absorbed = tensor.module.endswith(".kv_b_proj") and tensor.fate == "quantize"
         if is_absorbed and SCHEMES[scheme].needs_calibration:
-            rule = (
-                "vLLM reads kv_b_proj through an identity matrix, which static input scales distort"
+            raise RecipeError(
+                where,
+                "vLLM reads kv_b_proj through an identity matrix, "
+                "which static input scales distort",
+                got=f"{scheme} for {tensor.name}",
+                cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
             )
-            cure = "Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16"
-            raise RecipeError(where, rule, got=f"{scheme} for {tensor.name}", cure=cure)
         is_wordless = scheme not in ALGORITHMS or (
             tensor.role == "experts" and scheme in NOT_FOR_EXPERTS
         )
         if recipe.format == "modelopt" and scheme and is_wordless:
-            rule = f"vLLM's loader of modelopt checkpoints must have a word for {scheme}"
             words = ", ".join(word for word in ALGORITHMS if word not in NOT_FOR_EXPERTS)
-            cure = f"Use {words}, or format: compressed-tensors"
-            raise RecipeError(where, rule, got=f"none, for {tensor.name}", cure=cure)
+            raise RecipeError(
+                where,
+                f"vLLM's loader of modelopt checkpoints must have a word for {scheme}",
+                got=f"none, for {tensor.name}",
+                cure=f"Use {words}, or format: compressed-tensors",
+            )
 
 
 # --- what batches give ----------------------------------------------------------------------------

@@ -76,13 +76,20 @@ def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
         RecipeError: says how many there may be.
     """
     if calibration.samples < size:
-        rule, got = "every process must have a sequence of calibration text", calibration.samples
-        cure = "Raise calibration.samples, or start fewer processes"
-        raise RecipeError(where, rule, got=f"{got} samples for {size} processes", cure=cure)
+        got = calibration.samples
+        raise RecipeError(
+            where,
+            "every process must have a sequence of calibration text",
+            got=f"{got} samples for {size} processes",
+            cure="Raise calibration.samples, or start fewer processes",
+        )
     # modelopt sums its Hessians over none; auto-round's own processes each keep what was best on
     # their own text.
     instead = {"autoround": "gptq", "local-hessian": "mse"}.get(calibration.algorithm)
     if instead and size > 1:
-        rule = f"algorithm: {calibration.algorithm} must run in one process"
-        cure = f"Start one, or set calibration.algorithm: {instead}"
-        raise RecipeError(where, rule, got=f"{size} processes", cure=cure)
+        raise RecipeError(
+            where,
+            f"algorithm: {calibration.algorithm} must run in one process",
+            got=f"{size} processes",
+            cure=f"Start one, or set calibration.algorithm: {instead}",
+        )

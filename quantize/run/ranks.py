@@ -181,18 +181,22 @@ def naming_lost_device(ranks: Ranks) -> Iterator[None]:
         is_lost = is_named or isinstance(error, torch.AcceleratorError)
         if not is_lost or isinstance(error, torch.OutOfMemoryError):
             raise  # a full device is another matter
-        where = f"{ranks.device} of {ranks} on {socket.gethostname()}"
-        cure = (
-            "Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on where "
-            "this run stopped, also with fewer processes if the algorithm is minmax or smoothquant"
-        )
-        raise RecipeError(where, "the GPU must work until the end", got=line, cure=cure) from error
+        raise RecipeError(
+            f"{ranks.device} of {ranks} on {socket.gethostname()}",
+            "the GPU must work until the end",
+            got=line,
+            cure="Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on "
+            "where this run stopped, also with fewer processes if the algorithm is minmax or "
+            "smoothquant",
+        ) from error
 
 
 def _peers_must_stay(got: str) -> RecipeError:
-    cure = "Read what the other processes said; the same command goes on where this run stopped"
     return RecipeError(
-        place_of_process().launcher, "all processes must stay until the end", got=got, cure=cure
+        place_of_process().launcher,
+        "all processes must stay until the end",
+        got=got,
+        cure="Read what the other processes said; the same command goes on where this run stopped",
     )
 
 
@@ -223,8 +227,12 @@ def _refuse_shared_gpu(ranks: Ranks) -> None:
 
 
 def _without_gpu(where: str, got: str) -> RecipeError:
-    cure = "Lower NPROC, or show each process another GPU"
-    return RecipeError(where, "every process must have a GPU of its own", got=got, cure=cure)
+    return RecipeError(
+        where,
+        "every process must have a GPU of its own",
+        got=got,
+        cure="Lower NPROC, or show each process another GPU",
+    )
 
 
 @contextmanager

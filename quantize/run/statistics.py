@@ -165,9 +165,12 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     """
     if statistics is None:
         if plan.needs_calibration:
-            rule = f"{', '.join(plan.needs_calibration)} must be calibrated before it is written"
-            cure = "Run `keepmtp quantize`, which calibrates first, or use a data-free scheme"
-            raise RecipeError(plan.recipe.name, rule, got="no statistics", cure=cure)
+            raise RecipeError(
+                plan.recipe.name,
+                f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
+                got="no statistics",
+                cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
+            )
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
@@ -198,9 +201,12 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
         required |= optional  # modules that share a global scale change together
     for name in sorted(required):
         if name not in statistics:
-            cure = _cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-"))
-            rule = f"calibration must give {name}"
-            raise CheckpointError(statistics.folder, rule, got="no such tensor", cure=cure)
+            raise CheckpointError(
+                statistics.folder,
+                f"calibration must give {name}",
+                got="no such tensor",
+                cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
+            )
     return required
 
 
@@ -211,12 +217,13 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
         if name.rpartition(".")[2] in _TENSOR_SCALES:
             scales[name] = value = statistics.read(name).item()
             if not 0 < value < math.inf:
-                rule = f"{name} must be a positive number"
-                cure = (
-                    "The activations or weights of this module are not finite: choose a "
-                    "data-free scheme for it"
+                raise CheckpointError(
+                    statistics.path_of(name),
+                    f"{name} must be a positive number",
+                    got=value,
+                    cure="The activations or weights of this module are not finite: choose a "
+                    "data-free scheme for it",
                 )
-                raise CheckpointError(statistics.path_of(name), rule, got=value, cure=cure)
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
@@ -228,9 +235,12 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
             module, _, leaf = name.rpartition(".")
             other = first.setdefault((module.rpartition(".")[0], leaf), name)
             if scales[other] != scales[name]:
-                rule = f"{other} and {name} must be equal: vLLM fuses their modules"
-                got, cure = f"{scales[other]} and {scales[name]}", _cure(statistics.path_of(name))
-                raise CheckpointError(statistics.folder, rule, got=got, cure=cure)
+                raise CheckpointError(
+                    statistics.folder,
+                    f"{other} and {name} must be equal: vLLM fuses their modules",
+                    got=f"{scales[other]} and {scales[name]}",
+                    cure=_cure(statistics.path_of(name)),
+                )
 
 
 def _read(path: Path) -> FileHeader:

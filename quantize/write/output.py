@@ -128,9 +128,12 @@ def finish(
         if is_file and name not in own and not name.startswith(f"{WORK}/"):
             strays.append(name)
     if strays:
-        rule = "an output must hold nothing but what this run wrote"
-        cure = "Move these files away, and run the same command again"
-        raise CheckpointError(partial, rule, got=listed(strays), cure=cure)
+        raise CheckpointError(
+            partial,
+            "an output must hold nothing but what this run wrote",
+            got=listed(strays),
+            cure="Move these files away, and run the same command again",
+        )
     cure = "Run the same command again: it compares what is written, and writes anew what differs"
     if plan.needs_calibration:
         kept = calibration_folder(final_path(partial))
@@ -281,13 +284,16 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     elif all(path.name == WORK for path in partial.iterdir()):
         return
     if not is_ours and is_held(partial):
-        cure = "Wait for it, or choose another OUT"
-        raise RecipeError(partial, _ONE_RUN, got="another run at work", cure=cure)
-    rule = (
+        raise RecipeError(
+            partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT"
+        )
+    raise RecipeError(
+        partial,
         "an unfinished output can only be resumed with the same recipe, source, calibration data "
-        "and keepmtp version"
+        "and keepmtp version",
+        got="another plan",
+        cure="Remove it, or choose another OUT",
     )
-    raise RecipeError(partial, rule, got="another plan", cure="Remove it, or choose another OUT")
 
 
 # --- what made it ---------------------------------------------------------------------------------

@@ -182,8 +182,12 @@ class _Job:
                 try:
                     self.run(unit, _Place(plan, file, layout.starts, sums))
                 except torch.OutOfMemoryError as error:  # finished shards are kept
-                    rule = f"{unit[0].name} must fit {self.device} while it is packed"
-                    raise RecipeError(where, rule, got="out of memory", cure=_FREE_IT) from error
+                    raise RecipeError(
+                        where,
+                        f"{unit[0].name} must fit {self.device} while it is packed",
+                        got="out of memory",
+                        cure=_FREE_IT,
+                    ) from error
         write_whole(kept, self._sum(layout.header, sums))
         complete(final)
 

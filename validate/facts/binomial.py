@@ -101,8 +101,12 @@ def refuse_without_scipy() -> None:
         RecipeError: says how scipy is installed.
     """
     if find_spec("scipy") is None:
-        cure = f"Run {install_command('report')}"
-        raise RecipeError("the limits of a measured share", "need scipy", got="no scipy", cure=cure)
+        raise RecipeError(
+            "the limits of a measured share",
+            "need scipy",
+            got="no scipy",
+            cure=f"Run {install_command('report')}",
+        )
 
 
 @cache

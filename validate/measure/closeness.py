@@ -134,8 +134,12 @@ def vocabulary_of(source: Source) -> int:
     """Tokens that a model predicts."""
     size = (source.config.get("text_config") or source.config).get("vocab_size")
     if not isinstance(size, int) or size < 2:
-        where, cure = f"{source.where}: config.json", "Restore the config.json of the release"
-        raise RecipeError(where, "must have vocab_size", got=repr(size), cure=cure)
+        raise RecipeError(
+            f"{source.where}: config.json",
+            "must have vocab_size",
+            got=repr(size),
+            cure="Restore the config.json of the release",
+        )
     return size
 
 
@@ -171,8 +175,12 @@ def cut_windows(
             windows.append(window)
             left -= len(window)
     if not windows:
-        got, cure = "none of two tokens", "Name another file with --text, or raise --tokens"
-        raise RecipeError(text.path, "must hold text of some tokens", got=got, cure=cure)
+        raise RecipeError(
+            text.path,
+            "must hold text of some tokens",
+            got="none of two tokens",
+            cure="Name another file with --text, or raise --tokens",
+        )
     return windows
 
 
@@ -281,9 +289,12 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
         if len(predicted.ids) != num:
             raise ValueError(f"{len(predicted.ids)} positions")
     except (OSError, SafetensorError, TypeError, ValueError) as error:
-        rule = f"must be what the source predicts at {num} positions"
-        cure = f"Remove {file.path}, and the source is asked again"
-        raise CheckpointError(path, rule, got=repr(error), cure=cure) from error
+        raise CheckpointError(
+            path,
+            f"must be what the source predicts at {num} positions",
+            got=repr(error),
+            cure=f"Remove {file.path}, and the source is asked again",
+        ) from error
     return predicted
 
 
@@ -328,8 +339,12 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
         logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
         following[at] = row[str(after)]["logprob"]
     if np.exp(logprobs.astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
-        got, cure = "a row whose probabilities sum to more than 1", "Leave out --logprobs-mode"
-        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
+        raise GateError(
+            "vllm serve",
+            "must give log-probabilities",
+            got="a row whose probabilities sum to more than 1",
+            cure="Leave out --logprobs-mode",
+        )
     is_whole = top >= vocabulary
     return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=is_whole)
 

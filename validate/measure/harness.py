@@ -323,11 +323,19 @@ def refuse_drafts(source: Source, k: int, *, option: str) -> None:
     """
     num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
     if k and not num_layers:
-        rule, cure = "must have an MTP block to draft with", "Draft nothing, or name another"
-        raise RecipeError(source.where, rule, got="none", cure=cure)
+        raise RecipeError(
+            source.where,
+            "must have an MTP block to draft with",
+            got="none",
+            cure="Draft nothing, or name another",
+        )
     if k not in ks_up_to(k, num_layers):
-        rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError(option, rule, got=k, cure=f"Use {option} {num_layers}")
+        raise RecipeError(
+            option,
+            f"with {num_layers} MTP layers vLLM drafts a multiple of them",
+            got=k,
+            cure=f"Use {option} {num_layers}",
+        )
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:

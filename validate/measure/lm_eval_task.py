@@ -126,9 +126,12 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
         try:
             tasks, rows = _open_tasks(protocol)
         except (ImportError, AssertionError) as error:
-            rule, where = "needs keepmtp's `evaluate` extra", f"evaluation.task {protocol.task}"
-            cure = f"Run {install_command('evaluate')}"
-            raise RecipeError(where, rule, got=str(error).rstrip("."), cure=cure) from error
+            raise RecipeError(
+                f"evaluation.task {protocol.task}",
+                "needs keepmtp's `evaluate` extra",
+                got=str(error).rstrip("."),
+                cure=f"Run {install_command('evaluate')}",
+            ) from error
         for task in tasks.values():
             task.build_all_requests(
                 limit=None if row.group else protocol.limit,  # sub-tasks' rows are cut before
@@ -194,21 +197,25 @@ def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
     """Refuse what cannot be scored here, before anything is read or started."""
     row, where = TASKS[protocol.task], f"evaluation.task {protocol.task}"
     if row.runs_code and not runs_code:
-        rule = "runs the programs that the model writes, so the command line must allow it"
-        cure = (
-            "Add --run-model-code: only bubblewrap keeps them from your files and network "
-            "(docs/tasks.md)"
+        raise RecipeError(
+            where,
+            "runs the programs that the model writes, so the command line must allow it",
+            got="no --run-model-code",
+            cure="Add --run-model-code: only bubblewrap keeps them from your files and network "
+            "(docs/tasks.md)",
         )
-        raise RecipeError(where, rule, got="no --run-model-code", cure=cure)
     if "nltk" in row.packages:
         import nltk
 
         try:  # lm-eval would download it while it imports, or fail on an answer hours later
             nltk.data.find("tokenizers/punkt_tab")
         except LookupError as error:
-            rule = "needs NLTK's punkt_tab, which tells sentences apart"
-            cure = "Run python -m nltk.downloader punkt_tab"
-            raise RecipeError(where, rule, got="no punkt_tab", cure=cure) from error
+            raise RecipeError(
+                where,
+                "needs NLTK's punkt_tab, which tells sentences apart",
+                got="no punkt_tab",
+                cure="Run python -m nltk.downloader punkt_tab",
+            ) from error
 
 
 def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
@@ -265,9 +272,12 @@ def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
     row, name = TASKS[protocol.task], group.replace(" ", "_")
     path = Path(lm_eval.tasks.__path__[0], f"{row.lm_eval_file(protocol.api, name)}.yaml")
     if group and not (name.isidentifier() and path.is_file()):
-        where = f"evaluation.dataset {protocol.dataset_name}"
-        rule = f"{row.group} must be a sub-task of lm-eval's {protocol.task}"
-        raise RecipeError(where, rule, got=repr(group), cure=_CURE)
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset_name}",
+            f"{row.group} must be a sub-task of lm-eval's {protocol.task}",
+            got=repr(group),
+            cure=_CURE,
+        )
     if "langdetect" in row.packages:
         from langdetect import DetectorFactory
 
@@ -314,9 +324,12 @@ def _dataset(
     try:
         found = Dataset.from_list([dict(row) for row in rows])
     except (pyarrow.ArrowException, OverflowError) as error:
-        where = f"evaluation.dataset {protocol.dataset_name}"
-        rule = "each field must have one type in all rows, and numbers of 64 bits"
-        raise RecipeError(where, rule, got=str(error).rstrip("."), cure=_CURE) from error
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset_name}",
+            "each field must have one type in all rows, and numbers of 64 bits",
+            got=str(error).rstrip("."),
+            cure=_CURE,
+        ) from error
     if process is None:
         return found
     state = random.getstate()
@@ -336,10 +349,12 @@ def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
             try:
                 task.process_results(request.doc, [""])
             except _UNSCORED as error:
-                where = f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}"
-                got = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-                rule = "must be one that lm-eval can score"
-                raise RecipeError(where, rule, got=got, cure=_CURE) from error
+                raise RecipeError(
+                    f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}",
+                    "must be one that lm-eval can score",
+                    got=" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."),
+                    cure=_CURE,
+                ) from error
 
 
 def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

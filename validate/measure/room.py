@@ -66,11 +66,12 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         return
     ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
     if ranks > len(gpus):
-        rule, cure = (
+        raise VLLMError(
+            "vllm serve",
             f"{ranks} ranks need as many GPUs",
-            "Ask for fewer, or set CUDA_VISIBLE_DEVICES",
+            got=len(gpus),
+            cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES",
         )
-        raise VLLMError("vllm serve", rule, got=len(gpus), cure=cure)
     share = _share(extra)
     needed, usable = _gib_of(source) / ranks, min(_usable(gpus[:ranks], share))
     if needed > usable:
@@ -79,9 +80,12 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         if size is not None:
             cure = f"Add -- --tensor-parallel-size {size}"
             cure += f", on a machine with {size} GPUs" * (size > len(gpus))
-        rule = f"its weights need {needed:.0f} GiB on each of {ranks} GPUs"
-        got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
-        raise VLLMError(source.where, rule, got=got, cure=cure)
+        raise VLLMError(
+            source.where,
+            f"its weights need {needed:.0f} GiB on each of {ranks} GPUs",
+            got=f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}",
+            cure=cure,
+        )
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:

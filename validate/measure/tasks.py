@@ -52,9 +52,12 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     """
     refuse_drafts(source, protocol.k, option="-k")
     if protocol.api == "chat" and not has_template(source, extra):
-        rule = "needs a chat template for evaluation.api chat"
-        cure = "Use --api completions or -- --chat-template FILE"
-        raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
+        raise RecipeError(
+            source.where,
+            "needs a chat template for evaluation.api chat",
+            got="none beside the weights",
+            cure="Use --api completions or -- --chat-template FILE",
+        )
 
 
 def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
@@ -67,12 +70,13 @@ def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> N
     if not protocol.prefix_caching or vllm.build != "cpu":
         return
     if find_view(source.config, source.where, source.entries).has_linear_attention:
-        rule = (
+        raise RecipeError(
+            source.where,
             "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
-            "linear attention"
+            "linear attention",
+            got="evaluation.prefix_caching",
+            cure="Use --no-prefix-caching",
         )
-        got, cure = "evaluation.prefix_caching", "Use --no-prefix-caching"
-        raise RecipeError(source.where, rule, got=got, cure=cure)
 
 
 def evaluate(

@@ -122,12 +122,20 @@ def _prompt(row: Any, where: str) -> Prompt:
         ):
             item = Prompt(said, said)
         case _:
-            rule = "must begin with a text of the user"
-            raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=_PROMPTS_CURE)
+            raise RecipeError(
+                where,
+                "must begin with a text of the user",
+                got=json.dumps(row)[:60],
+                cure=_PROMPTS_CURE,
+            )
     if not said.strip() or _PLACEHOLDER in said:
-        cure = "Fetch it with the dataset's prepare.py"
         got = said[:60] or "an empty one"
-        raise RecipeError(where, "must hold the prompt itself", got=got, cure=cure)
+        raise RecipeError(
+            where,
+            "must hold the prompt itself",
+            got=got,
+            cure="Fetch it with the dataset's prepare.py",
+        )
     return item
 
 
@@ -211,8 +219,12 @@ def _rows(file: Path) -> Iterator[tuple[str, Text]]:
     for where, row in read_lines(file, cure=_CURE):
         text = _text_of(row)
         if not text or (isinstance(text, str) and not text.strip()):
-            rule, got = f"must be an object with {FORMS}", json.dumps(row)[:60]
-            raise RecipeError(where, rule, got=got, cure="Mend the line")
+            raise RecipeError(
+                where,
+                f"must be an object with {FORMS}",
+                got=json.dumps(row)[:60],
+                cure="Mend the line",
+            )
         yield where, text
 
 
@@ -254,8 +266,7 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
             said.append(f"Whether a text is in {name}, {why}")
             continue
         if file.samefile(used):
-            got = "the very file that it was calibrated on"
-            raise RecipeError(file, rule, got=got, cure=cure)
+            raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
         known = {_sum(text): where for where, text in _rows(used)}
         for where, text in rows:
             if (at := known.get(_sum(text))) is not None:

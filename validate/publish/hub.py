@@ -112,8 +112,12 @@ class Hub:
 
         name, role = self._ask("the Hub", ask)
         if role == "read":
-            rule, got = "the token must be allowed to write", f"{name}'s token for reading"
-            raise HubError("the Hub", rule, got=got, cure=_NEW_TOKEN)
+            raise HubError(
+                "the Hub",
+                "the token must be allowed to write",
+                got=f"{name}'s token for reading",
+                cure=_NEW_TOKEN,
+            )
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
         """What a repository holds, at `revision` or now; None if there is none that this token may
@@ -131,8 +135,12 @@ class Hub:
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
             if info.id.lower() != repo.lower():
-                got, cure = f"{repo}, which is {info.id}", "Name the repository as it is called now"
-                raise HubError("--repo", "must be the repository's own name", got=got, cure=cure)
+                raise HubError(
+                    "--repo",
+                    "must be the repository's own name",
+                    got=f"{repo}, which is {info.id}",
+                    cure="Name the repository as it is called now",
+                )
             blobs = {}
             for file in self._api.list_repo_tree(repo, recursive=True, revision=info.sha):
                 if not isinstance(

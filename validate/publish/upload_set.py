@@ -99,9 +99,11 @@ def prepare(
     # else later.
     for name, content in card.verified_files(folder, repository=repo).items():
         if name in files:
-            got, cure = "one of the checkpoint's", "Move it away and check again"
             raise CheckpointError(
-                folder / name, "the card has a file of this name", got=got, cure=cure
+                folder / name,
+                "the card has a file of this name",
+                got="one of the checkpoint's",
+                cure="Move it away and check again",
             )
         sha256 = hashlib.sha256(content).hexdigest()
         files[name] = LocalFile(
@@ -130,17 +132,23 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     card.refuse_no_record(folder)
     evidence = report_folder(folder)
     if not (evidence / report.JSON_FILE).is_file():
-        got, cure = f"no {report.JSON_FILE}", f"Run {measured_anew(folder)}"
-        raise CheckpointError(evidence, "must hold the checkpoint's report", got=got, cure=cure)
+        raise CheckpointError(
+            evidence,
+            "must hold the checkpoint's report",
+            got=f"no {report.JSON_FILE}",
+            cure=f"Run {measured_anew(folder)}",
+        )
     verified = report.verify(evidence)
     _refuse_red(verified, evidence)
     card.refuse_none(card.card_folder(folder), folder)
     identity = verified.identity
     assert identity is not None, "verify() has made it"
     if unknown := companions_among(identity.files).left:
-        cure = f"Move it away, and measure again: {measured_anew(folder)}"
         raise CheckpointError(
-            folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure
+            folder,
+            "only known files of a checkpoint are published",
+            got=listed(unknown),
+            cure=f"Move it away, and measure again: {measured_anew(folder)}",
         )
     return verified, identity
 
@@ -154,9 +162,13 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
         if reason.verdict == judgement.verdict != "pass":
             got = f"{judgement.title} ({reason.says.rstrip('.')})"
             break
-    cure = f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story"
     where = evidence / report.JSON_FILE
-    raise GateError(where, "only a checkpoint that passes is published", got=got, cure=cure)
+    raise GateError(
+        where,
+        "only a checkpoint that passes is published",
+        got=got,
+        cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
+    )
 
 
 def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
@@ -171,8 +183,12 @@ def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
     )
     for worst in check_values(runtime, "unpacked", reading=reading).findings:
         if worst.severity == "error":
-            rule = "what is published must hold values that a model can compute with"
-            raise GateError(folder, rule, got=f"{worst.where} {worst.says}", cure=worst.cure)
+            raise GateError(
+                folder,
+                "what is published must hold values that a model can compute with",
+                got=f"{worst.where} {worst.says}",
+                cure=worst.cure,
+            )
 
 
 def _refuse_links(folder: Path) -> None:
@@ -182,7 +198,9 @@ def _refuse_links(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_symlink() and not is_hidden:
-            got = f"a link to {os.readlink(path)}"
             raise CheckpointError(
-                path, "only the folder's own files are published", got=got, cure="Put a copy there"
+                path,
+                "only the folder's own files are published",
+                got=f"a link to {os.readlink(path)}",
+                cure="Put a copy there",
             )

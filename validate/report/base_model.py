@@ -85,9 +85,11 @@ def refuse_unknown(source: Source) -> None:
 
 def unknown(where: object, got: str) -> CheckpointError:
     """The refusal that asks for the base model."""
-    cure = "Name it with --base-model ORG/NAME, or say --base-model none"
     return CheckpointError(
-        where, "a card names a base model that was read or is stated", got=got, cure=cure
+        where,
+        "a card names a base model that was read or is stated",
+        got=got,
+        cure="Name it with --base-model ORG/NAME, or say --base-model none",
     )
 
 

@@ -123,9 +123,11 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
         CheckpointError: no README.md in it.
     """
     if not (folder / README).is_file():
-        cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}`"
         raise CheckpointError(
-            folder, "must hold the checkpoint's card", got=f"no {README}", cure=cure
+            folder,
+            "must hold the checkpoint's card",
+            got=f"no {README}",
+            cure=f"Run `keepmtp card {shlex.quote(str(checkpoint))}`",
         )
 
 
@@ -254,8 +256,12 @@ def _refuse_strange(folder: Path) -> None:
         if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES:
             strange.append(path)
     if strange:
-        rule, cure = "must be a card's folder, or not there", "Choose another --out, or move it"
-        raise RecipeError(folder, rule, got=strange[0], cure=cure)
+        raise RecipeError(
+            folder,
+            "must be a card's folder, or not there",
+            got=strange[0],
+            cure="Choose another --out, or move it",
+        )
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

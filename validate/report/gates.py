@@ -110,9 +110,11 @@ def decided_in(
         try:
             read[key] = TypeAdapter(form).validate_python(recipe.get(key) or {})
         except ValidationError as error:
-            rule = f"recipe.{key} must be as a recipe has it"
             raise CheckpointError(
-                where or record, rule, got=first_fault(error), cure=cure
+                where or record,
+                f"recipe.{key} must be as a recipe has it",
+                got=first_fault(error),
+                cure=cure,
             ) from error
     return read["gates"], listed(read["evaluation"])
 

@@ -95,8 +95,12 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     length, mix = calibration.sequence_length, calibration.mix
     longest = _text_config(source).get("max_position_embeddings")
     if longest is not None and length > longest:
-        rule = f"must be at most the model's max_position_embeddings, {longest}"
-        raise RecipeError("calibration.sequence_length", rule, got=length, cure="Lower it")
+        raise RecipeError(
+            "calibration.sequence_length",
+            f"must be at most the model's max_position_embeddings, {longest}",
+            got=length,
+            cure="Lower it",
+        )
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
@@ -241,13 +245,20 @@ def _encoded(
         except KeepMTPError:
             raise
         except UNENCODABLE as error:
-            rule, cure = "must suit the model's chat format", "Mend the row, or name a column"
             got = one_line(error) or type(error).__name__
-            raise RecipeError(f"{where}: row {number}", rule, got=got, cure=cure) from error
+            raise RecipeError(
+                f"{where}: row {number}",
+                "must suit the model's chat format",
+                got=got,
+                cure="Mend the row, or name a column",
+            ) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
-            rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
-            got, cure = f"{max(ids)} in row {number}", "Use the release's own tokenizer"
-            raise CheckpointError(encoding.source.where, rule, got=got, cure=cure)
+            raise CheckpointError(
+                encoding.source.where,
+                f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}",
+                got=f"{max(ids)} in row {number}",
+                cure="Use the release's own tokenizer",
+            )
         yield number, row, ids
 
 
@@ -276,8 +287,12 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
         with open_regular(path, where) as file:
             start = file.read(_START_BYTES).removeprefix(BOM_UTF8).lstrip()[:4]
         if start and start[:1] not in b"{[":  # pyarrow 26 crashes on rows that are null
-            got, rule = start.decode("latin1"), "must begin with an object, or a list of them"
-            raise RecipeError(where, rule, got=got, cure="Mend the file")
+            raise RecipeError(
+                where,
+                "must begin with an object, or a list of them",
+                got=start.decode("latin1"),
+                cure="Mend the file",
+            )
     given: tuple[Any, ...] = str(path or name), texts.subset
     revision, options = "local", {}
     if path is None:
@@ -287,12 +302,20 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     try:
         splits = load_dataset(*given, streaming=True, **options)
     except (StopIteration, *_UNREADABLE) as error:  # the first, where it looks for a first row
-        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
-        rule, got = "must be a dataset that can be read", one_line(error) or "no rows"
-        raise RecipeError(where, rule, got=got, cure=cure) from error
+        got = one_line(error) or "no rows"
+        raise RecipeError(
+            where,
+            "must be a dataset that can be read",
+            got=got,
+            cure="Give calibration.subset if it names several here, or else Parquet or JSON files",
+        ) from error
     if texts.split not in splits:
-        rule = f"split must be one of {', '.join(map(str, splits))}"
-        raise RecipeError(where, rule, got=repr(texts.split), cure="Correct calibration.split")
+        raise RecipeError(
+            where,
+            f"split must be one of {', '.join(map(str, splits))}",
+            got=repr(texts.split),
+            cure="Correct calibration.split",
+        )
     return splits[texts.split], revision
 
 
@@ -306,14 +329,22 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
         try:
             row = next(rows, None)
         except _UNREADABLE as error:
-            rule, cure = f"row {number} must be readable", "Mend the file, or download it again"
-            raise RecipeError(where, rule, got=one_line(error), cure=cure) from error
+            raise RecipeError(
+                where,
+                f"row {number} must be readable",
+                got=one_line(error),
+                cure="Mend the file, or download it again",
+            ) from error
         if row is None:
             return
         for name in columns:
             if name not in row:
-                rule = f"a column must be one of {', '.join(row)}"
-                raise RecipeError(where, rule, got=repr(name), cure="Correct calibration.column")
+                raise RecipeError(
+                    where,
+                    f"a column must be one of {', '.join(row)}",
+                    got=repr(name),
+                    cure="Correct calibration.column",
+                )
         yield number, _value(row, texts, f"{where}: row {number}")
 
 

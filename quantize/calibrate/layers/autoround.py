@@ -149,10 +149,12 @@ class LayerAutoRound(AutoRoundModifier):
     ) -> None:
         for module, name in self._layers[model].items():
             if not isinstance(getattr(module, "scale", None), Tensor):
-                rule = "AutoRound must tune every module that it is given"
-                cure = "Give this module another scheme in overrides, or another algorithm to all"
                 raise CheckpointError(
-                    name, rule, got="a module that auto-round passed over", cure=cure
+                    name,
+                    "AutoRound must tune every module that it is given",
+                    got="a module that auto-round passed over",
+                    cure="Give this module another scheme in overrides, "
+                    "or another algorithm to all",
                 )
         super()._postprocess_qparams(model, llmc_registered_qparams)
 

@@ -72,9 +72,12 @@ class CacheRanges:
         for name in self._modules:
             largest = self._largest.get(name)
             if largest is None:
-                rule = "attention must hand its keys to a cache during calibration"
-                cure = "Remove kv_cache: keepmtp cannot observe this class"
-                raise CheckpointError(name, rule, got="none", cure=cure)
+                raise CheckpointError(
+                    name,
+                    "attention must hand its keys to a cache during calibration",
+                    got="none",
+                    cure="Remove kv_cache: keepmtp cannot observe this class",
+                )
             if has_others():
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
             for leaf, value in zip(CACHE_LEAVES, largest.cpu().bfloat16().split(1), strict=True):

@@ -151,9 +151,12 @@ class Hessians:
                 dist.all_reduce(own.matrix)
 
     def _parted(self, module: nn.Module, own: _Sum) -> CheckpointError:
-        rule = f"GPTQ needs it to read what {self._name_of[own.leader]} reads in every batch"
-        cure = "Set calibration.algorithm: awq or minmax"
-        return CheckpointError(self._name_of[module], rule, got="another input", cure=cure)
+        return CheckpointError(
+            self._name_of[module],
+            f"GPTQ needs it to read what {self._name_of[own.leader]} reads in every batch",
+            got="another input",
+            cure="Set calibration.algorithm: awq or minmax",
+        )
 
 
 @contextmanager

@@ -135,9 +135,12 @@ class Observed:
             self._routed[name] = torch.stack([counts[name] for _, counts in of_ranks]).sum(0)
         for name, tokens in self._tokens.items():
             if not tokens:
-                rule = "every quantized module must be called during calibration"
-                cure = "Keep it in the recipe"
-                raise CheckpointError(name, rule, got="a module without a token", cure=cure)
+                raise CheckpointError(
+                    name,
+                    "every quantized module must be called during calibration",
+                    got="a module without a token",
+                    cure="Keep it in the recipe",
+                )
         if has_others() and self.ends:
             total = torch.stack([*self.ends.values()]).float()  # which every back-end reduces
             dist.all_reduce(total, dist.ReduceOp.MAX)

@@ -145,9 +145,12 @@ class LayerWork:
                 continue
             pieces = self.binding[f"{module.removeprefix(self.path)}.weight"]
             if len(pieces) > 1 and not suffix.startswith("input_"):
-                rule = "weights that transformers joins cannot be rewritten"
-                cure = "Set calibration.algorithm: minmax, or override this module"
-                raise CheckpointError(pieces[0].tensor.name, rule, got=module, cure=cure)
+                raise CheckpointError(
+                    pieces[0].tensor.name,
+                    "weights that transformers joins cannot be rewritten",
+                    got=module,
+                    cure="Set calibration.algorithm: minmax, or override this module",
+                )
             found |= {HFName(f"{piece.module}.{suffix}"): value for piece in pieces}
         return found
 

@@ -102,8 +102,12 @@ class Names:
                 continue
             for step in transform.operations:
                 if not isinstance(step, Concatenate) or step.dim:
-                    rule = "only concatenation can be undone after calibration"
-                    raise CheckpointError(name, rule, got=type(step).__name__, cure=_DATA_FREE)
+                    raise CheckpointError(
+                        name,
+                        "only concatenation can be undone after calibration",
+                        got=type(step).__name__,
+                        cure=_DATA_FREE,
+                    )
             return renamed, transform.source_patterns.index(pattern)
         return name, 0
 
@@ -160,12 +164,20 @@ def bind(
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                rule = f"{owner} must have a parameter for {tensor.name}"
-                raise CheckpointError(where, rule, got=f"none called {target}", cure=_DATA_FREE)
+                raise CheckpointError(
+                    where,
+                    f"{owner} must have a parameter for {tensor.name}",
+                    got=f"none called {target}",
+                    cure=_DATA_FREE,
+                )
             turned[target].append((turn, piece))
     for target in state.keys() - turned.keys():
-        rule, got = f"every parameter of {owner} must be on disk", f"nothing for {target}"
-        raise CheckpointError(where, rule, got=got, cure=f"Check the download. {_DATA_FREE}")
+        raise CheckpointError(
+            where,
+            f"every parameter of {owner} must be on disk",
+            got=f"nothing for {target}",
+            cure=f"Check the download. {_DATA_FREE}",
+        )
     return {
         target: tuple(piece for _, piece in sorted(found, key=itemgetter(0)))
         for target, found in turned.items()
@@ -227,8 +239,11 @@ def fill(
         if len(parts) > 1:
             value = torch.cat(parts)
         if value.shape != state[name].shape:
-            rule = f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}"
-            got, cure = list(value.shape), "Check config.json"
-            raise CheckpointError(plan.source.where, rule, got=got, cure=cure)
+            raise CheckpointError(
+                plan.source.where,
+                f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}",
+                got=list(value.shape),
+                cure="Check config.json",
+            )
         values[name] = value.to(device=device, dtype=dtype_of(name, state[name], value))
     module.load_state_dict(values, strict=True, assign=True)

@@ -296,16 +296,23 @@ def on_meta(plan: Plan) -> PreTrainedModel:
     is_foreign = calibration is not None and calibration.model_code == "checkpoint"
     cure = f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})"
     if family.no_backbone and not is_foreign:
-        rule = "calibration must be able to run the backbone layer by layer"
-        got = f"{family.model_type}: {family.no_backbone}"
-        raise RecipeError(plan.source.where, rule, got=got, cure=cure)
+        raise RecipeError(
+            plan.source.where,
+            "calibration must be able to run the backbone layer by layer",
+            got=f"{family.model_type}: {family.no_backbone}",
+            cure=cure,
+        )
     try:
         model = _from_config(plan, is_foreign=is_foreign)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         rule = "calibration needs a class in transformers for this architecture"
         cure += ", or calibration.model_code: checkpoint if the checkpoint brings its own"
-        got = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RecipeError(plan.source.where, rule, got=got, cure=cure) from error
+        raise RecipeError(
+            plan.source.where,
+            rule,
+            got=next(iter(str(error).strip().splitlines()), type(error).__name__),
+            cure=cure,
+        ) from error
     return model.eval()
 
 
@@ -348,9 +355,12 @@ def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     for module in model.modules():
         if count and isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    rule = f"calibration needs a backbone, and its decoder layers in {type(model).__name__}"
-    cure = "Use a data-free scheme (`keepmtp ls models`)"
-    raise CheckpointError(plan.source.where, rule, got=f"no list of {count} layers", cure=cure)
+    raise CheckpointError(
+        plan.source.where,
+        f"calibration needs a backbone, and its decoder layers in {type(model).__name__}",
+        got=f"no list of {count} layers",
+        cure="Use a data-free scheme (`keepmtp ls models`)",
+    )
 
 
 def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:

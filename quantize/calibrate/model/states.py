@@ -148,9 +148,13 @@ class States:
                 break
             place, got = end, f"no row {end}"
         if place < last:
-            rule = f"rows {first} to {last - 1} of {stream} must be there"
             cure = f"Remove {self._folder.parent}, and run the same command again"
-            raise CheckpointError(folder, rule, got=got, cure=f"{cure}: calibration starts anew")
+            raise CheckpointError(
+                folder,
+                f"rows {first} to {last - 1} of {stream} must be there",
+                got=got,
+                cure=f"{cure}: calibration starts anew",
+            )
         whole: list[Tensor | None] = []
         for of_files in zip(*parts, strict=True):
             if of_files[0] is None:

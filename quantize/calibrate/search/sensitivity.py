@@ -202,9 +202,12 @@ class SearchRun:
                 drafts = drawn(head(output[0, : ids.shape[1] - step]))
                 likelihood = likelihood + math.sqrt(self.auto.draft_weight) * drafts
         if not likelihood.requires_grad:
-            rule = "a model must be differentiable for backbone: auto"
-            cure = "Choose the schemes yourself: its own code computes without gradients"
-            raise CheckpointError(base.source.where, rule, got="no gradient", cure=cure)
+            raise CheckpointError(
+                base.source.where,
+                "a model must be differentiable for backbone: auto",
+                got="no gradient",
+                cure="Choose the schemes yourself: its own code computes without gradients",
+            )
         likelihood.backward()
 
     def _backward(self, index: int) -> None:
