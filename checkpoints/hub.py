@@ -155,10 +155,11 @@ def fetch_all(
         NoCheckpointError: the Hub does not send them.
     """
     with hub_errors(repo):
-        found = snapshot_download(
-            repo, revision=commit, local_dir=to, allow_patterns=[*patterns], tqdm_class=bars
+        return Path(
+            snapshot_download(
+                repo, revision=commit, local_dir=to, allow_patterns=[*patterns], tqdm_class=bars
+            )
         )
-        return Path(found)
 
 
 def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:

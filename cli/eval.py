@@ -173,8 +173,11 @@ def _decided(session: Session, recipe: str | None) -> "tuple[Gates, tuple[Evalua
     if recipe is not None:
         found, _ = find_recipe(recipe)
         return found.gates, found.evaluations
-    where = f"{session.opened.where}: keepmtp.json"
-    return decided_in(session.record, cure="Name a recipe with --recipe", where=where)
+    return decided_in(
+        session.record,
+        cure="Name a recipe with --recipe",
+        where=f"{session.opened.where}: keepmtp.json",
+    )
 
 
 def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":

@@ -184,8 +184,13 @@ class Session:
         from ..validate.report import report as reports
         from ..validate.report.gates import judge
 
-        version = self.setup.vllm.version
-        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=version)
+        write_result(
+            self.out,
+            self.station,
+            fact,
+            checkpoint=checkpoint.identity,
+            vllm=self.setup.vllm.version,
+        )
         judgement = None
         if self.is_recorded:
             judgement = reports.refresh(self.out).judgement

@@ -194,8 +194,7 @@ def init(
         raise RecipeError(
             "--out", "the folder of the file must exist", got=out, cure="Make it, or choose another"
         )
-    text = _text(model, out, mtp_source)
-    write_whole(out, text)
+    write_whole(out, _text(model, out, mtp_source))
     sys.stdout.write(f"{printable(str(out))}\n")
 
 

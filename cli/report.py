@@ -79,8 +79,12 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
         "sha256": full.identity.sha256,
         **full.judgement.model_dump(mode="json"),
     }
-    status = OF_VERDICT[full.judgement.verdict]
-    answer(found, verdict(full.path, full.judgement), as_json=as_json, status=status)
+    answer(
+        found,
+        verdict(full.path, full.judgement),
+        as_json=as_json,
+        status=OF_VERDICT[full.judgement.verdict],
+    )
 
 
 def page(path: Path, out: Path | None = None) -> None:

@@ -183,8 +183,7 @@ def mtp_names_lose_a_prefix(faulty: Faulty) -> None:
         head, found, rest = name.partition("mtp.")
         if found and head in _PREFIXES and not faulty.runtime.is_mtp_name(name):
             why = "the draft's loader does not strip the vision-language model's prefix"
-            new = replace(entry, name=HFName(f"{stem}{rest}"))
-            faulty.proposal.retensor(entry, new, why)
+            faulty.proposal.retensor(entry, replace(entry, name=HFName(f"{stem}{rest}")), why)
 
 
 def kv_scales_leave(faulty: Faulty) -> None:

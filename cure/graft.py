@@ -300,8 +300,9 @@ def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
     """Read every tensor of the block once, and refuse values that no trained block has."""
     entries = {entry.name: entry for entry in graft.entries}
     source = replace(source, entries=entries, unindexed={})
-    view = find_view(source.config, source.where, source.entries)
-    runtime = RuntimeView(source=source, view=view)
+    runtime = RuntimeView(
+        source=source, view=find_view(source.config, source.where, source.entries)
+    )
     for found in check_values(runtime, "all", reading=reading).findings:
         if found.severity == "error" or found.rule == "mtp-untrained":
             raise CheckpointError(

@@ -147,8 +147,9 @@ def rewrite(
         parent = next(path for path in out.absolute().parents if path.is_dir())
         if parent.stat().st_dev != source.folder.stat().st_dev:
             num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
-    cure = "Choose an OUT on the checkpoint's own disk, or make room"
-    refuse_small_disk(out, num_bytes, cure=cure)
+    refuse_small_disk(
+        out, num_bytes, cure="Choose an OUT on the checkpoint's own disk, or make room"
+    )
     partial = partial_path(out)
     with held(partial, "only one run may write an output"), naming_file(partial):
         refuse_place(source, out)  # another run may have finished since this one looked
@@ -233,8 +234,9 @@ def judge(
         from ..validate.facts.vllm_env import find_vllm
 
         try:
-            vllm = find_vllm(any_version=any_vllm)
-            (found,) = check_on([str(folder)], vllm=vllm, gpus=gpus, progress=progress)
+            (found,) = check_on(
+                [str(folder)], vllm=find_vllm(any_version=any_vllm), gpus=gpus, progress=progress
+            )
             return Judged(found)
         except VLLMError as error:
             no_vllm = error

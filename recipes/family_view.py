@@ -389,14 +389,13 @@ class FamilyView:
 
 def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
     """The place of a tensor that is in no layer."""
-    module = HFName(row.path)
     return Place(
         row=row,
         part=part,
         layer=None,
         expert=None,
         leaf=leaf,
-        module=module,
+        module=HFName(row.path),
         runtime=VLLMName(runtime),
         shares="",
     )

@@ -651,8 +651,9 @@ class Recipe(Frozen):
             }
             changed |= {"budget": None, "backbone_auto": None}
             if self.calibration:
-                nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
-                changed["calibration"] = self.calibration.model_copy(update=nearest)
+                changed["calibration"] = self.calibration.model_copy(
+                    update={"algorithm": "minmax", **dict.fromkeys(KNOBS)}
+                )
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
             changed["mtp"] = mtp

@@ -88,8 +88,9 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
     else:
         free = free_host_bytes()
         if not here:
-            cpu = "this machine's CPU"
-            return Machine(title=cpu, has_gpu=False, device_bytes=free or 0, host_bytes=free)
+            return Machine(
+                title="this machine's CPU", has_gpu=False, device_bytes=free or 0, host_bytes=free
+            )
         title, size = f"this machine's {here[0].name}", int(here[0].memory_gib * 2**30)
     return Machine(title=title, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free)
 

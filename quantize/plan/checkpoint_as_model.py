@@ -130,8 +130,12 @@ def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
 
 
 def _recipe_file(source: Source, raw: dict[str, Any]) -> RecipeFile:
-    flat = flat_recipes(raw, source.where)
-    return RecipeFile(path=Path(source.where), default=raw["default"], flat=flat, text=None)
+    return RecipeFile(
+        path=Path(source.where),
+        default=raw["default"],
+        flat=flat_recipes(raw, source.where),
+        text=None,
+    )
 
 
 def model_name(where: str) -> str:

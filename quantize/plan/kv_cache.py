@@ -41,18 +41,19 @@ def with_cache_scales(
             tensor = tensor._replace(cache=names)
             place = replace(tensor.place, module=module)
             for name in names:
-                scale = TensorPlan(
-                    name=name,
-                    inputs=(),
-                    fate="add",
-                    reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
-                    shape=(1,),
-                    outputs=(Output(name, "BF16", (1,)),),
-                    place=place,
-                    shares=f"{module}.kv_cache",
-                    calibrated="cache",
+                scales.append(
+                    TensorPlan(
+                        name=name,
+                        inputs=(),
+                        fate="add",
+                        reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
+                        shape=(1,),
+                        outputs=(Output(name, "BF16", (1,)),),
+                        place=place,
+                        shares=f"{module}.kv_cache",
+                        calibrated="cache",
+                    )
                 )
-                scales.append(scale)
         found.append(tensor)
     if not why and not any(
         tensor.part == "backbone" for tensor in found if tensor.cache is not None

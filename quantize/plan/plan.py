@@ -416,8 +416,9 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
         )
         is_neighbour = tensor.calibrated != "weights" and (tensor.part, tensor.layer) in rewritten
         if is_free and is_neighbour and tensor.role != "state":
-            reason = f"{tensor.reason}; {algorithm} may rescale it"
-            marked[number] = tensor._replace(may_change=True, reason=reason)
+            marked[number] = tensor._replace(
+                may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it"
+            )
     return marked
 
 

@@ -121,9 +121,13 @@ def write_shards(
     with ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = []
         for number, shard in enumerate(plan.shards[ranks.rank :: ranks.size]):
-            device = devices[number % len(devices)]
             job = _Job(
-                plan=plan, shard=shard, device=device, given=given, progress=progress, stop=stop
+                plan=plan,
+                shard=shard,
+                device=devices[number % len(devices)],
+                given=given,
+                progress=progress,
+                stop=stop,
             )
             jobs.append(pool.submit(job.write, folder))
         try:

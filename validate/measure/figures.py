@@ -92,16 +92,17 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     for name, (off, on) in readings.items():
         both, only_plain, only_drafting, neither = outcomes(off, on)
         parted = [number for number in numbers if off[number] != on[number]]
-        switch = SwitchFact(
-            reads=name,
-            both=both,
-            only_plain=only_plain,
-            only_drafting=only_drafting,
-            neither=neither,
-            chance=sign_test(only_plain, only_drafting),
-            questions=tuple(parted[:MOST_NAMED]),
+        switches.append(
+            SwitchFact(
+                reads=name,
+                both=both,
+                only_plain=only_plain,
+                only_drafting=only_drafting,
+                neither=neither,
+                chance=sign_test(only_plain, only_drafting),
+                questions=tuple(parted[:MOST_NAMED]),
+            )
         )
-        switches.append(switch)
     changed = [number for number in numbers if texts[number][0] != texts[number][1]]
     shown = tuple(_shown(number, texts[number]) for number in changed[:MOST_SHOWN])
     return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=shown)

@@ -105,8 +105,9 @@ def refuse_our_words(extra: Sequence[str]) -> None:
     Raises:
         RecipeError: names the first such word.
     """
-    rule = "keepmtp serve says this to vLLM itself, or needs it"
-    refuse_options("keepmtp serve", extra, _OURS, rule=rule)
+    refuse_options(
+        "keepmtp serve", extra, _OURS, rule="keepmtp serve says this to vLLM itself, or needs it"
+    )
 
 
 def refuse_taken(address: Address) -> None:

@@ -209,16 +209,17 @@ class Host:
             """Write down how the server is doing, and return when."""
             seconds = round(time.monotonic() - start, 3)
             with suppress(ServerFailed):  # one that dies fails an answer too, which says more
-                sitting = Sitting(
-                    sitting=number,
-                    as_served=self.as_served,
-                    reason=self.reason,
-                    seconds_to_health=server.seconds_to_health,
-                    seconds=seconds,
-                    repeated=repeated,
-                    **counters(read().since(before)),
+                file.add(
+                    Sitting(
+                        sitting=number,
+                        as_served=self.as_served,
+                        reason=self.reason,
+                        seconds_to_health=server.seconds_to_health,
+                        seconds=seconds,
+                        repeated=repeated,
+                        **counters(read().since(before)),
+                    )
                 )
-                file.add(sitting)
             return time.monotonic()
 
         start = time.monotonic()
@@ -248,17 +249,18 @@ class Host:
                 if time.monotonic() - noted > NOTE_SECONDS:
                     noted = note(server.drafts_now)
                 seconds, left = time.monotonic() - start, len(missing) - done + work.others
-                step = Step(
-                    role=self.model.role,
-                    doing="",
-                    done=len(file.lines),
-                    total=len(file.lines) + left,
-                    tokens_per_second=num_tokens / seconds,
-                    eta_seconds=left * seconds / done,
-                    unit=work.unit,
-                    task=work.task,
+                self.watch(
+                    Step(
+                        role=self.model.role,
+                        doing="",
+                        done=len(file.lines),
+                        total=len(file.lines) + left,
+                        tokens_per_second=num_tokens / seconds,
+                        eta_seconds=left * seconds / done,
+                        unit=work.unit,
+                        task=work.task,
+                    )
                 )
-                self.watch(step)
         finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
             pool.shutdown(wait=False, cancel_futures=True)
         if failed is None:
@@ -269,8 +271,12 @@ class Host:
         place, failure = failed
         left = len(missing) - done + work.others
         cure = f"nothing is lost: the same command asks only the {left} that are missing"
-        asked = f"{work.title(place)} for the {ARM_TITLES[self.model.role]}"
-        raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
+        raise ServerFailed(
+            failure.words,
+            failure.log,
+            asked=f"{work.title(place)} for the {ARM_TITLES[self.model.role]}",
+            cure=cure,
+        ) from failure
 
 
 @contextmanager

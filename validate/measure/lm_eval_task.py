@@ -146,15 +146,16 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
     for run in range(protocol.repeats):
         for request in one_run:
             prompt, given = request.args
-            question = Question(
-                number=len(items),
-                run=run,
-                prompt=prompt,
-                is_chat=protocol.api == "chat",
-                sha256=_sum(prompt),
-                stop=tuple(given["until"]),
+            items.append(
+                Question(
+                    number=len(items),
+                    run=run,
+                    prompt=prompt,
+                    is_chat=protocol.api == "chat",
+                    sha256=_sum(prompt),
+                    stop=tuple(given["until"]),
+                )
             )
-            items.append(question)
     dataset = "\n".join(json.dumps([*each.values()]) for each in rows)
     return Questions(
         protocol=protocol, items=tuple(items), dataset_sha256=_sum(dataset), tasks=tasks
@@ -237,8 +238,9 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
     mixed = [each for turn in turns for each in turn if each is not None]
     tasks, in_order = {}, []
     for group, asked in _by_group(row.group, mixed[: protocol.limit]).items():
-        shown = _by_group(row.group, rows.shown).get(group, [])
-        of_group = Rows(asked=asked, shown=shown, is_shared=False)
+        of_group = Rows(
+            asked=asked, shown=_by_group(row.group, rows.shown).get(group, []), is_shared=False
+        )
         tasks[group] = _task(protocol, _config(protocol, group), of_group)
         in_order += asked
     return tasks, in_order

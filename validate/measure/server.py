@@ -81,8 +81,12 @@ class ServerFailed(GateError):
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
         rule = f"must answer {asked}" if asked else "must come up and answer"
-        cures = "; ".join(filter(None, (f"Read {log}", cure)))
-        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=cures)
+        super().__init__(
+            "vllm serve",
+            rule,
+            got=words.rstrip("."),
+            cure="; ".join(filter(None, (f"Read {log}", cure))),
+        )
         self.words = words
         self.log = log
 
@@ -126,8 +130,9 @@ class Server:
         likeliest = []
         for row in choice["logprobs"]["top_logprobs"]:
             likeliest.append({int(name.rpartition(":")[2]): value for name, value in row.items()})
-        ids = tuple(choice["token_ids"])
-        return Output(token_ids=ids, text=choice["text"], top_logprobs=tuple(likeliest))
+        return Output(
+            token_ids=tuple(choice["token_ids"]), text=choice["text"], top_logprobs=tuple(likeliest)
+        )
 
     def answer(
         self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float, **asked: Any
@@ -172,8 +177,12 @@ class Server:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        limit = httpx.Timeout(timeout, connect=60.0)
-        reply = self._ask("POST", path, json={"model": self.name, **body}, timeout=limit)
+        reply = self._ask(
+            "POST",
+            path,
+            json={"model": self.name, **body},
+            timeout=httpx.Timeout(timeout, connect=60.0),
+        )
         try:
             return read(reply.json())
         except (ValueError, LookupError, TypeError) as error:
@@ -369,8 +378,7 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
         name, version = "vllm", f"{vllm.version}+cpu"
     info = plugin / f"{name}-{version}.dist-info"
     info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    (info / "METADATA").write_text(metadata)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     points = "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
     (info / "entry_points.txt").write_text(points)
     return environment(changes)

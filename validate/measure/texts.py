@@ -187,8 +187,12 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
     if not rows:
         raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
     against = _refuse_calibrated(file, rows, record)
-    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    return HeldOut(path=name, sha256=sha256, texts=tuple(text for _, text in rows), against=against)
+    return HeldOut(
+        path=name,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        texts=tuple(text for _, text in rows),
+        against=against,
+    )
 
 
 def text_file(path: Path | None, model: str) -> tuple[str, Path]:

@@ -105,9 +105,11 @@ def prepare(
                 got="one of the checkpoint's",
                 cure="Move it away and check again",
             )
-        sha256 = hashlib.sha256(content).hexdigest()
         files[name] = LocalFile(
-            path=place / name, num_bytes=len(content), sha256=sha256, content=content
+            path=place / name,
+            num_bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            content=content,
         )
     return Parcel(
         folder=folder, report=verified, identity=identity, files=dict(sorted(files.items()))

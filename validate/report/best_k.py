@@ -55,8 +55,12 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
             return BestK(k=first.k, why=why, measured=drafts, measured_by="keepmtp bench")
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
-        mine = evaluation.checkpoint
-        return BestK(k=evaluation.protocol.k, why=why, measured=mine, measured_by="keepmtp eval")
+        return BestK(
+            k=evaluation.protocol.k,
+            why=why,
+            measured=evaluation.checkpoint,
+            measured_by="keepmtp eval",
+        )
     best = BestK(k=layers, why="one for each MTP layer")
     for run in report.serve.checkpoint.drafting if report.serve else ():
         if run.draft_tokens:

@@ -173,8 +173,7 @@ def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     front = read_front_matter(folder)
     stated = front.get("base_model") and str(front["base_model"])
     refuse_no_id(stated)
-    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
-    base = base_model_of(record, stated)
+    base = base_model_of(read_record(checkpoint / RECORD, cure=_OF_OTHERS), stated)
     if base is None or base.name != (stated or ""):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)

@@ -104,9 +104,9 @@ def metadata_of(
             if key == "license" and license_id is not None:
                 place, cure = "--license", "Choose one like apache-2.0"
             raise RecipeError(place, "must have the Hub's form", got=repr(strange[0]), cure=cure)
-    language = tuple(values.pop("language"))
     return Metadata(
-        **{key: next(iter(words), "") for key, words in values.items()}, language=language
+        **{key: next(iter(words), "") for key, words in values.items()},
+        language=tuple(values.pop("language")),
     )
 
 

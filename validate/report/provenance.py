@@ -89,8 +89,9 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     Raises:
         RecipeError: no family table for its model type.
     """
-    view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
-    runtime = RuntimeView(source=checkpoint, view=view)
+    runtime = RuntimeView(
+        source=checkpoint, view=find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
+    )
     policies = {"backbone": record.recipe.backbone, "mtp": record.recipe.mtp}
     if isinstance(record.recipe.mtp, str):
         policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)

@@ -54,8 +54,9 @@ def held_out(fact: CalibrationFact) -> Table:
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
         rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
-    columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
-    return Table(columns=columns, rows=rows)
+    return Table(
+        columns=("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length"), rows=rows
+    )
 
 
 def plans(search: SearchFact) -> Table:
@@ -65,8 +66,7 @@ def plans(search: SearchFact) -> Table:
         losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", percent(plan.kept)
         title = f"{plan.title}{', chosen' * plan.chosen}"
         rows.append((title, f"{plan.bytes:,}", f"{plan.bits:.2f}", *losses))
-    columns = ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept")
-    return Table(columns=columns, rows=rows)
+    return Table(columns=("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows=rows)
 
 
 def candidates(fact: CalibrationFact) -> Table:
@@ -82,8 +82,7 @@ def candidates(fact: CalibrationFact) -> Table:
         kept = percent(each.kept), percent(each.kept_at_least)
         length = figure(each.acceptance.length)
         rows.append((each.title, size_in_words(each.bytes), *kept, length, verdict))
-    columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")
-    return Table(columns=columns, rows=rows)
+    return Table(columns=("policy", ">size", ">kept", ">at least", ">length", "verdict"), rows=rows)
 
 
 def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
@@ -150,8 +149,10 @@ def differences(task: TaskFact) -> Table:
         counts = pair.both, pair.only_source, pair.only_checkpoint, pair.neither
         told = difference, f"{signed(pair.low)} to {signed(pair.high)}"
         rows.append((pair.filter, *told, *map("{:,}".format, counts)))
-    columns = ("right by", ">difference", interval, ">both", ">source", ">this", ">neither")
-    return Table(columns=columns, rows=rows)
+    return Table(
+        columns=("right by", ">difference", interval, ">both", ">source", ">this", ">neither"),
+        rows=rows,
+    )
 
 
 def drafts(task: TaskFact) -> Table:
@@ -277,8 +278,10 @@ def cells(benched: Benched) -> Table:
             told = (rate, over, *times, *_accepted(cell.drafts)[1:])
         name = "best " * (cell.k == best[cell.load])
         rows.append((words_of(cell.load), f"{name}{cell.k}", *told))
-    columns = ("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:])
-    return Table(columns=columns, rows=rows)
+    return Table(
+        columns=("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:]),
+        rows=rows,
+    )
 
 
 def speed_notes(bench: BenchFact) -> Iterator[str]:

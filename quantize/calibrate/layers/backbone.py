@@ -219,8 +219,7 @@ class Batches:
         run, state = self.run, None
         for first, last in self.ranges():
             if self.index:
-                device = run.skeleton.device
-                state = run.states.read(self.index, self.stream, first, last, device)
+                state = run.states.read(self.index, self.stream, first, last, run.skeleton.device)
             yield Batch(ids=self.ids[first:last], state=state, first=first)
 
     def ranges(self) -> list[tuple[int, int]]:
