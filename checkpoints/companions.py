@@ -100,7 +100,9 @@ def companions_in(folder: Path) -> Companions:
 
 def companions_among(names: Iterable[str]) -> Companions:
     """The companions among the names of a repository's files."""
-    carried, code, left = [], [], set()
+    carried = []
+    code = []
+    left = set()
     for name in sorted(names):
         is_known = _is_one_of(name, _KNOWN)
         if (
@@ -130,7 +132,8 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     # `resolve` raises on a link to itself.
-    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    home = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(path))
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
         raise CheckpointError(

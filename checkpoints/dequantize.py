@@ -58,7 +58,8 @@ def dequantize(
     weight = weight_of(parts)
     if form == "plain":
         return weight
-    scale, (num_rows, num_columns) = scale_of(parts), shape
+    scale = scale_of(parts)
+    (num_rows, num_columns) = shape
     if form == "fp8_sliced" and block is not None:
         count = num_slices(num_rows, scale.shape[0], block[0]) or 1
         table = _byte_table(weight)
@@ -107,7 +108,8 @@ def _int_packed(
         )
     _expect_shape("weight_packed", weight, (num_rows, -(-num_columns * bits // 32)))
     num_groups = scale.shape[1] if scale.ndim == 2 else 1
-    middle, per_word = 1 << (bits - 1), 32 // bits
+    middle = 1 << (bits - 1)
+    per_word = 32 // bits
     if zero is not None:
         _expect_shape("weight_zero_point", zero, (-(-num_rows // per_word), num_groups))
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=zero.device).view(1, -1, 1)

@@ -51,7 +51,8 @@ def within(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: the path would not be inside the folder, also by a link in it.
     """
-    path, home = folder / name, Path(os.path.realpath(folder))
+    path = folder / name
+    home = Path(os.path.realpath(folder))
     if "\0" in name or home not in Path(os.path.realpath(path)).parents:
         raise CheckpointError(
             folder,
@@ -125,7 +126,8 @@ def unwritable(path: Path, error: Exception) -> CheckpointError:
             28)".
     """
     found = re.search(r"\(os error (\d+)\)", str(error))
-    number, got = getattr(error, "errno", None) or 0, str(error)
+    number = getattr(error, "errno", None) or 0
+    got = str(error)
     if found:
         number = int(found[1])
     if number:
@@ -140,7 +142,8 @@ def write_at(descriptor: int, data: bytearray | memoryview, position: int) -> No
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count
+        view = view[count:]
+        position = position + count
 
 
 def sync(path: Path) -> None:

@@ -169,7 +169,8 @@ def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
         CheckpointError: as `safetensors_file.read_header`.
         NoCheckpointError: the Hub does not send it.
     """
-    where, start = f"{repo}/{file}", bytearray(_FIRST_BYTES)
+    where = f"{repo}/{file}"
+    start = bytearray(_FIRST_BYTES)
     size = read_range(repo, file, commit=commit, start=0, into=memoryview(start), may_end=True)
     end = LENGTH_BYTES + header_length(bytes(start[: min(LENGTH_BYTES, size)]), size, where)
     if end > len(start):
@@ -204,16 +205,20 @@ def read_range(
         NoCheckpointError: the Hub does not have it, sends something else, or brings nothing in five
             answers in a row.
     """
-    failures, size, where = 0, -1, f"{repo}/{file}"
+    failures = 0
+    size = -1
+    where = f"{repo}/{file}"
     with hub_errors(repo):
         url = hf_hub_url(repo, file, revision=commit)
         while into and not (may_end and start == size):
-            before, failure = len(into), _no_part(where, "nothing, again and again")
+            before = len(into)
+            failure = _no_part(where, "nothing, again and again")
             try:
                 for size, part in _parts(url, start, len(into), where):
                     part = part[: len(into)]
                     into[: len(part)] = part
-                    into, start = into[len(part) :], start + len(part)
+                    into = into[len(part) :]
+                    start = start + len(part)
                     arrived(len(part))
                     if not into:
                         return size

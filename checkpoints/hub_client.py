@@ -234,7 +234,8 @@ def _before(request: httpx.Request) -> None:
     if PATIENCE.is_over():
         raise PATIENCE.silence()
     request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
-    url, hub = request.url, httpx.URL(constants.ENDPOINT)
+    url = request.url
+    hub = httpx.URL(constants.ENDPOINT)
     if (url.scheme, url.host, url.port) != (hub.scheme, hub.host, hub.port):
         for name in ("Authorization", "Cookie"):
             request.headers.pop(name, None)
@@ -312,7 +313,8 @@ class _Stream(httpcore.NetworkStream):
     """One connection; `_due` is when the answer that is awaited now must be there."""
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
-        self._inner, self._due = inner, 0.0
+        self._inner = inner
+        self._due = 0.0
         PATIENCE.open.add(self)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:

@@ -233,7 +233,8 @@ def refuse_changed(
     Raises:
         CheckpointError: names the files.
     """
-    now, changed = states_of(folder, states), []
+    now = states_of(folder, states)
+    changed = []
     for name, state in states.items():
         found = now.get(name)
         if found is not None and is_linked:
@@ -307,8 +308,10 @@ def _refuse_large(path: Path, num_bytes: int) -> None:
 def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
     # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL
     # likewise.
-    digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
-    view, done = memoryview(block), 0
+    digest = hashlib.sha256()
+    block = bytearray(_BLOCK_BYTES)
+    view = memoryview(block)
+    done = 0
     with naming_file(Path(path)), open(path, "rb", buffering=0) as raw:
         # Stop at the size that was found: a file that grows as fast as it is read would never end.
         while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():

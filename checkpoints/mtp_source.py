@@ -94,7 +94,8 @@ def _refuse_other_model(
     """
     theirs = other.config.get("text_config") or other.config
     for key in _KEPT:
-        ours, given = view.text_config.get(key), theirs.get(key)
+        ours = view.text_config.get(key)
+        given = theirs.get(key)
         if None not in (ours, given) and ours != given:
             raise CheckpointError(
                 f"{other.where}/config.json",
@@ -121,7 +122,8 @@ def _counting(
     """config.json with the count of MTP layers that are there."""
     num_layers = max(view.mtp_layers_of(found), default=0) // view.num_mtp_parts + 1
     outer, _, inner = view.mtp_count_key.partition(".")
-    holder, count = view.text_config, num_layers
+    holder = view.text_config
+    count = num_layers
     if inner:
         count = {**holder.get(outer, {}), inner: num_layers}
     if holder is config:

@@ -145,7 +145,9 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         ):  # the library takes a tensor's three values also without their keys
             dtype, shape, (start, stop) = info
         else:
-            dtype, shape, (start, stop) = info["dtype"], info["shape"], info["data_offsets"]
+            dtype = info["dtype"]
+            shape = info["shape"]
+            (start, stop) = info["data_offsets"]
         if dtype not in DTYPE_BITS:
             raise CheckpointError(
                 where,
@@ -154,7 +156,8 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
                 cure="Convert it with safetensors first",
             )
         if first + stop > end:
-            end, last = first + stop, name
+            end = first + stop
+            last = name
         entries[name] = Entry(
             name=name,
             file=file,
@@ -205,7 +208,8 @@ def lay_out(
     starts: dict[HFName, int] = {}
     end = 0
     for name, dtype, shape in tensors:
-        starts[name], end = end, end + num_bytes(dtype, shape)
+        starts[name] = end
+        end = end + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)

@@ -86,7 +86,8 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated
             or corrupt shard.
     """
-    rule, cure = "a checkpoint is a folder with config.json or a Hub id ORG/NAME", "Check its name"
+    rule = "a checkpoint is a folder with config.json or a Hub id ORG/NAME"
+    cure = "Check its name"
     try:
         found = find_path(where) if str(where) else None
     except OSError as error:  # a name that is too long, a folder that may not be read

@@ -96,7 +96,8 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
     Raises:
         RecipeError: another family, or another size of what quantizing never changes.
     """
-    ours, theirs = _marks(checkpoint), _marks(source)
+    ours = _marks(checkpoint)
+    theirs = _marks(source)
     for name, value in ours.items():
         if name in theirs and theirs[name] != value:
             raise RecipeError(

@@ -97,10 +97,13 @@ def everything(
     recipe = choices.recipe()
     out = out or pipeline.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
-    gates, source, place = recipe.gates, choices.source, str(out)
+    gates = recipe.gates
+    source = choices.source
+    place = str(out)
     for_vllm = ["--", *extra] * bool(extra)
     served = [place, *option_words(source=source, any_vllm=any_vllm)]
-    of_k, runs_code = option_words(k=k), option_words(run_model_code=run_model_code)
+    of_k = option_words(k=k)
+    runs_code = option_words(run_model_code=run_model_code)
     stations: dict[str, list[str]] = {}
     if not is_made:
         decided = asdict(choices)
@@ -128,7 +131,8 @@ def everything(
             sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    vllm, err = chosen_vllm(any_vllm=any_vllm), Console(stderr=True)
+    vllm = chosen_vllm(any_vllm=any_vllm)
+    err = Console(stderr=True)
     if is_made:
         tidy(out, keep_calibration=False)
         say(err, "quantize: done before", "dim")

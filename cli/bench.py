@@ -78,7 +78,8 @@ def bench(
     from ..validate.measure.texts import read_prompts
 
     session = begin("bench", "bench", served, context.args, source or "none")
-    opened, ks = session.opened, (0,)
+    opened = session.opened
+    ks = (0,)
     if k is not None:
         ks = numbers("--k", k, least=0)
     elif num := find_view(opened.config, opened.where, opened.entries).num_mtp_layers:
@@ -99,13 +100,13 @@ def bench(
         found = counted(plan, len(checkpoints))
         answer(found, (f"{name}: {value}" for name, value in found.items()), as_json=served.as_json)
         return
-    setup = session.setup
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
     session.keep(fact, checkpoint)
-    found, status = {"bench": fact.model_dump(mode="json")}, 0
+    found = {"bench": fact.model_dump(mode="json")}
+    status = 0
     if any(cell.error for each in fact.benched for cell in each.cells):
         status = FINDINGS
     answer(found, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
@@ -165,9 +166,11 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     found = set[int]()
     for part in words.split(","):
         named = _NUMBERS.fullmatch(part.strip())
-        low, high = 0, -1
+        low = 0
+        high = -1
         if named:
-            low, high = int(named[1]), int(named[2] or named[1])
+            low = int(named[1])
+            high = int(named[2] or named[1])
         if not least <= low <= high <= min(_LIMIT, low + _LONGEST_RANGE):
             raise RecipeError(
                 option,

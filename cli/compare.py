@@ -87,8 +87,8 @@ def serve_check(
         found = measure.serve_check(checkpoint, original, setup=setup, check=check, watch=watch)
     judged = _kept(session, found, checkpoint, original and original.source)
     told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
-    parts, status = _parts(session, found, judged), exit_status(judged, found)
-    answer(told, parts, as_json=served.as_json, status=status)
+    parts = _parts(session, found, judged)
+    answer(told, parts, as_json=served.as_json, status=exit_status(judged, found))
 
 
 def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
@@ -118,8 +118,8 @@ def _kept(
     checked = check_source(checkpoint.source, source=original)
     judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
     facts = {"serve": found, "judgement": judged}
-    version, opened = session.setup.vllm.version, checkpoint.source
-    save(session.out, checked, vllm=version, opened=opened, source=original, **facts)
+    version = session.setup.vllm.version
+    save(session.out, checked, vllm=version, opened=checkpoint.source, source=original, **facts)
     return judged
 
 
@@ -131,7 +131,8 @@ def _parts(
     from ..validate.report.report import JSON_FILE
     from ..validate.report.tables import servers
 
-    path, out = found.checkpoint.path, session.out
+    path = found.checkpoint.path
+    out = session.out
     yield drawn(f"serve-check {path}", servers(found))
     yield from verdict(path, judged)
     for served in found.served:
@@ -145,7 +146,8 @@ def _parts(
         "of the target; same: "
         "outputs equal to those of k=0."
     )
-    environment, num = found.environment, len(found.prompts)
+    environment = found.environment
+    num = len(found.prompts)
     asked = f"{num} prompts, {found.seconds:.0f} s in all"
     yield f"vLLM {environment['vllm']} on {environment['device']}; {asked}."
     written = next(out / name for name in (HTML_FILE, JSON_FILE) if (out / name).is_file())
@@ -199,16 +201,17 @@ def closeness(
         raise RecipeError(
             "--source", "closeness is to a source", got="none", cure="Name the release"
         )
-    record, where = session.record, f"{session.opened.where}: keepmtp.json"
+    record = session.record
+    where = f"{session.opened.where}: keepmtp.json"
     compared_on = held_out(text, record and read_record(record, where=where))
-    gates, setup = session.gates, session.setup
+    setup = session.setup
     judged = session.checkpoint()
     before = session.source_of(judged)
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth, watch=watch)
-    judgement = session.keep(fact, judged, gates=gates, closeness=fact)
+    judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
     reason = next((one for one in judgement.reasons if one.gate == "closeness"), None)
     found = {
         "closeness": fact.model_dump(mode="json"),

@@ -135,7 +135,6 @@ def evaluate(
     for one in protocols:
         for checkpoint in filter(None, (session.opened, session.original)):
             tasks.refuse_model(checkpoint, one, session.extra)
-    setup = session.setup
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
@@ -143,7 +142,7 @@ def evaluate(
             judged,
             compared,
             asked,
-            setup=setup,
+            setup=session.setup,
             confidence=gates.confidence,
             has_plain=plain,
             watch=watch,
@@ -240,7 +239,8 @@ def _notes(fact: "TaskFact") -> Iterator[str]:
             yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
         if one.sittings > 1:
             yield f"The {one.title} was asked in {one.sittings} sittings."
-    protocol, environment = fact.protocol, fact.environment
+    protocol = fact.protocol
+    environment = fact.environment
     yield (
         f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
         f"{protocol.dataset_name}, "

@@ -85,7 +85,8 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     elif what in COLUMNS:
         from .tables import show, table
 
-        columns, cells = COLUMNS[what], []
+        columns = COLUMNS[what]
+        cells = []
         for row in rows(what, recipes):
             first, *others = (row[column] for column in columns)
             cells.append([f"{first}{' *' * row.get('default', False)}", *others])
@@ -102,7 +103,8 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     table = {"model": ["variants (* what the bare model name means)"]}
     for model, variants in groupby(recipes, key=lambda recipe: recipe.model):
         table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
-    indent, lines = max(map(len, table)) + 2, []
+    indent = max(map(len, table)) + 2
+    lines = []
     for model, names in table.items():
         lines += _wrapped("  ".join(names), width, first=f"{model:<{indent}}", then=" " * indent)
     more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
@@ -113,7 +115,8 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
     """One model: its family and source, and for each variant what it does and the command that runs
     it.
     """
-    model, needs_batches = variants[0], False
+    model = variants[0]
+    needs_batches = False
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
     for each in variants:
         needs_batches |= each.needs_batches

@@ -106,7 +106,9 @@ def fix(
     """
     from ..cure.fix import cure_elsewhere, proposed, write
 
-    console, written, judged = Console(quiet=as_json), None, None
+    console = Console(quiet=as_json)
+    written = None
+    judged = None
     with spinner(Console(stderr=True)) as doing:
         outcome = proposed(path, progress=doing)
         for line in outcome.proposal.diffs():
@@ -219,7 +221,8 @@ def graft(
 
     if out is None and not dry_run:
         raise _no_out("graft")
-    err, new = Console(stderr=True), None
+    err = Console(stderr=True)
+    new = None
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     for line in _foreseen(made):
         say(err, line)
@@ -248,7 +251,8 @@ def graft(
 
 def _foreseen(made: "Graft") -> Iterator[str]:
     """What will be read and written."""
-    plan, size = made.plan, size_in_words
+    plan = made.plan
+    size = size_in_words
     forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
     yield f"read: {size(made.num_bytes_read)} of {plan.source.where}, the MTP block alone"
     yield (

@@ -97,12 +97,15 @@ def publish(
         path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values")
     )
     hub = Hub(token, watch=tell) if token else None
-    before, found, there = None, {}, "nothing was asked: no token"
+    before = None
+    found = {}
+    there = "nothing was asked: no token"
     with stopped_by_signals():
         if hub is not None:
             hub.sign_in()
             before = hub.look(repo)
-            found, there = publishing.compare(parcel, before), _in_words(before)
+            found = publishing.compare(parcel, before)
+            there = _in_words(before)
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
             answer(
@@ -154,7 +157,8 @@ def _confirm(what: str) -> None:
 
 
 def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[RenderableType]:
-    count, kept = len(parcel.files), len(done.kept)
+    count = len(parcel.files)
+    kept = len(done.kept)
     kind = "private" if done.is_private else "public"
     yield Text.assemble(("published", "green"), f" {url} ({kind}), commit {done.commit}")
     if count > kept:

@@ -72,7 +72,8 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
         )
     full = verify(folder)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
-    checkpoint, bar = checkpoint_folder(folder), bytes_bar(Console(stderr=True), "reading")
+    checkpoint = checkpoint_folder(folder)
+    bar = bytes_bar(Console(stderr=True), "reading")
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     found = {
         "path": full.path,
@@ -146,7 +147,8 @@ def card(
     words = {"base_model": base_model, "license_id": license_id}
     made, report = api.card(path, source=source, out=out, progress=bar, **words)
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
-    judged, title = "not judged", Text("not judged", "yellow")
+    judged = "not judged"
+    title = Text("not judged", "yellow")
     if report.judgement:
         judged = report.judgement.verdict
         title = Text(report.judgement.title, VERDICT_COLOURS[judged])

@@ -89,7 +89,8 @@ def serve(
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
     from ..validate.measure.serve_line import serve_words
 
-    err, extra = Console(stderr=True), tuple(context.args)
+    err = Console(stderr=True)
+    extra = tuple(context.args)
     refuse_stray_words("serve", extra)
     foreground.refuse_our_words(extra)
     address = foreground.Address(
@@ -104,9 +105,11 @@ def serve(
         if gpus or not dry_run:
             raise
         vllm = None  # the commands may be run elsewhere
-    size, device = 1, ""
+    size = 1
+    device = ""
     if vllm:
-        size, device = tensor_parallel_size(opened, vllm, extra), vllm.device
+        size = tensor_parallel_size(opened, vllm, extra)
+        device = vllm.device
     best = _best_k(opened, k, num_mtp_layers, device)
     if gpus:
         from .. import api
@@ -269,5 +272,6 @@ def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
     got = f"exit status {life.status} after {life.seconds:.0f} s"
     cure = "Read its words above, or name a file with --log"
     if log is not None:
-        got, cure = f"{got}: {last_error(log, life.status)}", f"Read {log}"
+        got = f"{got}: {last_error(log, life.status)}"
+        cure = f"Read {log}"
     return VLLMError("vllm serve", rule, got=got, cure=cure)

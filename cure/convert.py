@@ -118,7 +118,9 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             form or a value that the other dialect has no word for.
     """
     checked = examine(where)
-    source, runtime, findings = checked.readable(), checked.runtime, checked.data.findings
+    source = checked.readable()
+    runtime = checked.runtime
+    findings = checked.data.findings
     if runtime is None or (findings and findings[0].severity == "error"):  # errors come first
         found = findings[0]
         raise CheckpointError(
@@ -134,7 +136,8 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             got="a Hub repository",
             cure="Download it: `hf download` puts a repository into a folder",
         )
-    first, why = _dialect_of(runtime), f"so {to} has it"
+    first = _dialect_of(runtime)
+    why = f"so {to} has it"
     if first == to:
         raise RecipeError(
             where,
@@ -142,7 +145,8 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             got=f"one in {to} already",
             cure="There is nothing to do",
         )
-    proposal, matrices = Proposal(source), _matrices_in(runtime, to)
+    proposal = Proposal(source)
+    matrices = _matrices_in(runtime, to)
     for matrix in (*matrices, *_caches_in(runtime)):
         if not matrix.scheme:
             continue
@@ -203,12 +207,14 @@ def _turned(
     Raises:
         CheckpointError: it is re-expressed, and not positive and finite.
     """
-    leaf, form = entry.name.rpartition(".")[2], (entry.dtype, entry.shape)
+    leaf = entry.name.rpartition(".")[2]
+    form = (entry.dtype, entry.shape)
     if to == "modelopt":
         other = in_modelopt(matrix.scheme, leaf, *form, of_experts=matrix.is_of_experts)
     else:
         other = in_compressed_tensors(matrix.scheme, leaf, *form)
-    name, dtype = HFName(f"{matrix.module}.{other.leaf}"), other.dtype
+    name = HFName(f"{matrix.module}.{other.leaf}")
+    dtype = other.dtype
     new = replace(entry, name=name, dtype=dtype, shape=other.shape)
     if other.change == "none":
         return new, None
@@ -222,7 +228,8 @@ def _turned(
         )
     made = changed(value, other.change, TORCH_DTYPES[dtype])
     if other.change == "dtype" and not torch.equal(made.float(), value.float()):
-        dtype, made = "F32", value.float()
+        dtype = "F32"
+        made = value.float()
     new = replace(new, dtype=dtype, num_bytes=num_bytes(dtype, other.shape))
     return new, made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -283,8 +290,10 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
     for module, weight in runtime.weights.items():
         if weight.form != "plain" and module not in schemes:
             raise _wordless(runtime, weight.weight.name, "a module that vLLM has no entry for")
-        scheme, place = schemes.get(module, ""), runtime.placed.get(module)
-        matrix = StoredMatrix(module=module, place=place, scheme=scheme, parts=weight.parts)
+        scheme = schemes.get(module, "")
+        matrix = StoredMatrix(
+            module=module, place=runtime.placed.get(module), scheme=scheme, parts=weight.parts
+        )
         if len(weight.shape) < 2 or module.startswith(opaque or "\0"):
             continue
         if to == "modelopt" and matrix.is_of_experts and scheme in NOT_FOR_EXPERTS:
@@ -313,7 +322,8 @@ def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
     for module in runtime.modules:
         for member in module.members:
             if member.weight.form != "plain":
-                built, entry = module.resolution.built, module.resolution.entry
+                built = module.resolution.built
+                entry = module.resolution.entry
                 scheme = _of_algorithm(built)
                 if is_grouped:
                     scheme = _of_group(groups.get((module.part, entry)))

@@ -131,9 +131,11 @@ def plan_graft(
             the release, an unknown dialect, or a result that would not load.
     """
     checked = examine_source(quantized)
-    ours, _ = _readable(checked), _readable(examine_source(source))
+    ours = _readable(checked)
+    _ = _readable(examine_source(source))
     refuse_another_model(quantized, source)
-    dialect, family = ours.dialect, ours.view.family
+    dialect = ours.dialect
+    family = ours.view.family
     if isinstance(dialect, UnknownDialect):
         raise CheckpointError(
             "config.json: quantization_config",
@@ -225,13 +227,15 @@ def carry_out(
         CheckpointError: the release's block was never trained, a file ends early, or a folder
             changed meanwhile.
     """
-    release, num_bytes = graft.plan.source, graft.plan.num_bytes_after
+    release = graft.plan.source
+    num_bytes = graft.plan.num_bytes_after
     if release.folder is None:
         num_bytes += graft.num_bytes_read
 
     def make(folder: Path) -> None:
         """Write the block's files."""
-        plan, work = graft.plan, folder / WORK / "graft"
+        plan = graft.plan
+        work = folder / WORK / "graft"
         if release.folder is None:
             with bar("fetching")(graft.num_bytes_read) as progress:
                 plan = replace(plan, source=_fetched(graft, work / "release", progress))
@@ -258,17 +262,21 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
     """The release with the block's tensors in a folder of its own; what an earlier run brought
     there is not asked for again.
     """
-    source, lines, lock = graft.plan.source, folder / "ranges.jsonl", Lock()
+    source = graft.plan.source
+    lines = folder / "ranges.jsonl"
+    lock = Lock()
     folder.mkdir(parents=True, exist_ok=True)
     lines.touch()
     done = set[tuple[str, int, int]]()
     for line in lines.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
-    files, left = dict[str, None](), list[tuple[str, int, int]]()
+    files = dict[str, None]()
+    left = list[tuple[str, int, int]]()
     for stretch in joined(source, graft.entries):
         first = stretch.entries[0]
-        files[first.file], end = None, first.start + stretch.num_bytes
+        files[first.file] = None
+        end = first.start + stretch.num_bytes
         size = -(-stretch.num_bytes // max(1, stretch.num_requests))
         for start in range(first.start, end, size or 1):
             piece = first.file, start, min(size, end - start)
@@ -280,8 +288,10 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
     def bring(piece: tuple[str, int, int]) -> None:
         file, start, num_bytes = piece
         buffer = bytearray(num_bytes)  # one piece in memory for each connection
-        into, commit = memoryview(buffer), source.revision
-        read_range(source.where, file, commit=commit, start=start, into=into, arrived=progress)
+        into = memoryview(buffer)
+        read_range(
+            source.where, file, commit=source.revision, start=start, into=into, arrived=progress
+        )
         descriptor = os.open(within(folder, file), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             write_at(descriptor, buffer, start)
@@ -362,7 +372,8 @@ def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: F
         for key, value in theirs.items():
             if key in ("text_config", "quantization_config"):
                 continue
-            now, why = proposal.value(CONFIG, (*path, key)), ""
+            now = proposal.value(CONFIG, (*path, key))
+            why = ""
             is_shorter = isinstance(now, list) and isinstance(value, list) and now and now != value
             if key in counts or _ABOUT_MTP.search(key):
                 why = "the release describes its MTP block so"
@@ -376,7 +387,8 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     """The groups and the ignored modules that quantize writes for the block, next to those of the
     backbone.
     """
-    raw, made = proposal.quantization(), config_of(plan).value
+    raw = proposal.quantization()
+    made = config_of(plan).value
     if not made["config_groups"]:
         return  # the lists are all that says a plain block
     why = "vLLM builds these modules of the MTP block plain"

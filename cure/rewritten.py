@@ -118,8 +118,10 @@ def rewrite(
         CheckpointError: a link that leaves the old folder, an old file that ends early, or the old
             folder changed.
     """
-    source, again = proposal.source, proposal.shards_again
-    small, gone = dict[str, bytes](), {*proposal.empty_shards}
+    source = proposal.source
+    again = proposal.shards_again
+    small = dict[str, bytes]()
+    gone = {*proposal.empty_shards}
     for name, data in proposal.files().items():
         if data is None:
             gone.add(name)
@@ -133,7 +135,8 @@ def rewrite(
     found = _stamp_in(out)
     if found is not None and found.command == command:
         # All files are in OUT, and none was written to after the stamp was.
-        names, made = (*found.new, *found.kept), (out / _STAMP).stat().st_mtime_ns
+        names = (*found.new, *found.kept)
+        made = (out / _STAMP).stat().st_mtime_ns
         states = states_of(out, names).values()
         if len(states) == len(names) and all(state.mtime_ns <= made for state in states):
             _tidy(out)

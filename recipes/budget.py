@@ -45,7 +45,8 @@ def read_budget(written: str) -> Budget:
             got=repr(written),
             cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
         )
-    amount, unit = float(found["amount"]), found["unit"]
+    amount = float(found["amount"])
+    unit = found["unit"]
     if unit == "bits":
         return Budget(bits=amount)
     thousand = 1024 if "i" in unit else 1000

@@ -113,7 +113,8 @@ class FamilyView:
         Raises:
             CheckpointError: config.json does not say it.
         """
-        key, lists = self.family.num_layers_key, self.family.layer_list_keys
+        key = self.family.num_layers_key
+        lists = self.family.layer_list_keys
         if not key:
             return 0
         if (count := self.text_config.get(key)) is not None:
@@ -176,7 +177,8 @@ class FamilyView:
             )
         for part, regex, stem in self._stems:
             if match := regex.match(name):
-                index, rest = int(match[1]), match[2]
+                index = int(match[1])
+                rest = match[2]
                 if self.layout.mtp is None and index >= self.num_layers:
                     part = "mtp"
                 return self._place_in_block(part, stem, index, rest)
@@ -217,7 +219,8 @@ class FamilyView:
         for index in range(self.num_mtp_layers):
             blocks.append(("mtp", "mtp", first + index))
         for part, kind, index in blocks:
-            runtime, disk = self.runtime_stem(part, index), self.disk_stem(part, index)
+            runtime = self.runtime_stem(part, index)
+            disk = self.disk_stem(part, index)
             for row in self._rows[kind].values():
                 name = self._alone(runtime + (row.runtime or row.path))
                 found.setdefault(name, []).append(HFName(disk + row.path))
@@ -250,7 +253,8 @@ class FamilyView:
         Raises:
             CheckpointError: config.json does not say it.
         """
-        interleaved, config = place.row.interleaved, self.text_config
+        interleaved = place.row.interleaved
+        config = self.text_config
         assert interleaved is not None, place.row.path
         kinds = config.get(interleaved.sliding)
         is_sliding = place.part == "mtp" or (
@@ -320,7 +324,8 @@ class FamilyView:
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:
         block = {row.path: row for row in self.family.block}
-        linear, mtp = dict(block), dict(block)
+        linear = dict(block)
+        mtp = dict(block)
         for row in self.family.linear_block:
             linear[row.path] = row
         for path in self.family.mtp_lacks:
@@ -349,20 +354,24 @@ class FamilyView:
         return frozenset(number - 1 for number in kda)
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
-        expert, number = None, "{e}"
+        expert = None
+        number = "{e}"
         if match := _EXPERT.search(rest):
             number = match[1]
-            expert, rest = int(number), _EXPERT.sub("{e}", rest, count=1)
+            expert = int(number)
+            rest = _EXPERT.sub("{e}", rest, count=1)
         rows = self._rows[part]
         if part == "backbone" and index in self._linear_layers:
             rows = self._rows["linear"]
-        row, leaf = rows.get(rest), ""
+        row = rows.get(rest)
+        leaf = ""
         if row is None:
             module, _, leaf = rest.rpartition(".")
             row = rows.get(module)
         if row is None:
             return None
-        disk, path = stem.disk.replace("{i}", str(index)), row.path.replace("{e}", number)
+        disk = stem.disk.replace("{i}", str(index))
+        path = row.path.replace("{e}", number)
         runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
         shares = row.shares and disk + row.shares.replace("{e}", number)
         if runtime.endswith("kv_a_proj_with_mqa"):

@@ -122,7 +122,8 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
         return file, file.default
     if found := _lookup(model):
         return found
-    rule, cure = "must be a model's name, a recipe's full name or a recipe file", "See `keepmtp ls`"
+    rule = "must be a model's name, a recipe's full name or a recipe file"
+    cure = "See `keepmtp ls`"
     if Path(model).is_dir():
         cure = f"`keepmtp init {shlex.quote(model)} --out NEW.yaml` writes one for a checkpoint"
     raise RecipeError(
@@ -154,7 +155,9 @@ def choose(
     Raises:
         RecipeError: no such variant, scheme, policy or block, or a block that nothing needs.
     """
-    variant, override, block = named, None, None
+    variant = named
+    override = None
+    block = None
     if scheme is not None and (own := _spelled(scheme, file.flat)):
         variant = own
     elif scheme is not None:
@@ -175,7 +178,8 @@ def choose(
                 cure=cure,
             )
         block = Calibration.model_validate(calibrations()[known])
-    recipe, text = file.recipe(variant), file.recipe_text(variant)
+    recipe = file.recipe(variant)
+    text = file.recipe_text(variant)
     if override is None and mtp is None and block is None:
         return recipe, text
     # Where batches are needed and the recipe has none: those of another variant, else the usual.
@@ -263,7 +267,8 @@ def _lookup(name: str) -> tuple[RecipeFile, str] | None:
         if not name.startswith(f"{model}.") and "/" not in name:
             continue
         file = _shipped_file(model)
-        variant, first = name.removeprefix(f"{model}."), file.flat[file.default]
+        variant = name.removeprefix(f"{model}.")
+        first = file.flat[file.default]
         if variant in file.flat:
             return file, variant
         if first["source"] == name and first["revision"] != "local":

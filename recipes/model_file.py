@@ -120,7 +120,8 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
             checked by `schema.validated`.
     """
     _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH), "a model file")
-    groups, variants = raw["groups"], raw["variants"]
+    groups = raw["groups"]
+    variants = raw["variants"]
     if not isinstance(groups, list):
         raise RecipeError(
             f"{where}: groups",
@@ -174,7 +175,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _flat(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    variant, groups = raw["variants"][name], raw["groups"]
+    variant = raw["variants"][name]
+    groups = raw["groups"]
     if not isinstance(variant, Mapping):
         raise RecipeError(
             where,

@@ -102,7 +102,8 @@ class Scheme:
 
     def weight_tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
         """The tensors that depend on the weight alone: all but the static input scales."""
-        n, k = num_rows, num_columns
+        n = num_rows
+        k = num_columns
         per_word = 32 // self.bits
         scales = (n, k // self.group_size if self.group_size else 1)
         match self.format:

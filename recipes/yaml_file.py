@@ -77,9 +77,12 @@ def _text_of(path: Path) -> str:
             )
         return raw.decode("utf-8")
     except OSError as error:
-        rule, got, cure = "be readable", error.strerror or repr(error), "Check its permissions"
+        rule = "be readable"
+        got = error.strerror or repr(error)
+        cure = "Check its permissions"
     except UnicodeDecodeError as error:
-        rule, got = "be text in UTF-8", f"{error.reason} at byte {error.start}"
+        rule = "be text in UTF-8"
+        got = f"{error.reason} at byte {error.start}"
         cure = "Save it as UTF-8"
     raise RecipeError(path, f"a recipe must {rule}", got=got, cure=cure)
 

@@ -82,7 +82,8 @@ def calibrate(
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
-        settled, fact = plan, None
+        settled = plan
+        fact = None
         if plan.recipe.is_searched:
             settled, fact = search(plan, data, folder / "search", ranks=ranks, progress=progress)
         backbone = calibrate_backbone(

@@ -77,9 +77,11 @@ class Chunk:
         is rounded to BF16. `zero` has the shape of `scale`: the groups' zero points, which are the
         sweep's classes.
         """
-        scaled, classes = self.in_units_of(scale.float()).view(-1, self.group_size), None
+        scaled = self.in_units_of(scale.float()).view(-1, self.group_size)
+        classes = None
         if zero is not None:
-            scaled, classes = scaled.add_(zero.view(-1, 1)), zero.flatten().long()
+            scaled = scaled.add_(zero.view(-1, 1))
+            classes = zero.flatten().long()
         chosen = sweep.errors(scaled, classes, self.counts(self.group_size)).argmin(-1)
         exact = self.scaled[: self.values.numel()].view(self.values.shape).copy_(self.values)
         return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact

@@ -97,10 +97,12 @@ def packed_groups(
         modules: dict[HFName, list[Output]] = defaultdict(list)
         is_given = True
         for tensor in unit:
-            first, last = 0, len(tensor.outputs)
+            first = 0
+            last = len(tensor.outputs)
             if expert is not None:
                 last //= tensor.shape[0]
-                first, last = expert * last, (expert + 1) * last
+                first = expert * last
+                last = (expert + 1) * last
             for output in tensor.outputs[first:last]:
                 modules[HFName(output.name.rpartition(".")[0])].append(output)
                 is_given &= output.name in given or output.name.endswith(static)
@@ -207,7 +209,8 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
         highest = int(occupied.max())
         if highest - int(occupied.min()) > _TOP - _BOTTOM:
             return None
-    shift, found = _TOP - highest, []
+    shift = _TOP - highest
+    found = []
     global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=occupied.device)
     for (packed, _), exponent in zip(members, exponents, strict=True):
         # Powers of two become E4M3 without rounding.

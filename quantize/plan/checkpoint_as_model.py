@@ -83,7 +83,8 @@ def recipe_of_checkpoint(
     source = opened(word, mtp_source)
     raw = family_mapping(source)
     if scheme is None:
-        where, words = f"{source.where} ({raw['family']})", []
+        where = f"{source.where} ({raw['family']})"
+        words = []
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
         for name in fitting(source, raw):
             words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))

@@ -222,7 +222,8 @@ def refuse_budget(choices: Choices) -> None:
         return
     words = auto_of(choices.recipe).candidates
     alone = [f"{word} {choices.num_bytes(choices.uniform(word)):,}" for word in words]
-    size, bits = choices.num_bytes(choices.smallest), choices.bits(choices.smallest)
+    size = choices.num_bytes(choices.smallest)
+    bits = choices.bits(choices.smallest)
     raise RecipeError(
         choices.recipe.name,
         f"budget must leave room for the smallest plan, {size:,} bytes ({bits:.2f} bits)",
@@ -274,7 +275,9 @@ def _unit(
     base: Plan,
 ) -> ChoiceUnit:
     """A unit with the words that suit all of its tensors."""
-    first, options, refusals = tensors[0], list[Option](), list[RecipeError]()
+    first = tensors[0]
+    options = list[Option]()
+    refusals = list[RecipeError]()
     for word, decisions in words.items():
         made = []
         try:
@@ -292,7 +295,8 @@ def _unit(
             refusals.append(error)
             continue
         if tuple(made) not in [option.tensors for option in options]:
-            size, lines = sum(map(base.num_bytes_of, made)), sum(map(_line_bytes, made))
+            size = sum(map(base.num_bytes_of, made))
+            lines = sum(map(_line_bytes, made))
             options.append(Option(word=word, num_bytes=size, line_bytes=lines, tensors=tuple(made)))
     if not options:
         cause = refusals[0]
@@ -351,7 +355,9 @@ def _overrides(
     """One for all layers whose modules differ in the number of the layer alone."""
     layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for unit in choices.units:
-        word, tensors, templates = assignment[unit.name], unit.options[0].tensors, set[str]()
+        word = assignment[unit.name]
+        tensors = unit.options[0].tensors
+        templates = set[str]()
         if word == words[unit.part, unit.role]:
             continue
         number = _NUMBER.search(tensors[0].module)
@@ -368,7 +374,8 @@ def _overrides(
 
 def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
     """The plan of that recipe, which is the assignment, unit by unit."""
-    base, recipe = choices.base, found_recipe(choices, assignment)
+    base = choices.base
+    recipe = found_recipe(choices, assignment)
     plan = make_plan(
         recipe, base.source, shard_bytes=shard_bytes, trust_remote_code=base.trust_remote_code
     )

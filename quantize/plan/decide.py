@@ -44,7 +44,9 @@ class Decisions:
     """
 
     def __init__(self, recipe: Recipe, source: Source, view: FamilyView) -> None:
-        self.recipe, self.source, self.view = recipe, source, view
+        self.recipe = recipe
+        self.source = source
+        self.view = view
         self.matched: set[str] = set()
 
     def override(self, module: HFName) -> str | None:
@@ -97,10 +99,8 @@ class Decisions:
         if weight.form == "plain":
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         if word == "source" and self._can_stay_quantized(weight, place):
-            outputs, reason = (
-                renamed_outputs(weight, weight.scheme),
-                "as in the source, scales renamed",
-            )
+            outputs = renamed_outputs(weight, weight.scheme)
+            reason = "as in the source, scales renamed"
             return _planned(weight, place, "keep", reason, outputs, weight.scheme)
         if word == "source" and not place.row.why_kept:
             raise RecipeError(
@@ -154,7 +154,8 @@ class Decisions:
         if not hits:
             return None
         place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
-        inputs, outputs = tuple(entry.name for entry in entries), tuple(map(same_output, entries))
+        inputs = tuple(entry.name for entry in entries)
+        outputs = tuple(map(same_output, entries))
         return TensorPlan(name, inputs, "keep", "recipe: keep", shape, outputs, place)
 
     def _place(self, name: HFName) -> Place:
@@ -175,7 +176,8 @@ class Decisions:
 
     def _word(self, place: Place) -> tuple[str, str]:
         """The recipe's word for a module, and the reason to show."""
-        recipe, override = self.recipe, self.override(place.module)
+        recipe = self.recipe
+        override = self.override(place.module)
         if place.row.why_kept:
             if override in SCHEMES:
                 raise RecipeError(
@@ -247,10 +249,8 @@ class Decisions:
     ) -> TensorPlan:
         is_tuned = place.part == "mtp" and self.recipe.mtp == TUNED
         if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
-            outputs, reason = (
-                renamed_outputs(weight, scheme.name),
-                f"the source stores {scheme.name} already",
-            )
+            outputs = renamed_outputs(weight, scheme.name)
+            reason = f"the source stores {scheme.name} already"
             return _planned(weight, place, "keep", reason, outputs, scheme.name)
         for rule, got, otherwise in self._misfits(weight, place, scheme):
             raise RecipeError(
@@ -265,7 +265,9 @@ class Decisions:
         """Why a module cannot take a scheme: the rule, the value, and what its group can have
         instead.
         """
-        shape, row, name = weight.shape, place.row, scheme.name
+        shape = weight.shape
+        row = place.row
+        name = scheme.name
         tensor = f"{place.module}.weight"
         if len(shape) != (3 if row.stacked else 2):
             yield f"{name} needs a matrix", f"shape {list(shape)} in {tensor}", "source"
@@ -274,12 +276,11 @@ class Decisions:
             into = f"{place.runtime.rpartition('.')[2]} of this family"
             rule = f"vLLM cannot load one scale a tensor into {into}"
             yield rule, f"{name} for {tensor}", "FP8_DYNAMIC, FP8_BLOCK or bf16"
-        rows, columns = shape[-2] // max(1, len(row.stacked)), shape[-1]
+        rows = shape[-2] // max(1, len(row.stacked))
+        columns = shape[-1]
         if columns % scheme.k_multiple():
-            rule, otherwise = (
-                f"K divisible by {scheme.k_multiple()}",
-                "bf16, or override this module",
-            )
+            rule = f"K divisible by {scheme.k_multiple()}"
+            otherwise = "bf16, or override this module"
             yield f"{name} needs {rule}", f"K={columns} in {tensor}", otherwise
         number = f"N={rows} in {tensor}"
         if rows % scheme.n_multiple():
@@ -313,10 +314,8 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
     plans = []
     for index in range(view.num_mtp_layers):
         for alias in view.family.aliases:
-            name, origin = (
-                HFName(view.mtp_stem(index) + alias.path),
-                entries.get(HFName(alias.source)),
-            )
+            name = HFName(view.mtp_stem(index) + alias.path)
+            origin = entries.get(HFName(alias.source))
             if name in entries or origin is None:
                 continue
             place = view.place(name)

@@ -34,7 +34,9 @@ def with_cache_scales(
     Raises:
         RecipeError: this family's attention has no place for them; it names the reason.
     """
-    found, scales, why = list[TensorPlan](), list[TensorPlan](), no_place(view)
+    found = list[TensorPlan]()
+    scales = list[TensorPlan]()
+    why = no_place(view)
     for tensor in tensors:
         if module := attention_of(tensor):
             names = scale_names(view, tensor.part, module)

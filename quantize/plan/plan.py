@@ -89,7 +89,8 @@ class Plan:
     @property
     def num_bytes_beside(self) -> int:
         """Bytes of config.json and the other files that the output gets."""
-        names, states = (*self.companions, "config.json"), self.source.states
+        names = (*self.companions, "config.json")
+        states = self.source.states
         return sum(states[name].num_bytes for name in names if name in states)
 
     @cached_property
@@ -145,12 +146,14 @@ class Plan:
         first files.
         """
         files: list[list[Unit]] = []
-        part, room = "", 0
+        part = ""
+        room = 0
         for unit in self.units:
             size = sum(map(self.num_bytes_of, unit))
             if unit[0].part != part or size > room:
                 files.append([])
-                part, room = unit[0].part, self.shard_bytes
+                part = unit[0].part
+                room = self.shard_bytes
             files[-1].append(unit)
             room -= size
         shards = []
@@ -230,7 +233,8 @@ def make_plan(
             cure="Choose another MODEL, or copy this recipe and change its family",
         )
     view = FamilyView(family=family, config=source.config)
-    entries, decisions = with_separate_mtp(source, view), Decisions(recipe, source, view)
+    entries = with_separate_mtp(source, view)
+    decisions = Decisions(recipe, source, view)
     tensors = decided(decisions, entries.values())
     _refuse_lost_layers(view, source, tensors)
     refuse_missing_mtp(view, source, [tensor.name for tensor in tensors])
@@ -291,8 +295,10 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
     """config.json and the tensors' names must agree on the MTP layers, and every module of the
     block must be there.
     """
-    promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
-    where, key = f"{source.where}/config.json", view.mtp_count_key
+    promised = view.num_mtp_layers
+    found = view.mtp_layers_of(names)
+    where = f"{source.where}/config.json"
+    key = view.mtp_count_key
     if extra := sorted(found - {*range(promised)}):
         raise CheckpointError(
             where,
@@ -363,7 +369,8 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     """
     first: dict[VLLMName, TensorPlan] = {}
     for tensor in tensors:
-        where, scheme = f"{recipe.name}: {tensor.part} {tensor.role}", tensor.scheme
+        where = f"{recipe.name}: {tensor.part} {tensor.role}"
+        scheme = tensor.scheme
         if len(tensor.shape) < 2 or tensor.fate == "drop":
             continue
         other = first.setdefault(tensor.runtime, tensor)
@@ -428,13 +435,16 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     Weights of a tuned block are rounded to nearest, whatever the algorithm.
     """
     tuned = recipe.mtp_tuned if tensor.part == "mtp" else None
-    reason, scheme = tensor.reason, tensor.scheme
+    reason = tensor.reason
+    scheme = tensor.scheme
     if tensor.fate == "quantize":
-        calibrated, is_weighted = "", False
+        calibrated = ""
+        is_weighted = False
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
             reason += f"; scales by {recipe.search}"
             if recipe.search == "imatrix":
-                calibrated, is_weighted = "scales", True
+                calibrated = "scales"
+                is_weighted = True
         if scheme in REWRITES[algorithm] and tuned is None:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"

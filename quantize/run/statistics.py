@@ -93,7 +93,8 @@ class Statistics:
             CheckpointError: the file has become shorter since it was opened, or has other bytes
                 than were written.
         """
-        path, entry = self.path_of(name), self.entries[name]
+        path = self.path_of(name)
+        entry = self.entries[name]
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
         with open(path, "rb", buffering=0) as file:
             fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
@@ -117,14 +118,16 @@ def write_statistics(
         CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    apart, sums = dict[str, Tensor](), dict[str, str]()
+    apart = dict[str, Tensor]()
+    sums = dict[str, str]()
     storages: set[int] = set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
-        apart[name], sums[name] = value, _sum(value.reshape(-1).view(torch.uint8))
+        apart[name] = value
+        sums[name] = _sum(value.reshape(-1).view(torch.uint8))
     save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
     sort_metadata(partial_path(path))
     complete(path)
@@ -176,7 +179,8 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     for unit in plan.units:
         allowed |= _taken(unit, statistics)
     for name, entry in statistics.entries.items():
-        path, wanted = statistics.path_of(name), allowed.get(name)
+        path = statistics.path_of(name)
+        wanted = allowed.get(name)
         if wanted is None:
             rule = "every tensor must be one that the plan takes from calibration"
             raise _refusal(path, rule, name)
@@ -259,11 +263,14 @@ def _cure(path: Path) -> str:
     """What to do about a file of statistics. A layer's inputs are gone once the next one is
     done, so all start anew.
     """
-    folder, what = path.parent.parent, "calibration starts anew"
+    folder = path.parent.parent
+    what = "calibration starts anew"
     if path.parent.name == "mtp":
-        folder, what = path.parent, "the MTP block is trained anew"
+        folder = path.parent
+        what = "the MTP block is trained anew"
     elif path.name.startswith("mtp-"):
-        folder, what = folder / "mtp", "the MTP block is calibrated anew"
+        folder = folder / "mtp"
+        what = "the MTP block is calibrated anew"
     return f"Remove {folder}, and run the same command again: {what}"
 
 

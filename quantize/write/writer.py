@@ -113,7 +113,8 @@ def write_shards(
     devices = [ranks.device]
     if ranks.size == 1:
         devices = _devices()
-    stop, torch_threads = threading.Event(), torch.get_num_threads()
+    stop = threading.Event()
+    torch_threads = torch.get_num_threads()
     given = statistics or Statistics(folder=folder, entries={})
     torch.set_num_threads(
         1
@@ -164,7 +165,9 @@ class _Job:
 
     def write(self, folder: Path) -> None:
         """Write the shard under a temporary name, unit by unit, and rename it when it is whole."""
-        plan, shard, final = self.plan, self.shard, folder / self.shard.file
+        plan = self.plan
+        shard = self.shard
+        final = folder / self.shard.file
         where = plan.recipe.name
         layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
@@ -201,7 +204,8 @@ class _Job:
         with open(path, "rb", buffering=0) as file:
             header = file.read(len(layout.header))
             for output in self.shard.outputs:  # in the order of their bytes
-                sums[output.name], left = hashlib.sha256(), output.num_bytes
+                sums[output.name] = hashlib.sha256()
+                left = output.num_bytes
                 while left and not self.stop.is_set():
                     block = file.read(min(_BLOCK_BYTES, left))
                     if not block:
@@ -216,7 +220,9 @@ class _Job:
         """A hash over the header of a shard, those of its tensors' bytes, and the source files that
         it was made from, as they were when the source was opened.
         """
-        digest, plan, files = hashlib.sha256(header), self.plan, set[str]()
+        digest = hashlib.sha256(header)
+        plan = self.plan
+        files = set[str]()
         for unit in self.shard.units:
             for tensor in unit:
                 files |= {plan.entries[name].file for name in tensor.inputs}
@@ -308,6 +314,7 @@ class _Place:
             )
 
     def _write(self, output: Output, raw: torch.Tensor, *, at: int) -> None:
-        name, view = self.plan.on_disk(output).name, raw.numpy().data
+        name = self.plan.on_disk(output).name
+        view = raw.numpy().data
         self.sums[name].update(view)
         write_at(self.file.fileno(), view, self.starts[name] + at)

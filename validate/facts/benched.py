@@ -241,7 +241,8 @@ class Benched(Fact):
         """A sentence for each cell that accepts much and is slower than k=0 all the same."""
         said = []
         for cell in self.cells:
-            plain, share = self.cell(0, cell.load), cell.acceptance
+            plain = self.cell(0, cell.load)
+            share = cell.acceptance
             if plain is None or share is None or share < _HIGH_ACCEPTANCE:
                 continue
             if cell.fastest and plain.slowest and cell.fastest < plain.slowest:

@@ -31,7 +31,8 @@ _KILL_SECONDS = (
 
 def main() -> None:
     """Start the child and wait for its end or keepmtp's."""
-    lifeline, words = int(sys.argv[1]), sys.argv[2:]
+    lifeline = int(sys.argv[1])
+    words = sys.argv[2:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)

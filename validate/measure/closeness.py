@@ -167,7 +167,8 @@ def cut_windows(
         begin = ()
         if len(before) < window_size - 1 and ids[: len(before)] == before:
             begin = before
-        size, rest = window_size - len(begin), ids[len(begin) :]
+        size = window_size - len(begin)
+        rest = ids[len(begin) :]
         for at in range(0, len(rest), size):
             window = (*begin, *rest[at : at + size])[:left]
             if len(window) < 2:
@@ -207,7 +208,8 @@ class _Run:
     @property
     def work(self) -> Work:
         """The windows that are missing; then the first of them once more, alone."""
-        depth, top = self.depth, min(self.depth.top, vocabulary_of(self.model.source))
+        depth = self.depth
+        top = min(self.depth.top, vocabulary_of(self.model.source))
         return Work(
             name=f"closeness.{self.model.role}",
             file=self.file,
@@ -240,7 +242,8 @@ class _Run:
             self.again[:] = [0, kept(self.source, 0), predict]
 
         def ask(number: int) -> PredictedWindow | ComparedWindow:
-            predicted, ids = predict(number), self.windows[number]
+            predicted = predict(number)
+            ids = self.windows[number]
             self.again[:] = self.again or [number, predicted, predict]
             if self.file is self.source:
                 keep(self.source, number, predicted)
@@ -282,7 +285,8 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
     Raises:
         CheckpointError: the file is damaged, or gone.
     """
-    path, num = _path(file, number), len(file.lines[number].ids) - 1
+    path = _path(file, number)
+    num = len(file.lines[number].ids) - 1
     try:
         is_whole = file.header.top >= file.header.vocabulary
         predicted = Predicted(**load_file(path), is_whole=is_whole)
@@ -330,7 +334,8 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     }
     reply = server.post("/v1/completions", asked, timeout=WINDOW_SECONDS)
     rows: Sequence[Mapping[str, Any]] = reply["choices"][0]["prompt_logprobs"][1:]
-    num, width = len(ids) - 1, min(top + 1, vocabulary)
+    num = len(ids) - 1
+    width = min(top + 1, vocabulary)
     names = np.full((num, width), NO_TOKEN, dtype=np.int32)
     logprobs = np.full((num, width), -np.inf, dtype=np.float32)
     following = np.empty(num, dtype=np.float32)
@@ -435,7 +440,8 @@ def compare(source: Predicted, checkpoint: Predicted) -> Apart:
     """Compare two models' predictions on one window of the same tokens."""
     num = len(source.ids)
     assert num == len(checkpoint.ids), "one window"
-    nats, outside = np.zeros(num), np.zeros(num)
+    nats = np.zeros(num)
+    outside = np.zeros(num)
     choices = np.zeros((num, 2), np.int32)
     for at in range(num):
         shared, mine, theirs = np.intersect1d(
@@ -450,7 +456,8 @@ def compare(source: Predicted, checkpoint: Predicted) -> Apart:
             outside[at] = max(_LEAST_REST, 1 - p.sum())
             rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
             nats[at] += outside[at] * np.log(outside[at] / rest)
-        one, other = source.first(at), checkpoint.first(at)
+        one = source.first(at)
+        other = checkpoint.first(at)
         choices[at] = min(one & other or one), min(one & other or other)
     is_flip = choices[:, 0] != choices[:, 1]
     return Apart(nats=nats.clip(min=0), is_flip=is_flip, outside=outside, choices=choices)

@@ -88,7 +88,8 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
 
 
 def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Row]]:
-    where, subset = protocol.dataset_name, TASKS[protocol.task].subset
+    where = protocol.dataset_name
+    subset = TASKS[protocol.task].subset
     cure = f"Correct evaluation.dataset_revision, or name {_a_file(protocol.task)} (--dataset)"
     try:
         found: Any = datasets.load_dataset(where, subset, revision=protocol.dataset_revision)
@@ -120,7 +121,8 @@ def _a_file(task: str) -> str:
 
 
 def _file_rows(protocol: Evaluation) -> list[Row]:
-    path, cure = find_path(str(protocol.dataset)), f"Name {_a_file(protocol.task)} in each row"
+    path = find_path(str(protocol.dataset))
+    cure = f"Name {_a_file(protocol.task)} in each row"
     if path is None or not path.is_file():
         raise RecipeError(
             f"evaluation.dataset {protocol.dataset}",
@@ -144,7 +146,8 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
 
 def _row(row: object, where: str, protocol: Evaluation) -> Row:
     """The row's fields that the task reads, each as it must be."""
-    cure, form = "Mend the row, or name another dataset", TASKS[protocol.task].fields
+    cure = "Mend the row, or name another dataset"
+    form = TASKS[protocol.task].fields
     if not isinstance(row, Mapping):
         raise RecipeError(
             where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure
@@ -174,15 +177,18 @@ def _matches(value: Any, kind: str) -> bool:
 
 
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
-    row, num_asked = TASKS[protocol.task], len(rows.asked)
-    most, of = len(rows.shown) - rows.is_shared, ""  # no question is its own example
+    row = TASKS[protocol.task]
+    num_asked = len(rows.asked)
+    most = len(rows.shown) - rows.is_shared
+    of = ""  # no question is its own example
     if row.max_shots is not None:
         most = row.max_shots
     elif row.group:
         shown = Counter(each[row.group] for each in rows.shown)
         for group in sorted({each[row.group] for each in rows.asked}, reverse=True):
             if shown[group] <= most:
-                most, of = shown[group], f" of {group}"
+                most = shown[group]
+                of = f" of {group}"
     if protocol.shots > most:
         raise RecipeError(
             "evaluation.shots",

@@ -178,7 +178,9 @@ class Host:
             ServerFailed: it did not come up, died, refused a request, or was silent. What it has
                 answered is kept.
         """
-        first, room, at_once = works[0], 0, 0
+        first = works[0]
+        room = 0
+        at_once = 0
         for work in works:
             room = max(room, work.max_model_len)
             at_once = max(at_once, work.max_num_seqs or work.concurrency)
@@ -199,9 +201,12 @@ class Host:
 
     def _ask(self, work: Work, server: Server, ask: Ask) -> None:
         """Ask what one work lacks, several at once, and write each answer down as it comes."""
-        missing, file = work.missing(), work.file
-        before, number = server.drafts(), len(file.sittings) + 1
-        waiting, flying = iter(missing), dict[Future[Any], Any]()
+        missing = work.missing()
+        file = work.file
+        before = server.drafts()
+        number = len(file.sittings) + 1
+        waiting = iter(missing)
+        flying = dict[Future[Any], Any]()
         done = num_tokens = 0
         failed: tuple[Any, ServerFailed] | None = None
 
@@ -248,7 +253,8 @@ class Host:
                     num_tokens += line.num_tokens
                 if time.monotonic() - noted > NOTE_SECONDS:
                     noted = note(server.drafts_now)
-                seconds, left = time.monotonic() - start, len(missing) - done + work.others
+                seconds = time.monotonic() - start
+                left = len(missing) - done + work.others
                 self.watch(
                     Step(
                         role=self.model.role,
@@ -270,12 +276,11 @@ class Host:
         note(server.drafts_now)
         place, failure = failed
         left = len(missing) - done + work.others
-        cure = f"nothing is lost: the same command asks only the {left} that are missing"
         raise ServerFailed(
             failure.words,
             failure.log,
             asked=f"{work.title(place)} for the {ARM_TITLES[self.model.role]}",
-            cure=cure,
+            cure=f"nothing is lost: the same command asks only the {left} that are missing",
         ) from failure
 
 
@@ -296,7 +301,8 @@ def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
         return
     with ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out) as scratch:
         watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
-        folder, why = write_copy(source, scratch / "copy").absolute(), f"{reason}; {UNTRIED}"
+        folder = write_copy(source, scratch / "copy").absolute()
+        why = f"{reason}; {UNTRIED}"
         yield Host(**fields, folder=folder, as_served=COPY, reason=why)
 
 

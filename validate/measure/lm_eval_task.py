@@ -174,7 +174,8 @@ def scores(
     Returns: each of the task's scores, the mean over questions and runs; and by its name what each
         answer gets, by number.
     """
-    row, num = TASKS[asked.protocol.task], asked.num_asked
+    row = TASKS[asked.protocol.task]
+    num = asked.num_asked
     right: dict[str, list[bool]] = {name: [] for name in row.scores}
     requests = [(task, request) for task in asked.tasks.values() for request in task.instances]
     for run in range(asked.protocol.repeats):
@@ -196,7 +197,8 @@ def scores(
 
 def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
     """Refuse what cannot be scored here, before anything is read or started."""
-    row, where = TASKS[protocol.task], f"evaluation.task {protocol.task}"
+    row = TASKS[protocol.task]
+    where = f"evaluation.task {protocol.task}"
     if row.runs_code and not runs_code:
         raise RecipeError(
             where,
@@ -236,7 +238,8 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
     rows = read_rows(protocol, asked="test", shown="validation")
     turns = zip_longest(*_by_group(row.group, rows.asked).values())
     mixed = [each for turn in turns for each in turn if each is not None]
-    tasks, in_order = {}, []
+    tasks = {}
+    in_order = []
     for group, asked in _by_group(row.group, mixed[: protocol.limit]).items():
         of_group = Rows(
             asked=asked, shown=_by_group(row.group, rows.shown).get(group, []), is_shared=False
@@ -271,7 +274,8 @@ def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
 
     mmlu_pro's "computer science" is in ..._computer_science.yaml.
     """
-    row, name = TASKS[protocol.task], group.replace(" ", "_")
+    row = TASKS[protocol.task]
+    name = group.replace(" ", "_")
     path = Path(lm_eval.tasks.__path__[0], f"{row.lm_eval_file(protocol.api, name)}.yaml")
     if group and not (name.isidentifier() and path.is_file()):
         raise RecipeError(

@@ -73,7 +73,8 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
             cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES",
         )
     share = _share(extra)
-    needed, usable = _gib_of(source) / ranks, min(_usable(gpus[:ranks], share))
+    needed = _gib_of(source) / ranks
+    usable = min(_usable(gpus[:ranks], share))
     if needed > usable:
         size = _fewest(source, _usable(gpus[:1], share) * _SIZES[-1])
         cure = "Use GPUs with more memory"

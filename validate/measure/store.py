@@ -264,7 +264,8 @@ class LineFile(Generic[Head, Line]):
     """
 
     def __init__(self, path: Path, header: Head) -> None:
-        self.path, self.header = path, header
+        self.path = path
+        self.header = header
         self.lines: dict[Any, Line] = {}
         self.sittings: dict[int, Sitting] = {}
 

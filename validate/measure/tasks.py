@@ -129,13 +129,16 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
     Args:
         timeout: seconds for one answer; 0: ten minutes, and a second for each of its tokens.
     """
-    protocol, file = questions.protocol, opened(model, questions, setup)
-    limit, prompts = timeout or 600.0 + protocol.max_tokens, [each.sent for each in questions.items]
+    protocol = questions.protocol
+    file = opened(model, questions, setup)
+    limit = timeout or 600.0 + protocol.max_tokens
+    prompts = [each.sent for each in questions.items]
 
     def asking(server: Server) -> nullcontext:
         return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
 
-    k, words = protocol.k, ("--enable-prefix-caching",) * protocol.prefix_caching
+    k = protocol.k
+    words = ("--enable-prefix-caching",) * protocol.prefix_caching
     if model.role == "plain":
         k = 0
     return Work(
@@ -207,7 +210,11 @@ def _task_fact(
     questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
 ) -> TaskFact:
     """What one task gave, once all have answered it; finishes the files."""
-    protocol, files, facts, pairs, drafted = questions.protocol, {}, {}, [], None
+    protocol = questions.protocol
+    files = {}
+    facts = {}
+    pairs = []
+    drafted = None
     for model in models:
         if not _is_asked(model, questions):
             continue

@@ -260,7 +260,8 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
     data = (record.calibration or {}).get("data") if record else None
     if not isinstance(data, dict):
         return ""
-    said, rule = [], "must be text that the checkpoint was not calibrated on"
+    said = []
+    rule = "must be text that the checkpoint was not calibrated on"
     cure = "Name another --text"
     for each in (data, *(data.get("also") or ())):
         name = each.get("dataset")

@@ -96,7 +96,8 @@ class Hub:
         hub_client.install()
         # its warnings quote the server's, which may hold the token
         hf_logging.set_verbosity_error()
-        self._token, self.watch = token, watch
+        self._token = token
+        self.watch = watch
         self._api = HfApi(token=token)
 
     def sign_in(self) -> None:
@@ -240,7 +241,8 @@ class Hub:
         raise AssertionError("the last attempt returns or raises")
 
     def _refusal(self, repo: str, root: BaseException) -> HubError:
-        rule, cure = "the Hub must answer", AGAIN
+        rule = "the Hub must answer"
+        cure = AGAIN
         if isinstance(root, HfHubHTTPError):
             rule, cure = _RULES.get(root.response.status_code, (rule, cure))
         elif isinstance(root, (ValueError, *_OTHER_FORM)):

@@ -147,7 +147,8 @@ def publish(
     found = compare(parcel, before)
     if not update:
         refuse_overwriting(repo, found)
-    missing, others = named(found, "new", "differs"), named(found, "other")
+    missing = named(found, "new", "differs")
+    others = named(found, "other")
     if strange := [name for name in others if name.endswith(_WEIGHTS)]:
         raise RecipeError(
             repo,
@@ -156,7 +157,8 @@ def publish(
             cure="Delete them there first",
         )
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
-    branch, commit = "main", before.commit
+    branch = "main"
+    commit = before.commit
     if missing:
         if not before.is_private:
             branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
@@ -205,7 +207,8 @@ def _upload(
     """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
     with ScratchFolder("keepmtp-publish-") as folder:
         for name in names:
-            path, local = Path(folder, name), parcel.files[name]
+            path = Path(folder, name)
+            local = parcel.files[name]
             path.parent.mkdir(parents=True, exist_ok=True)
             if local.content is None:
                 path.symlink_to(local.path.resolve())

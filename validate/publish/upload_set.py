@@ -156,7 +156,8 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
 
 
 def _refuse_red(verified: FullReport, evidence: Path) -> None:
-    judgement, got = verified.judgement, verified.verdict.says.rstrip(".")
+    judgement = verified.judgement
+    got = verified.verdict.says.rstrip(".")
     assert judgement is not None, "verify() has made it"
     if judgement.verdict == "pass" and verified.verdict.ok:
         return

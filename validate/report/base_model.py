@@ -48,7 +48,8 @@ def base_model_of(record: Record, named: str | None) -> BaseModel | None:
         record: of the checkpoint.
         named: by the author; `none`: there is no base model on the Hub.
     """
-    name, commit = record.source.name, record.source.revision
+    name = record.source.name
+    commit = record.source.revision
     was_read = bool(_COMMIT.fullmatch(commit)) and is_repo_id(name)
     if was_read and named in (None, name):
         return BaseModel(name=name, is_proven=True, says=f"Read from the Hub at commit `{commit}`.")

@@ -43,7 +43,8 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU
     alone.
     """
-    evaluation, layers = report.evaluation, max(1, report.facts.num_mtp_layers)
+    evaluation = report.evaluation
+    layers = max(1, report.facts.num_mtp_layers)
     if report.bench and counts_bench(report.bench, device=device):
         rows = report.bench.checkpoint.recommended
         first = min(rows, key=lambda each: (each.concurrency, each.context))
@@ -87,7 +88,8 @@ def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
 
 def _report_of(opened: Source) -> tuple[FullReport | None, str]:
     """The report of these bytes, or why the one that is there does not count, as a clause."""
-    folder, path = None, small_file(opened, JSON_FILE)
+    folder = None
+    path = small_file(opened, JSON_FILE)
     if opened.folder:
         folder = report_folder(opened.folder)
         path = folder / JSON_FILE

@@ -95,7 +95,8 @@ def build(
     base = base_model_of(record, base_model)
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
-    inherited, where = {}, "keepmtp card"
+    inherited = {}
+    where = "keepmtp card"
     if source:
         where = str(source / README)
         theirs = read_front_matter(source)

@@ -41,7 +41,8 @@ def check_data(
         absent = {"sizes": f"No sizes: {unread}", "calibration": f"Not known: {unread}"}
         return check.model_copy(update={"absent": absent})
     calibration, why = calibration_of(opened)
-    sizes, absent = (), {"calibration": why} if why else {}
+    sizes = ()
+    absent = {"calibration": why} if why else {}
     try:
         sizes = sizes_by_group(opened, source)
     except RecipeError as unknown:
@@ -72,7 +73,8 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
     Raises:
         RecipeError: no family table for the model type.
     """
-    after, before = _measured(checkpoint), _measured(source) if source else None
+    after = _measured(checkpoint)
+    before = _measured(source) if source else None
     rows = [
         GroupSize(
             part=part,

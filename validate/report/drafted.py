@@ -44,7 +44,8 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
     """
     found = []
     if evaluation:
-        mine, theirs = evaluation.checkpoint, evaluation.source
+        mine = evaluation.checkpoint
+        theirs = evaluation.source
         found.append(
             Drafted(
                 what=f"{mine.num_questions:,} questions of {evaluation.protocol.title}",

@@ -216,7 +216,8 @@ def _acceptance(
         says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
         return unmeasured("acceptance", says)
     where = f"On {measured.what} with k={measured.k}"
-    mine, theirs = measured.checkpoint.acceptance, measured.source.acceptance
+    mine = measured.checkpoint.acceptance
+    theirs = measured.source.acceptance
     if mine is None:
         says = f"{where}, the checkpoint drafted nothing, and the source did."
         return ReasonFact(gate="acceptance", verdict="regression", says=says)
@@ -246,7 +247,8 @@ def _share_kept(
 
     def bounds(times: float) -> tuple[float, float]:
         assert measured.source is not None, "the caller asks for a source"
-        ours, others = times * trials(measured.checkpoint), times * trials(measured.source)
+        ours = times * trials(measured.checkpoint)
+        others = times * trials(measured.source)
         return ratio_limits(mine * ours, ours, theirs * others, others, confidence)
 
     return Estimate(
@@ -295,7 +297,8 @@ def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     """The drop of the first task's score, paired by question; the gate has the task's name."""
     if evaluation is None:
         return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
-    gate, source = evaluation.protocol.task, evaluation.source
+    gate = evaluation.protocol.task
+    source = evaluation.source
     if source is None:
         says = "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
         return unmeasured(gate, says)
@@ -310,7 +313,8 @@ def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
 
 def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact:
     """One task's score against its source's, which was asked."""
-    name, pair = task.judged_filter(gates.filter), task.pair(gates.filter)
+    name = task.judged_filter(gates.filter)
+    pair = task.pair(gates.filter)
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
 
@@ -423,7 +427,8 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
     that of a share is Clopper and Pearson's over as many independent positions as would tell as
     much (Korn and Graubard). A divergence from a part of the vocabulary is a lower bound.
     """
-    confidence, found = gates.confidence, []
+    confidence = gates.confidence
+    found = []
     if gates.max_divergence is None and gates.max_flips is None:
         return
     if fact is None or fact.stderr is None:

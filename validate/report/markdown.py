@@ -60,7 +60,8 @@ def ticked(words: str) -> Md:
         if spot % 2:
             spaced.append(code(part))
             continue
-        before, after = part[:1].isspace(), part[-1:].isspace() and not part.isspace()
+        before = part[:1].isspace()
+        after = part[-1:].isspace() and not part.isspace()
         spaced.append(f"{' ' * before}{escaped(part)}{' ' * after}")
     return Md("".join(spaced))
 

@@ -105,7 +105,8 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
         stored.append((module, scheme, weight.weight.dtype))
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for name, scheme, dtype in stored:
-        place, reason = runtime.placed.get(name), ""
+        place = runtime.placed.get(name)
+        reason = ""
         if place and not scheme:
             reason = place.row.why_kept or "a bias, not a matrix" * (place.leaf == "bias")
         key = ("backbone", "unknown")

@@ -170,7 +170,8 @@ def verify(folder: Path) -> FullReport:
     read_json(path)
     full = from_results(folder)
     # The file itself, not what was read of it: computed figures are not read.
-    written, wanted = json.loads(path.read_bytes()), full.model_dump(mode="json", by_alias=True)
+    written = json.loads(path.read_bytes())
+    wanted = full.model_dump(mode="json", by_alias=True)
     for part, value in wanted.items():
         if written.get(part) != value:
             raise CheckpointError(
@@ -238,7 +239,8 @@ def read_json(path: Path) -> FullReport:
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
-    mine, station = result.checkpoint.sha256, result.station
+    mine = result.checkpoint.sha256
+    station = result.station
     if mine != identity.sha256:
         raise CheckpointError(
             file_of(folder, station),
@@ -250,7 +252,8 @@ def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None
 
 def _refuse_other_answers(folder: Path, measured: Mapping[str, Any]) -> None:
     """Refuse a file of answers or of compared windows that is not the one that was counted."""
-    evaluation, closeness = measured.get("evaluation"), measured.get("closeness")
+    evaluation = measured.get("evaluation")
+    closeness = measured.get("closeness")
     counted: list[tuple[Station, Any]] = []
     for task in evaluation.by_task if evaluation else ():
         for arm in task.arms:

@@ -47,7 +47,9 @@ def held_out(fact: CalibrationFact) -> Table:
     """A row for each model that was measured on held-out text, without a server."""
     rows = []
     for row in fact.rows:
-        shares, length, divergence = "-", None, "-"
+        shares = "-"
+        length = None
+        divergence = "-"
         if row.acceptance:
             shares = " ".join(percent(share) for share in row.acceptance.shares)
             length = row.acceptance.length
@@ -142,7 +144,8 @@ def scores(task: TaskFact) -> Table:
 
 def differences(task: TaskFact) -> Table:
     """The checkpoint less its source, on the same questions, by every filter."""
-    rows, interval = [], ">interval"
+    rows = []
+    interval = ">interval"
     for pair in task.paired:
         interval = f">{100 * pair.confidence:g} % interval"
         difference = f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}"
@@ -175,11 +178,14 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
         return None
     rows = []
     for task in evaluation.by_task:
-        name, before, cut = task.judged_filter(wanted), "-", _cut(task.checkpoint)
+        name = task.judged_filter(wanted)
+        before = "-"
+        cut = _cut(task.checkpoint)
         if task.source:
             before = percent(task.source.score(name).value)  # 80 columns have room for one error
             cut = f"{_cut(task.source)} / {cut}"
-        score, kept = _score(task.checkpoint.score(name)), _recovery(recovery(task, wanted))
+        score = _score(task.checkpoint.score(name))
+        kept = _recovery(recovery(task, wanted))
         rows.append((f"{task.protocol.title}, {name}", before, score, kept, cut))
     rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))
     return Table(columns=("task", ">source", ">checkpoint", ">recovery", ">cut"), rows=rows)
@@ -218,7 +224,8 @@ def servers(serve: ServeCheck) -> Table:
         for run in served.runs:
             cells = ("failed", *("-",) * 6)
             if run.loaded:
-                rate, same = f"{run.tokens_per_second:,.1f}", "-"
+                rate = f"{run.tokens_per_second:,.1f}"
+                same = "-"
                 if run.partings is not None:
                     same = f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
                 start = f"{run.seconds_to_health:.0f} s"

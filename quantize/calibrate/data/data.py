@@ -92,7 +92,8 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model
             has no embedding for.
     """
-    length, mix = calibration.sequence_length, calibration.mix
+    length = calibration.sequence_length
+    mix = calibration.mix
     longest = _text_config(source).get("max_position_embeddings")
     if longest is not None and length > longest:
         raise RecipeError(
@@ -177,10 +178,13 @@ def _draw(
     """So many sequences of one dataset at the revision that was read, to calibrate on and to
     measure on.
     """
-    where, length = f"calibration.dataset {texts.dataset}", calibration.sequence_length
+    where = f"calibration.dataset {texts.dataset}"
+    length = calibration.sequence_length
     dataset, revision = open_split(texts, where)
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
-    used, held, calibrated_on = _Part(), _Part(), set[str]()
+    used = _Part()
+    held = _Part()
+    calibrated_on = set[str]()
     for part, num_tokens in ((used, num_used * length), (held, num_held * length)):
         while len(part.ids) < num_tokens and (found := next(rows, None)) is not None:
             number, row, ids = found
@@ -206,7 +210,8 @@ def _draw(
         del part.ids[num_tokens:], part.written[num_tokens:]
     num_found = len(used.ids) // length + len(held.ids) // length
     if num_found < num_used + num_held:
-        read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
+        read = len(used.numbers) + len(held.numbers)
+        blank = used.num_blank + held.num_blank
         raise RecipeError(
             where,
             f"must hold {num_used} + {num_held} sequences of {length} tokens (samples + held_out)",
@@ -267,7 +272,8 @@ def _encoded(
 
 def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
-    name, path = texts.dataset, find_path(texts.dataset)
+    name = texts.dataset
+    path = find_path(texts.dataset)
     reader = _READERS.get(Path(name).suffix)
     is_local = reader or texts.dataset_revision == "local" or name.count("/") > 1
     got = ""
@@ -294,11 +300,13 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
                 cure="Mend the file",
             )
     given: tuple[Any, ...] = str(path or name), texts.subset
-    revision, options = "local", {}
+    revision = "local"
+    options = {}
     if path is None:
         revision = options["revision"] = dataset_commit(name, texts.dataset_revision, where)
     elif path.is_file():
-        given, options = (reader,), {"data_files": str(path)}
+        given = (reader,)
+        options = {"data_files": str(path)}
     try:
         splits = load_dataset(*given, streaming=True, **options)
     except (StopIteration, *_UNREADABLE) as error:  # the first, where it looks for a first row
@@ -349,7 +357,8 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
 
 
 def _value(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
-    value, prompt = row[texts.column], row.get(texts.prompt_column or "")
+    value = row[texts.column]
+    prompt = row.get(texts.prompt_column or "")
     if texts.prompt_column is None:
         if isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value))):
             return value

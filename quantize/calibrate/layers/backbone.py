@@ -82,7 +82,8 @@ def calibrate_backbone(
         states=States(folder / "states", ranks),
     )
     backbone.states.tidy()
-    first, started = backbone.states.num_done(), time.monotonic()
+    first = backbone.states.num_done()
+    started = time.monotonic()
     for index in range(first, len(skeleton)):
         with fitting(plan, f"decoder layer {index} and a batch", device):
             _calibrate_layer(backbone, index)
@@ -98,7 +99,8 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     """Observe, rewrite and serve one layer, while the next is read; its states are whole once its
     statistics are.
     """
-    skeleton, plan = backbone.skeleton, backbone.skeleton.plan
+    skeleton = backbone.skeleton
+    plan = backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
     with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
@@ -216,7 +218,8 @@ class Batches:
 
     def batches(self) -> Iterator[Batch]:
         """The same, with the states that the layer reads."""
-        run, state = self.run, None
+        run = self.run
+        state = None
         for first, last in self.ranges():
             if self.index:
                 state = run.states.read(self.index, self.stream, first, last, run.skeleton.device)

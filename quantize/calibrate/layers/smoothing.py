@@ -71,7 +71,8 @@ def smoothings_of(
             none whose bytes come from elsewhere.
     """
     batch = next(iter(batches))
-    before, found = small_parameters(model), list[Smoothing]()
+    before = small_parameters(model)
+    found = list[Smoothing]()
     rewritten = {*work.rewritten}
     untouchable = {*work.frozen, *work.schemes.keys() - rewritten}
     with calibrating(model), norm_calibration_context(model):

@@ -66,12 +66,14 @@ class LayerWork:
         the largest of the experts; CUTLASS and b12x keep one an expert, which may be the same) and
         quantization/utils/fp8_utils.py (process_fp8_input_tensor_strategy_moe, all back-ends).
         """
-        frozen, weighted = set[str](), set[str]()
+        frozen = set[str]()
+        weighted = set[str]()
         caches: dict[str, tuple[HFName, ...]] = {}
         fused: dict[object, list[str]] = defaultdict(list)
         experts: dict[object, list[str]] = defaultdict(list)
         for name, pieces in binding.items():
-            module, tensor = f"{path}{name}".rpartition(".")[0], pieces[0].tensor
+            module = f"{path}{name}".rpartition(".")[0]
+            tensor = pieces[0].tensor
             # A rescaled expert could not be put back into its stack alone.
             if not any(
                 p.tensor.calibrated or (p.tensor.may_change and p.expert is None) for p in pieces

@@ -158,7 +158,8 @@ def bind(
     Raises:
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
-    state, owner = module.state_dict(), f"transformers' {type(module).__name__}"
+    state = module.state_dict()
+    owner = f"transformers' {type(module).__name__}"
     turned: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for tensor in tensors:
         path, turn = path_of(tensor)
@@ -221,7 +222,8 @@ def fill(
     Raises:
         CheckpointError: a shape on disk is not the parameter's.
     """
-    state, values = module.state_dict(), {}
+    state = module.state_dict()
+    values = {}
     last: tuple[object, Sequence[Tensor]] = None, ()
     for name, pieces in binding.items():
         parts = []
