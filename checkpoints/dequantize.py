@@ -68,30 +68,23 @@ def dequantize(
     if form == "int_packed":
         return _int_packed(weight, scale, parts.get("weight_zero_point"), (num_rows, num_columns))
     block = _BLOCKS.get(form, block)
-    if form != "mxfp4" and form not in _COMMON:
+    common = None
+    if form == "mxfp4" or form in _COMMON:
+        half = torch.tensor(_E2M1_HALF, device=weight.device)
+        table = _pair_table(torch.cat((half, -half)))
+    else:
         table = _byte_table(weight)
-        if block is None:  # a value a row, or a tensor
-            block = (1, num_columns)
-            if scale.numel() in (1, num_rows):
-                scale = scale.reshape(-1, 1).expand(num_rows, 1)
-        return _scaled(table, weight, scale, shape, block)
-    half = torch.tensor(_E2M1_HALF, device=weight.device)
-    table = _pair_table(torch.cat((half, -half)))
-    assert block is not None
-    if form == "mxfp4":
-        return _scaled(table, weight, scale, shape, block)
-    common = parts[_COMMON[form]]
-    if common.numel() != 1:
-        _expect_shape("global scale", common, (1,))
-    return _scaled(
-        table,
-        weight,
-        scale,
-        shape,
-        block,
-        common=common.float().reshape(1, 1),
-        divides=form == "nvfp4",
-    )
+    if form in _COMMON:
+        common = parts[_COMMON[form]]
+        if common.numel() != 1:
+            _expect_shape("global scale", common, (1,))
+        common = common.float().reshape(1, 1)
+    if block is None:  # a value a row, or a tensor
+        block = (1, num_columns)
+        if scale.numel() in (1, num_rows):
+            scale = scale.reshape(-1, 1).expand(num_rows, 1)
+    divides = form == "nvfp4"
+    return _scaled(table, weight, scale, shape, block, common=common, divides=divides)
 
 
 def _int_packed(

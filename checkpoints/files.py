@@ -168,9 +168,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(
-    folder: Path, rule: str, *, cure: str = "Wait for it, or choose another OUT"
-) -> Iterator[None]:
+def held(folder: Path, rule: str) -> Iterator[None]:
     """Lock a folder against other runs for as long as the context lasts; it is made if there is
     none.
 
@@ -183,7 +181,9 @@ def held(
     """
     descriptor = _locked(folder)
     if descriptor is None:
-        raise RecipeError(folder, rule, got="another run at work", cure=cure)
+        raise RecipeError(
+            folder, rule, got="another run at work", cure="Wait for it, or choose another OUT"
+        )
     try:
         yield
     finally:

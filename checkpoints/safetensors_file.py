@@ -194,17 +194,13 @@ def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
     raise CheckpointError(where, "must be a regular file", got="another kind", cure=cure)
 
 
-def lay_out(
-    tensors: Iterable[tuple[HFName, str, tuple[int, ...]]],
-    *,
-    metadata: Mapping[str, str] | None = None,
-) -> FileLayout:
+def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> FileLayout:
     """A file of these tensors (name, dtype, shape), one after the other in this order, and a
     writer's own words.
 
     Readers map a file, so tensors with wider dtypes should come first.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts: dict[HFName, int] = {}
     end = 0
     for name, dtype, shape in tensors:

@@ -124,18 +124,16 @@ def shown(found: "BenchFact") -> Iterator[RenderableType]:
     yield from tables.speed_notes(found)
     yield (
         "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
-        "repetition; best: the "
-        "k that is recommended; first, each: milliseconds to the first token and to each further "
-        "one, medians; by "
-        "position: drafted tokens that were accepted; length: tokens a step of the target."
+        "repetition; best: the k that is recommended; first, each: milliseconds to the first token "
+        "and to each further one, medians; by position: drafted tokens that were accepted; length: "
+        "tokens a step of the target."
     )
     form = "as texts"
     if found.checkpoint.form == "chat":
         form = "as messages through the chat template"
     yield (
         f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
-        "themselves or after "
-        f"{found.output_tokens:,} tokens."
+        f"themselves or after {found.output_tokens:,} tokens."
     )
     yield "Each server was started once: what changed on the machine between them does not show."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."

@@ -142,9 +142,8 @@ def _parts(
             if not run.is_repeatable:
                 yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
     yield (
-        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step "
-        "of the target; same: "
-        "outputs equal to those of k=0."
+        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step of "
+        "the target; same: outputs equal to those of k=0."
     )
     environment = found.environment
     num = len(found.prompts)

@@ -96,7 +96,7 @@ def diagnose() -> dict[str, Any]:
         "vllm": vllm and vllm.as_dict(),
         "supported_vllm": {"range": f"{vllm_env.SUPPORTED}.*", "tested": list(vllm_env.TESTED)},
         "no_vllm": no_vllm,
-        "gpus": [asdict(gpu) for gpu in gpus],
+        "gpus": [*map(asdict, gpus)],
         "cpu": cpu,
         "cpu_features": [flag for flag in vllm_env.CPU_FLAGS if flag in flags],
         "token": signed_by,

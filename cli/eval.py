@@ -27,7 +27,7 @@ from .tables import answer, drawn, verdict
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.facts.evaluated import EvaluationFact, TaskFact
+    from ..validate.facts.evaluated import EvaluationFact
     from ..validate.facts.schema import JudgementFact
 
 _HUB = "hub"
@@ -229,24 +229,18 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
         yield drawn("recovery: of the source's score, and its interval", together)
     yield from verdict(path, judged)
     for task in fact.by_task:
-        yield from _notes(task)
+        for one in task.evaluated:
+            if one.as_served != "native":
+                yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
+            if one.sittings > 1:
+                yield f"The {one.title} was asked in {one.sittings} sittings."
+        protocol = task.protocol
+        environment = task.environment
+        yield (
+            f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
+            f"{protocol.dataset_name}, {protocol.shots} shots, {protocol.api}, at most "
+            f"{protocol.max_tokens} tokens, greedy, method=mtp with k={protocol.k}, prefix caching "
+            f"{'on' if protocol.prefix_caching else 'off'}, {protocol.concurrency} requests in "
+            f"flight, seed {protocol.seed}; vLLM {environment['vllm']} on {environment['device']}."
+        )
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
-
-
-def _notes(fact: "TaskFact") -> Iterator[str]:
-    for one in fact.evaluated:
-        if one.as_served != "native":
-            yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
-        if one.sittings > 1:
-            yield f"The {one.title} was asked in {one.sittings} sittings."
-    protocol = fact.protocol
-    environment = fact.environment
-    yield (
-        f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
-        f"{protocol.dataset_name}, "
-        f"{protocol.shots} shots, {protocol.api}, at most {protocol.max_tokens} tokens, greedy, "
-        "method=mtp with "
-        f"k={protocol.k}, prefix caching {'on' if protocol.prefix_caching else 'off'}, "
-        f"{protocol.concurrency} requests "
-        f"in flight, seed {protocol.seed}; vLLM {environment['vllm']} on {environment['device']}."
-    )

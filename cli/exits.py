@@ -112,7 +112,12 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
     except foreseen() as error:
         _refuse(refusal_of(error))
     finally:
-        _end_at_once_from_here_on()
+        # From here on a signal ends at once: while Python and its libraries leave, it would be an
+        # exception in their code, with a traceback.
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_again`
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def refusal_of(error: BaseException) -> KeepMTPError:
@@ -242,16 +247,6 @@ def _stop_again(lost: "sys.UnraisableHookArgs") -> None:
         return
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(status))
     signal.setitimer(signal.ITIMER_REAL, 0.01)
-
-
-def _end_at_once_from_here_on() -> None:
-    """A signal while Python and its libraries leave would be an exception in their code, with a
-    traceback.
-    """
-    signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_again`
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _defect(

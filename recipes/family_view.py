@@ -244,7 +244,7 @@ class FamilyView:
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
         """The MTP layers (counted from 0) that have at least one of `names`."""
         first = self.num_layers if self.layout.mtp is None else 0
-        places = (self.place(name) for name in names)
+        places = map(self.place, names)
         return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
@@ -267,7 +267,7 @@ class FamilyView:
             raise CheckpointError(
                 "config.json",
                 f"the rows of {place.module} need {', '.join(keys)}",
-                got=[config.get(key) for key in keys],
+                got=[*map(config.get, keys)],
                 cure="Take config.json from the original release",
             )
         count, heads, groups, head, value = sizes

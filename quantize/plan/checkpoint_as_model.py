@@ -115,8 +115,13 @@ def family_mapping(source: Source) -> dict[str, Any]:
         RecipeError: config.json names no family of keepmtp.
     """
     view = find_view(source.config, source.where, source.entries)
-    place = {"model": model_name(source.where), "source": source.where, "revision": source.revision}
-    return model_mapping(view, source.entries, **place)
+    return model_mapping(
+        view,
+        source.entries,
+        model=model_name(source.where),
+        source=source.where,
+        revision=source.revision,
+    )
 
 
 def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:

@@ -295,9 +295,13 @@ def _unit(
             refusals.append(error)
             continue
         if tuple(made) not in [option.tensors for option in options]:
-            size = sum(map(base.num_bytes_of, made))
-            lines = sum(map(_line_bytes, made))
-            options.append(Option(word=word, num_bytes=size, line_bytes=lines, tensors=tuple(made)))
+            option = Option(
+                word=word,
+                num_bytes=sum(map(base.num_bytes_of, made)),
+                line_bytes=sum(map(_line_bytes, made)),
+                tensors=tuple(made),
+            )
+            options.append(option)
     if not options:
         cause = refusals[0]
         raise RecipeError(

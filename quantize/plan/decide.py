@@ -130,10 +130,10 @@ class Decisions:
         if (
             row.stacked and place.leaf == ""
         ):  # a 3-D expert parameter is a weight whose name has no `.weight`
-            parts = {"weight": entry}
-            return self.weight(
-                StoredWeight(module=name, form="plain", parts=parts, shape=entry.shape)
+            stack = StoredWeight(
+                module=name, form="plain", parts={"weight": entry}, shape=entry.shape
             )
+            return self.weight(stack)
         if not row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"):
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)

@@ -57,9 +57,7 @@ def with_cache_scales(
                     )
                 )
         found.append(tensor)
-    if not why and not any(
-        tensor.part == "backbone" for tensor in found if tensor.cache is not None
-    ):
+    if not why and "backbone" not in [each.part for each in found if each.cache is not None]:
         why = "no attention layer with a projection of keys"
     if why:
         raise RecipeError(

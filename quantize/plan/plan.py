@@ -257,8 +257,11 @@ def make_plan(
 
 def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     """The indexed tensors, and MTP tensors of files that the index forgot."""
-    separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
-    return {**source.entries, **separate}
+    entries = dict(source.entries)
+    for name, entry in source.unindexed.items():
+        if view.is_mtp(name):
+            entries[name] = entry
+    return entries
 
 
 def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:

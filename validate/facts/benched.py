@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from .served import AsServed, Drafts, Role, total
@@ -50,7 +50,7 @@ class Repetition(Drafts):
     number: Count
     at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$")]
     seconds: Seconds
-    requests: Annotated[int, Field(gt=0)]
+    requests: PositiveInt
     input_tokens: Count
     output_tokens: Count
     first_token: Latency
@@ -89,7 +89,7 @@ class BenchCell(Fact):
     """
 
     k: NumDrafts
-    concurrency: Annotated[int, Field(gt=0)]
+    concurrency: PositiveInt
     context: Count = 0
     repetitions: tuple[Repetition, ...] = ()
     error: str = ""
@@ -313,9 +313,9 @@ class BenchFact(Fact):
     source: Benched | None = None
     prompts: str
     prompts_sha256: str
-    num_prompts: Annotated[int, Field(gt=0)]
-    output_tokens: Annotated[int, Field(gt=0)]
-    rounds: Annotated[int, Field(gt=0)] = 1
+    num_prompts: PositiveInt
+    output_tokens: PositiveInt
+    rounds: PositiveInt = 1
     seed: Count
     environment: Mapping[str, str]
 

@@ -15,7 +15,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
@@ -107,7 +107,7 @@ class EvaluatedFact(Drafts):
     as_served: AsServed
     reason: str
     scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
-    num_questions: Annotated[int, Field(gt=0)]
+    num_questions: PositiveInt
     num_truncated: Count
     num_empty: Count
     num_tokens: Count

@@ -190,8 +190,8 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
             for number in range(plan.repeat):
                 if not error:
                     found.append(file.lines[MatrixPlace(k, concurrency, number)].repetition)
-            place = {"k": k, "concurrency": concurrency}
-            cells.append(BenchCell(**place, repetitions=tuple(found), error=error))
+            cell = BenchCell(k=k, concurrency=concurrency, repetitions=tuple(found), error=error)
+            cells.append(cell)
     served = figures.served(file)
     if served["reason"]:
         served["reason"] += f"; {_SPEED_OF_A_COPY}"

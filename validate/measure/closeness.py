@@ -228,15 +228,20 @@ class _Run:
     def asking(self, server: Server) -> Iterator[Ask]:
         """Predictions for a window, kept or compared."""
         if self.file is self.source:
-            sizes = {"num_tokens": self.depth.tokens, "window_size": self.depth.window}
-            self.windows.extend(cut_windows(partial(tokens_of, server), self.text, **sizes))
+            self.windows += cut_windows(
+                partial(tokens_of, server),
+                self.text,
+                num_tokens=self.depth.tokens,
+                window_size=self.depth.window,
+            )
         else:
             self.windows.extend(windows_of(self.source))
         header = self.source.header
 
         def predict(number: int) -> Predicted:
-            sizes = {"top": header.top, "vocabulary": header.vocabulary}
-            return predictions(server, self.windows[number], **sizes)
+            return predictions(
+                server, self.windows[number], top=header.top, vocabulary=header.vocabulary
+            )
 
         if self.file is self.source and 0 in self.file.lines:  # a run that goes on
             self.again[:] = [0, kept(self.source, 0), predict]
@@ -340,7 +345,7 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     logprobs = np.full((num, width), -np.inf, dtype=np.float32)
     following = np.empty(num, dtype=np.float32)
     for at, (row, after) in enumerate(zip(rows, ids[1:], strict=True)):
-        names[at, : len(row)] = [int(name) for name in row]
+        names[at, : len(row)] = list(map(int, row))
         logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
         following[at] = row[str(after)]["logprob"]
     if np.exp(logprobs.astype(np.float64)).sum(axis=1).max() > _MOST_SUM:

@@ -106,20 +106,18 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
             )
         )
     changed = [number for number in numbers if texts[number][0] != texts[number][1]]
-    shown = tuple(_shown(number, texts[number]) for number in changed[:MOST_SHOWN])
-    return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=shown)
-
-
-def _shown(question: int, texts: tuple[str, str]) -> ChangedAnswer:
-    """Both texts from a little before they part to a little after."""
-    pairs = enumerate(zip_longest(*texts))
-    at = next(at for at, (one, other) in pairs if one != other)
-    start = max(0, at - _BEFORE)
-    end = at + _AFTER
-    cut = []
-    for text in texts:
-        cut.append("..." * (start > 0) + text[start:end] + "..." * (len(text) > end))
-    return ChangedAnswer(question=question, plain=cut[0], drafting=cut[1])
+    shown = []
+    for number in changed[:MOST_SHOWN]:
+        # Both texts from a little before they part to a little after.
+        pairs = enumerate(zip_longest(*texts[number]))
+        at = next(at for at, (one, other) in pairs if one != other)
+        start = max(0, at - _BEFORE)
+        end = at + _AFTER
+        cut = []
+        for text in texts[number]:
+            cut.append("..." * (start > 0) + text[start:end] + "..." * (len(text) > end))
+        shown.append(ChangedAnswer(question=number, plain=cut[0], drafting=cut[1]))
+    return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=tuple(shown))
 
 
 # --- closeness ------------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ def servers(file: LineFile[Any, Any]) -> tuple[SourceSitting, ...]:
 
 def sum_of(windows: Sequence[Sequence[int]]) -> str:
     """SHA-256 of all token ids."""
-    return hashlib.sha256(json.dumps([list(each) for each in windows]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(list(map(list, windows))).encode()).hexdigest()
 
 
 def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:

@@ -328,7 +328,7 @@ def _dataset(
     choices are drawn.
     """
     try:
-        found = Dataset.from_list([dict(row) for row in rows])
+        found = Dataset.from_list(list(map(dict, rows)))
     except (pyarrow.ArrowException, OverflowError) as error:
         raise RecipeError(
             f"evaluation.dataset {protocol.dataset_name}",

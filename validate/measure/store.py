@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...checkpoints.files import unwritable, write_whole
@@ -213,10 +213,10 @@ class PredictedHeader(Header):
     line = PredictedWindow
 
     text_sha256: str
-    tokens: Annotated[int, Field(gt=0)]
+    tokens: PositiveInt
     window: Annotated[int, Field(gt=1)]
-    top: Annotated[int, Field(gt=0)]
-    vocabulary: Annotated[int, Field(gt=0)]
+    top: PositiveInt
+    vocabulary: PositiveInt
 
 
 class ComparedHeader(PredictedHeader):

@@ -10,7 +10,7 @@ Answers carry all of that in their file's first line; a run goes on with those t
 own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -118,7 +118,11 @@ def evaluate(
         refuse_prefix_caching(checkpoint.source, each.protocol, setup.vllm)
     with setup.alone():
         for model in models:
-            answer_missing(model, _works(model, tasks, setup), setup, watch)
+            works = []
+            for each in tasks:
+                if _is_asked(model, each) and (work := work_of(model, each, setup)).missing():
+                    works.append(work)
+            answer_missing(model, works, setup, watch)
         first, *others = [_task_fact(each, models, setup, confidence) for each in tasks]
     return EvaluationFact(**dict(first), tasks=tuple(others))
 
@@ -165,14 +169,6 @@ def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
         **setup.asked_of(model),
     )
     return setup.open(f"{questions.protocol.task}.{model.role}", header)
-
-
-def _works(model: Model, tasks: Sequence[Questions], setup: Setup) -> Iterator[Work]:
-    for questions in tasks:
-        if _is_asked(model, questions):
-            work = work_of(model, questions, setup)
-            if work.missing():
-                yield work
 
 
 def _is_asked(model: Model, questions: Questions) -> bool:

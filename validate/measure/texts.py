@@ -55,8 +55,7 @@ HELD_OUT: Mapping[str, str] = {
 """The text for a model that ships with keepmtp, by its name in the recipe."""
 FORMS = (
     '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, '
-    '{"messages": [...]} or '
-    '{"tokens": [...]}'
+    '{"messages": [...]} or {"tokens": [...]}'
 )
 _CURE = f"Give a .txt file, which is one text, or a .jsonl file with {FORMS} a line"
 _PROMPTS_CURE = (

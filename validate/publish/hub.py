@@ -233,22 +233,19 @@ class Hub:
                     raise root from None
                 pause = _pause(root, wait)
                 if pause is None:
-                    raise self._refusal(repo, root) from error
+                    rule = "the Hub must answer"
+                    cure = AGAIN
+                    if isinstance(root, HfHubHTTPError):
+                        rule, cure = _RULES.get(root.response.status_code, (rule, cure))
+                    elif isinstance(root, (ValueError, *_OTHER_FORM)):
+                        rule = "the Hub's answer must have its usual form"
+                        cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
+                    raise HubError(repo, rule, got=self._words(root), cure=cure) from error
                 self.watch(f"{repo}: {self._words(root)}; trying again in {pause} s")
             finally:
                 PATIENCE.until = None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
-
-    def _refusal(self, repo: str, root: BaseException) -> HubError:
-        rule = "the Hub must answer"
-        cure = AGAIN
-        if isinstance(root, HfHubHTTPError):
-            rule, cure = _RULES.get(root.response.status_code, (rule, cure))
-        elif isinstance(root, (ValueError, *_OTHER_FORM)):
-            rule = "the Hub's answer must have its usual form"
-            cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
-        return HubError(repo, rule, got=self._words(root), cure=cure)
 
     def _words(self, root: BaseException) -> str:
         """The Hub's words on one line: without the token, and without the query of a URL, because

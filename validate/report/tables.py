@@ -51,7 +51,7 @@ def held_out(fact: CalibrationFact) -> Table:
         length = None
         divergence = "-"
         if row.acceptance:
-            shares = " ".join(percent(share) for share in row.acceptance.shares)
+            shares = " ".joinmap(percent, row.acceptance.shares)
             length = row.acceptance.length
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
@@ -333,9 +333,8 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
 def closeness_in_short(fact: ClosenessFact) -> str:
     """The sentence of the card."""
     return (
-        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the "
-        "most likely token "
-        f"differs at {_flips(fact)}"
+        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the most "
+        f"likely token differs at {_flips(fact)}"
     )
 
 
@@ -370,16 +369,14 @@ def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
     """What a reader should know, a sentence or two each."""
     yield (
         f"Text: {fact.text}, in windows of at most {fact.window:,} tokens. ±: one standard error, "
-        "over windows; in "
-        "brackets the 95 % interval, by Korn and Graubard."
+        "over windows; in brackets the 95 % interval, by Korn and Graubard."
     )
     if fact.against:
         yield fact.against
     if not fact.is_exact:
         yield (
             f"The rest of the vocabulary, {percent(fact.outside)} of the source's probability, "
-            "counts as one token, so "
-            "the divergence is a lower bound."
+            "counts as one token, so the divergence is a lower bound."
         )
     for one in fact.predicted:
         if one.as_served != "native":
@@ -387,8 +384,7 @@ def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
         if one.repeated:
             yield (
                 f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
-                "token from itself: less "
-                "than that is rounding."
+                "token from itself: less than that is rounding."
             )
 
 
