@@ -20,7 +20,7 @@ once.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from .quantize.write.output import claim, is_finished, publish, refuse_output, t
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe, read_recipe
+from .recipes.frozen import frozen
 from .recipes.schema import AUTO, Recipe
 from .validate.check.check import examine
 from .validate.check.own_values import refuse_broken_values
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # these import torch and llm-compressor, which planning does 
     from .quantize.run.ranks import Ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FinishedRun:
     """A finished run.
 

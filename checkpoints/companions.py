@@ -11,11 +11,11 @@ keepmtp, and a stray file may hold a token.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError
+from ..recipes.frozen import frozen
 from .record import RECIPE, RECORD
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ REWRITTEN = ("config.json", INDEX, HF_QUANT_CONFIG, "quantize_config.json", RECI
 """Read, if they are there, and never copied."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Companions:
     """Names with forward slashes, sorted.
 

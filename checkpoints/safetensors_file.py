@@ -19,13 +19,13 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
+from ..recipes.frozen import frozen
 from ..recipes.schemes import DTYPE_BITS, num_bytes
 
 AGAIN = "Download the shard again"
@@ -38,7 +38,7 @@ _METADATA = "__metadata__"
 _RIGHT = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Entry:
     """One tensor in a safetensors file; `start` is counted from the file's first byte."""
 
@@ -50,7 +50,7 @@ class Entry:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileHeader:
     """What a file's header says: its tensors by name, and the writer's own words."""
 
@@ -58,7 +58,7 @@ class FileHeader:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileLayout:
     """A file that is about to be written.
 

@@ -16,13 +16,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
+from ..recipes.frozen import frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .identity import FileStamp, listed, states_of
@@ -39,7 +40,7 @@ _PAGE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Source:
     """A checkpoint's config and headers.
 

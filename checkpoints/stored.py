@@ -11,10 +11,10 @@ its shape only, and NVFP4's second scale is a divisor (`weight_global_scale`) or
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ..recipes.family import HFName
+from ..recipes.frozen import frozen
 from ..recipes.schemes import SCHEMES
 from .safetensors_file import Entry
 
@@ -81,7 +81,7 @@ def scale_of(parts: Mapping[str, T]) -> T:
     return next(parts[leaf] for leaf in _FIRST_SCALES if leaf in parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StoredWeight:
     """One module's weight as it is on disk.
 

@@ -9,7 +9,7 @@ dataset, a chat template that is not there.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
+from ..recipes.frozen import frozen
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, Session, begin
@@ -35,7 +36,7 @@ _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
 _OF_THE_SOURCE = ("acceptance", "mean recovery", "worst task")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProtocolOptions:
     """What the command line changes of a recipe's protocol; None leaves it.
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
+from ..recipes.frozen import frozen
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .options import AnyVLLMOption, JsonOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
@@ -41,7 +42,7 @@ OriginalOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ServeOptions:
     """A checkpoint that is measured with servers, and where the results go.
 

@@ -11,7 +11,6 @@ written.
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
+from ..recipes.frozen import frozen
 from . import exits, findings
 from .check import check_json
 from .options import AnyVLLMOption, DryRunOption, GpusOption, JsonOption, chosen_gpus
@@ -43,7 +43,7 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ending:
     """Who judges the new folder.
 

@@ -35,6 +35,7 @@ from ..recipes.conventions import (
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName, Part
 from ..recipes.family_view import Place
+from ..recipes.frozen import frozen
 from ..recipes.renamer import renamer
 from ..recipes.schemes import SCHEMES, num_bytes
 from ..validate.check.check import examine
@@ -63,7 +64,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _ANEW = "Quantize the original release anew"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StoredMatrix:
     """One matrix on disk: a `config.modules.Matrix`.
 

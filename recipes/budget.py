@@ -10,15 +10,15 @@ first.
 """
 
 import re
-from dataclasses import dataclass
 
 from .errors import RecipeError
+from .frozen import frozen
 
 _WRITTEN = re.compile(r"(?P<amount>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bits|B|[KMGT]i?B)")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Budget:
     """A limit, of one of two kinds.
 

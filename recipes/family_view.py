@@ -16,12 +16,13 @@ from typing import Any
 
 from .errors import CheckpointError
 from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
+from .frozen import frozen
 
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _UNKNOWN = "outside of the family's table"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Place:
     """What one tensor on disk is.
 

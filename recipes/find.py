@@ -13,13 +13,13 @@ variant. On the command line, case does not count and `-` is `_`; in a file they
 
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .errors import RecipeError, did_you_mean, folded
+from .frozen import frozen
 from .model_file import calibrations, flat_recipes, flat_text, model_files
 from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
 from .schemes import SCHEMES
@@ -30,7 +30,7 @@ DEFAULT_CALIBRATION = "ultrachat-256x2048"
 _POLICIES = (*KEEP_WORDS, AUTO, TUNED, *SCHEMES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecipeFile:
     """A recipe file, parsed; a recipe is validated when it is asked for.
 

@@ -25,7 +25,6 @@ get what `--mtp auto` tries.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
+from .frozen import frozen
 from .yaml_file import load_shipped, on_one_line
 
 BLOCKS = (
@@ -290,7 +290,7 @@ def _said(words: str | Mapping[str, str]) -> str:
 # --- listings -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Listed:
     """What a listing says of one recipe. The keys are those of `schema.Recipe`."""
 

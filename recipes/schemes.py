@@ -13,16 +13,16 @@ compare the shapes with those of compressed-tensors' own compressors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .frozen import frozen
 from .yaml_file import load_shipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorSpec:
     """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is the name in
     safetensors.
@@ -33,7 +33,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Scheme:
     """One row of schemes.yaml.
 

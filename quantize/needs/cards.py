@@ -7,10 +7,10 @@ Source: NVIDIA's datasheets of A100 80GB SXM, L40S, H100 SXM, H200 SXM, HGX B200
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...recipes.errors import RecipeError, did_you_mean
+from ...recipes.frozen import frozen
 
 CARDS: Mapping[str, int] = {
     "A100": 80,
@@ -32,7 +32,7 @@ class Card(NamedTuple):
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GPU:
     """One NVIDIA GPU as nvidia-smi lists it; `capability` like "9.0", memory 0 where it is not
     known.

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ...recipes.frozen import frozen
 from ...recipes.knobs import AutoRoundKnobs
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
@@ -60,7 +61,7 @@ _LIMITS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StationMemory:
     """A part of the run whose tensors are in memory together.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ...recipes.errors import RecipeError, size_in_words
 from ...recipes.families import why_not_calibrated
 from ...recipes.find import data_free_alternative
+from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from .cards import GPU, card_of
 from .memory import (
@@ -27,7 +28,7 @@ SURE = 1.3
 """What is counted may be so many times what is needed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Machine:
     """Where a run would be.
 

@@ -7,12 +7,12 @@ Easy to get wrong: the dtype. What a peer divides in BF16 is divided in BF16 her
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...recipes.errors import CheckpointError
+from ...recipes.frozen import frozen
 from ...recipes.schemes import Scheme
 from .search import Sweep
 
@@ -20,7 +20,7 @@ BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Chunk:
     """Some rows of a weight, what they fill, and buffers for the F32 stage.
 

@@ -23,12 +23,14 @@ tests/quantize/test_search.py compares the errors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import count
 
 import torch
 from torch import Tensor
+
+from ...recipes.frozen import frozen
 
 # A sum of F32 integers is exact below this.
 _EXACT = 2.0**24
@@ -49,7 +51,7 @@ _CODE_OF_CLASS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sweep:
     """Candidates for the scale of a group, and what each value adds to their errors.
 

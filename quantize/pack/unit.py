@@ -13,7 +13,6 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_tensor, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
@@ -46,7 +46,7 @@ class Calibrations(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PackedModule:
     """One module as it is written.
 

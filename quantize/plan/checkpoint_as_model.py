@@ -9,7 +9,6 @@ folder of this name. A recipe's name comes first, and `./glm-4.7` names the fold
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
+from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
 from .own_code import refuse_no_draft
@@ -35,7 +35,7 @@ class NoSchemeError(RecipeError):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelWord:
     """What MODEL means.
 

@@ -29,6 +29,7 @@ from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.family import INDEX, QUANTIZABLE_ROLES, HFName, Part, Role
+from ...recipes.frozen import frozen
 from ...recipes.model_file import flat_text, summary_of
 from ...recipes.schema import AUTO, BackboneAuto, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
@@ -52,7 +53,7 @@ Assignment = Mapping[str, str]
 """Unit -> word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Option:
     """One word for a unit.
 
@@ -69,7 +70,7 @@ class Option:
     tensors: tuple[TensorPlan, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ChoiceUnit:
     """Modules that vLLM gives one scheme.
 

@@ -24,6 +24,7 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView
+from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, added_aliases, matching_limit
@@ -43,7 +44,7 @@ Unit = tuple[TensorPlan, ...]
 """Tensors that are computed together, and written to one shard."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Shard:
     """One output file: its units, and its tensors in the order of their bytes."""
 

@@ -13,16 +13,16 @@ VARIABLES".
 
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 
 if TYPE_CHECKING:  # it imports pydantic, which a progress bar does not need
     from ...recipes.schema import Calibration
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProcessPlace:
     """This process among all.
 

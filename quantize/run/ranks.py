@@ -19,7 +19,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ...recipes.errors import KeepMTPError, RecipeError
+from ...recipes.frozen import frozen
 from .processes import ProcessPlace, place_of_process
 
 TIMEOUT = timedelta(hours=2)  # a GPTQ layer of a large model may keep one rank busy for long
@@ -41,7 +41,7 @@ _LOST_DEVICE = (
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ranks:
     """This process among `size`.
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from ...checkpoints.values import typed
 from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, outputs_of
@@ -36,7 +37,7 @@ _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *C
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Statistics:
     """The headers of a folder of statistics; no tensor is held in memory.
 

@@ -42,6 +42,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..plan.tensor_plan import outputs_of
@@ -152,7 +153,7 @@ def _source_bytes(plan: Plan, *units: tuple[TensorPlan, ...]) -> int:
     return sum(plan.entries[name].num_bytes for tensor in tensors for name in tensor.inputs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Job:
     """One shard of a plan, and what it is made with."""
 

@@ -18,7 +18,7 @@ memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from ...checkpoints.files import complete, partial_path, unwritable
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
+from ...recipes.frozen import frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, answer_missing
@@ -54,7 +55,7 @@ _MOST_SUM = 1.001
 _ARRAYS = ("ids", "logprobs", "following")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Depth:
     """How much is asked.
 
@@ -185,7 +186,7 @@ def cut_windows(
     return windows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Run:
     """What one model is asked: the source for its predictions, the checkpoint for those that are
     compared with them.
@@ -399,7 +400,7 @@ about so much.
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Predicted:
     """What a model predicts after each token of a window but the last.
 
@@ -422,7 +423,7 @@ class Predicted:
         return set(self.ids[at][logprobs == logprobs.max()].tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Apart:
     """A window's predictions compared.
 

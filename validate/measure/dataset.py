@@ -11,7 +11,6 @@ like a weak model. So each row is read here first, and one that cannot be used i
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -23,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
@@ -49,7 +49,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
 """What a field may be: a pattern of its text, and words; `raw` is left to lm-eval."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rows:
     """What is asked, and what shots are drawn from; the same rows of a file, where no row is its
     own shot.

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import IO
 
 import httpx
@@ -25,6 +24,7 @@ import httpx
 from ...checkpoints.fact import Figure, NumDrafts
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import VLLMError
+from ...recipes.frozen import frozen
 from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
@@ -53,7 +53,7 @@ Tell = Callable[[str], None]
 """Called with a line for people."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Address:
     """Where a server listens."""
 
@@ -91,7 +91,7 @@ class ServerLife(Drafts):
     doubt: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Expected:
     """Draft counters that were measured before, and the command that did so."""
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import Source, small_bytes
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
+from ...recipes.frozen import frozen
 from ..facts.evaluated import ARM_TITLES, Arm
 from ..facts.served import AsServed, Drafts, Role, counters
 from ..facts.step import Step
@@ -56,7 +57,7 @@ Ask = Callable[[Any], Any]
 """From a place to its line; None where a server has refused it. Called by several threads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Model:
     """One checkpoint: its role, its files on this machine, and their identity."""
 
@@ -70,7 +71,7 @@ class Model:
         return "source" if self.role == "source" else "checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Setup:
     """How to serve, and where to write.
 
@@ -118,7 +119,7 @@ class Setup:
         return (self.out / "logs" / f"{name}.log").absolute()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Work:
     """What one server is asked.
 
@@ -154,7 +155,7 @@ class Work:
     task: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Host:
     """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them.
 

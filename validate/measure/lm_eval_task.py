@@ -21,7 +21,6 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -37,6 +36,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from ...recipes.errors import RecipeError
 from ...recipes.extras import install_command
+from ...recipes.frozen import frozen
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, mean_of_questions
@@ -50,7 +50,7 @@ _CURE = "Mend the row, or name another dataset"
 _UNSCORED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Question:
     """One request.
 
@@ -79,7 +79,7 @@ class Question:
         return self.prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Questions:
     """All requests of a protocol.
 

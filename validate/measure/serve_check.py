@@ -11,11 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
+from ...recipes.frozen import frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, hosting, room_for
@@ -26,7 +26,7 @@ from .texts import PROMPTS
 _WARM_UP_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Check:
     """What to ask: `ks` are speculative tokens a step, ascending, starting with 0."""
 

@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import GateError
+from ...recipes.frozen import frozen
 from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
@@ -91,7 +91,7 @@ class ServerFailed(GateError):
         self.log = log
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Server:
     """A healthy server.
 

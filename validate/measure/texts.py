@@ -21,7 +21,6 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 from ...checkpoints.json_file import read_lines, read_text
 from ...checkpoints.record import Record
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path
 from ..facts.benched import RequestForm
 
@@ -82,7 +82,7 @@ class Prompt(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Prompts:
     """All prompts of a file; `sha256` of them in its order."""
 
@@ -151,7 +151,7 @@ def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> lis
 # --- held-out texts -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HeldOut:
     """The texts of one file.
 

@@ -12,7 +12,6 @@ branch's files once they are checked.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +24,7 @@ from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import is_repo_id
 from ...recipes.errors import GateError, RecipeError
+from ...recipes.frozen import frozen
 from .hub import AGAIN, Blob, Hub, Remote
 from .upload_set import LocalFile, Parcel
 
@@ -35,7 +35,7 @@ HUBS_OWN = (".gitattributes",)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Published:
     """What a repository holds now; `num_bytes` are of the files that it lacked before.
 

@@ -13,7 +13,6 @@ import hashlib
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.companions import companions_among
@@ -28,13 +27,14 @@ from ...checkpoints.identity import (
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
 from ...recipes.families import find_view
+from ...recipes.frozen import frozen
 from ..check.runtime_view import RuntimeView
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..report import card, report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LocalFile:
     """A file to send; `path` on this machine.
 
@@ -49,7 +49,7 @@ class LocalFile:
     content: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Parcel:
     """What may be sent: these files and no other, by their path in the repository."""
 

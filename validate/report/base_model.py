@@ -9,19 +9,19 @@ and headers of both are equal. So of a local folder nothing is known but what it
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...checkpoints.source import Source, file_sizes, is_repo_id, open_source
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.model_file import shipped_path
 
 NONE = "none"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BaseModel:
     """What a card says of its base model.
 

@@ -7,11 +7,12 @@ hashes that its folder keeps are of files with today's sizes and times. No byte 
 700 GB would take an hour.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...checkpoints.identity import remembered
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import CheckpointError
+from ...recipes.frozen import frozen
 from ..facts.benched import words_of
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
@@ -20,7 +21,7 @@ from .drafted import counts_bench
 from .report import JSON_FILE, read_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BestK:
     """A number of tokens to draft in a step.
 

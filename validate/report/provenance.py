@@ -10,7 +10,6 @@ what is there.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
+from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
 from ..measure.room import least_gpus
@@ -33,7 +33,7 @@ _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _MOST_GPUS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModuleGroup:
     """Modules of one kind.
 

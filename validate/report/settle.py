@@ -12,9 +12,9 @@ answered the same questions.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+from ...recipes.frozen import frozen
 from ..facts.evaluated import TaskFact
 from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit
@@ -26,7 +26,7 @@ named.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Estimate:
     """A figure from samples.
 
@@ -106,7 +106,7 @@ def unmeasured(gate: str, says: str) -> ReasonFact:
     return ReasonFact(gate=gate, verdict="infeasible", says=says)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Recovery:
     """A share of the source's score; 1 loses nothing.
 

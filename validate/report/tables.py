@@ -11,10 +11,10 @@ hide that where the answer comes early: so each task has both shares of answers 
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
+from ...recipes.frozen import frozen
 from ..facts.benched import Benched, BenchFact, RecommendedK, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
@@ -30,7 +30,7 @@ _ASKED = (">asked", ">cut", ">empty")
 _CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Table:
     """Words in rows, as many in each as there are columns; a head that begins with `>` is of
     numbers.

@@ -31,6 +31,7 @@ from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
+from ....recipes.frozen import frozen
 from ....recipes.model_file import find_path
 from ....recipes.schema import Calibration, Texts, TextsOfMix
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders, one_line
@@ -52,7 +53,7 @@ _UNREADABLE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CalibrationData:
     """What a calibrated run computes with.
 

@@ -21,7 +21,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback, progress_since
 from ...run.ranks import Ranks
@@ -123,7 +123,7 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
             backbone.run("mtp", index, outputs, serving(model))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Backbone:
     """A backbone pass, finished or at a layer.
 
@@ -200,7 +200,7 @@ class Backbone:
         write_statistics(path, tensors, metadata)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Batches:
     """This rank's batches of one stream as inputs of one layer: arguments of the model's forward,
     read one at a time in each iteration.

@@ -19,7 +19,6 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from loguru import logger as loguru_logger
 from torch import Tensor
 
 from ....checkpoints.values import TORCH_DTYPES
+from ....recipes.frozen import frozen
 from ....recipes.schemes import RESCALING, SCHEMES, SWEEPS
 from .awq import rescaling
 from .caches import CacheRanges
@@ -45,7 +45,7 @@ for _name in ("llmcompressor", "compressed_tensors"):
     loguru_logger.disable(_name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Calibrated:
     """The results of one layer's calibration.
 

@@ -10,7 +10,7 @@ without it.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme, initialize_module_for_quantization
@@ -21,13 +21,14 @@ from torch import Tensor
 from ....recipes.conventions import CACHE_LEAVES
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from ...plan.plan import Plan
 from ..model.binding import EXPERT, Binding, scheme_of
 from ..model.hooks import modules_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LayerWork:
     """The work on one layer or block.
 

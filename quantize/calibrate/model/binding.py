@@ -16,7 +16,6 @@ WeightConverter).
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ...pack.unit import load, load_expert
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
@@ -41,7 +41,7 @@ _DATA_FREE = "Use a data-free scheme for this model (`keepmtp ls models`)"
 _IN_LAYER = re.compile(r"^(?:.*?\.)??layers\.\d+\.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Piece:
     """A tensor of the plan, or a part of it.
 
@@ -75,7 +75,7 @@ Binding = Mapping[str, tuple[Piece, ...]]
 """Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Names:
     """How one model class renames what is on disk."""
 

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from transformers import (
 from ....checkpoints.source import read
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from .binding import Binding, Names, bind, fill, linear_experts
@@ -46,7 +46,7 @@ _CHUNK_BYTES = 2**24
 _NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Batch:
     """Some sequences as inputs of a decoder layer.
 
