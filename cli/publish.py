@@ -84,12 +84,8 @@ def publish(
     ready_report(path)
     token = get_token()
     if token is None and not dry_run:
-        raise RecipeError(
-            "publish",
-            "needs a token with write access",
-            got="none",
-            cure="Set HF_TOKEN, or run `hf auth login`",
-        )
+        cure = "Set HF_TOKEN, or run `hf auth login`"
+        raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
     if public and not dry_run and not yes:
         _refuse_nobody(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
@@ -108,20 +104,16 @@ def publish(
             there = _in_words(before)
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
-            answer(
-                _planned_json(parcel, repo, found, there),
-                _planned(parcel, repo, found, there),
-                as_json=as_json,
-            )
+            planned = (parcel, repo, found, there)
+            answer(_planned_json(*planned), _planned(*planned), as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
         is_public = before is not None and not before.is_private
         tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:
-            _confirm(
-                f"{repo} is public, so what is sent can be read on a branch before it is checked"
-            )
+            read = "so what is sent can be read on a branch before it is checked"
+            _confirm(f"{repo} is public, {read}")
         elif public and not yes:
             _confirm(f"{repo} would be public")
         done = publishing.publish(
