@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..recipes.errors import CheckpointError
-from ..recipes.families import find_view
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
 from .safetensors_file import Entry
-from .source import MTP_FILES, Source
+from .source import MTP_FILES, Source, view_of
 
 _KEPT = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim")
 
@@ -35,7 +34,7 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         CheckpointError: the release has an MTP block, the other one has none, or it is another
             model's.
     """
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     if own := _first_mtp(source, view):
         raise CheckpointError(
             source.where,
@@ -79,7 +78,7 @@ def has_mtp(source: Source) -> bool:
     Raises:
         RecipeError: no family table for it.
     """
-    return bool(_first_mtp(source, find_view(source.config, source.where, source.entries)))
+    return bool(_first_mtp(source, view_of(source)))
 
 
 def _first_mtp(source: Source, view: FamilyView) -> str:
@@ -92,7 +91,7 @@ def _refuse_other_model(
     """Both must have the same sizes: by config.json, and by what joins embedding and hidden
     state.
     """
-    theirs = other.config.get("text_config") or other.config
+    theirs = other.text_config
     for key in _KEPT:
         ours = view.text_config.get(key)
         given = theirs.get(key)

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ..recipes.errors import CheckpointError, NoCheckpointError
+from ..recipes.families import find_view
 from ..recipes.family import HFName
+from ..recipes.family_view import FamilyView
 from ..recipes.frozen import frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
@@ -75,6 +77,11 @@ class Source:
     mtp_files: tuple[str, ...] = ()
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
 
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """What config.json says of the language model."""
+        return self.config.get("text_config") or self.config
+
 
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
     """Read the headers of a local folder or, by range requests, of a Hub repository.
@@ -105,6 +112,15 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     if revision == "local" or not is_repo_id(str(where)):
         raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure=cure)
     return _open_hub(str(where), revision)
+
+
+def view_of(source: Source) -> FamilyView:
+    """The names of a checkpoint.
+
+    Raises:
+        CheckpointError, RecipeError: see `families.find_family`.
+    """
+    return find_view(source.config, source.where, source.entries)
 
 
 def page_of(address: str) -> tuple[str, str | None] | None:

@@ -10,10 +10,9 @@ by now. It is taken only if its files have the recorded sizes.
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.families import find_view
 from ..recipes.model_file import find_path
 from .record import RECORD, read_record
-from .source import Source, open_source, small_file
+from .source import Source, open_source, small_file, view_of
 
 # In config.json, and the same before and after quantizing.
 _KEPT = (
@@ -109,7 +108,7 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
 
 
 def _marks(opened: Source) -> dict[str, object]:
-    view = find_view(opened.config, opened.where, opened.entries)
+    view = view_of(opened)
     marks: dict[str, object] = {"family": view.family.model_type}
     for name in _KEPT:
         if view.text_config.get(name) is not None:

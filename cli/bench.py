@@ -72,7 +72,7 @@ def bench(
         repeat: Repetitions of each cell with each server.
         seed: Of the order in which prompts are taken.
     """
-    from ..recipes.families import find_view
+    from ..checkpoints.source import view_of
     from ..validate.measure import bench as matrix
     from ..validate.measure.harness import ks_up_to
     from ..validate.measure.texts import read_prompts
@@ -82,7 +82,7 @@ def bench(
     ks = (0,)
     if k is not None:
         ks = numbers("--k", k, least=0)
-    elif num := find_view(opened.config, opened.where, opened.entries).num_mtp_layers:
+    elif num := view_of(opened).num_mtp_layers:
         ks = ks_up_to(max(_MOST_K, num), num)
     plan = matrix.BenchPlan(
         ks=ks,

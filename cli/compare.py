@@ -59,7 +59,7 @@ def serve_check(
         prompts: Your own: one a line, or .jsonl with "prompt"; default: eight word problems.
         max_tokens: Tokens generated a prompt, at most.
     """
-    from ..recipes.families import find_view
+    from ..checkpoints.source import view_of
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
@@ -71,7 +71,7 @@ def serve_check(
         asked = tuple(item.text for item in read_prompts(prompts).items)
     session = begin("serve-check", "serve", served, context.args, source)
     _ = session.gates  # a limit that is none is refused before a server is started
-    view = find_view(session.opened.config, session.opened.where, session.opened.entries)
+    view = view_of(session.opened)
     check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):
         raise RecipeError(

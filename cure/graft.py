@@ -36,7 +36,7 @@ from ..checkpoints.files import WORK, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import Source
+from ..checkpoints.source import Source, view_of
 from ..checkpoints.source_of import refuse_stranger
 from ..checkpoints.stored import FLOATS, stored_weights
 from ..quantize.config.written import config_of
@@ -44,7 +44,6 @@ from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.families import find_view
 from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..validate.check.check import Checked, examine_source
@@ -310,9 +309,7 @@ def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
     """Read every tensor of the block once, and refuse values that no trained block has."""
     entries = {entry.name: entry for entry in graft.entries}
     source = replace(source, entries=entries, unindexed={})
-    runtime = RuntimeView(
-        source=source, view=find_view(source.config, source.where, source.entries)
-    )
+    runtime = RuntimeView.of(source)
     for found in check_values(runtime, "all", reading=reading).findings:
         if found.severity == "error" or found.rule == "mtp-untrained":
             raise CheckpointError(
@@ -334,7 +331,7 @@ def refuse_another_model(quantized: Source, source: Source) -> None:
         CheckpointError: names a tensor with another shape.
     """
     refuse_stranger(quantized, source)
-    view = find_view(quantized.config, quantized.where, quantized.entries)
+    view = view_of(quantized)
     shapes = _shapes_of(source)
     for name, shape in _shapes_of(quantized).items():
         if shapes.get(name, shape) != shape and not view.is_mtp(name):

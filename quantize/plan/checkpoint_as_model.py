@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.mtp_source import with_mtp_of
-from ...checkpoints.source import Source, open_source, page_of
+from ...checkpoints.source import Source, open_source, page_of, view_of
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
 from ...recipes.frozen import frozen
@@ -114,7 +113,7 @@ def family_mapping(source: Source) -> dict[str, Any]:
     Raises:
         RecipeError: config.json names no family of keepmtp.
     """
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     return model_mapping(
         view,
         source.entries,

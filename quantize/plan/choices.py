@@ -24,10 +24,9 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, view_of
 from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.family import INDEX, QUANTIZABLE_ROLES, HFName, Part, Role
 from ...recipes.frozen import frozen
 from ...recipes.model_file import flat_text, summary_of
@@ -250,7 +249,7 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """
     if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
         return recipe
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     places = filter(None, map(view.place, source.entries))
     have = {place.role for place in places if place.part == "backbone"}
     return recipe.model_copy(

@@ -8,9 +8,8 @@ Easy to get wrong: which config.json. Tensors come from the release, but vLLM na
 config.json of the checkpoint that it serves. Both must call the same tensors the MTP block.
 """
 
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, view_of
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.families import find_view
 from ...recipes.family_view import FamilyView
 from ...recipes.schema import AUTO, validated
 from ...recipes.schemes import SCHEMES
@@ -41,7 +40,7 @@ def plan_mtp_alone(
         RecipeError: another word, or a scheme that a module of the block cannot take.
         CheckpointError: the release has no whole MTP block, or the two name it differently.
     """
-    released = find_view(source.config, source.where, source.entries)
+    released = view_of(source)
     entries = with_separate_mtp(source, released)
     refuse_missing_mtp(released, source, entries)
     block = [entry for name, entry in entries.items() if released.is_mtp(name)]

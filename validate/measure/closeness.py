@@ -133,7 +133,7 @@ def measure(
 
 def vocabulary_of(source: Source) -> int:
     """Tokens that a model predicts."""
-    size = (source.config.get("text_config") or source.config).get("vocab_size")
+    size = source.text_config.get("vocab_size")
     if not isinstance(size, int) or size < 2:
         raise RecipeError(
             f"{source.where}: config.json",

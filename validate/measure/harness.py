@@ -21,9 +21,8 @@ from typing import Any
 from ...checkpoints.files import held
 from ...checkpoints.identity import Identity
 from ...checkpoints.scratch import ScratchFolder
-from ...checkpoints.source import Source, small_bytes
+from ...checkpoints.source import Source, small_bytes, view_of
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.frozen import frozen
 from ..facts.evaluated import ARM_TITLES, Arm
 from ..facts.served import AsServed, Drafts, Role, counters
@@ -334,7 +333,7 @@ def refuse_drafts(source: Source, k: int, *, option: str) -> None:
     Raises:
         RecipeError: no MTP block, or a k that is no multiple of its layers.
     """
-    num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
+    num_layers = view_of(source).num_mtp_layers
     if k and not num_layers:
         raise RecipeError(
             source.where,
@@ -384,6 +383,5 @@ def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int)
             size = CHAT_TOKENS + TURN_TOKENS * len(turns) + sum(map(len, turns))
         longest = max(longest, size)
     longest += max_tokens + 16
-    config = source.config.get("text_config") or source.config
-    most = config.get("max_position_embeddings")
+    most = source.text_config.get("max_position_embeddings")
     return min(longest, most) if isinstance(most, int) else longest

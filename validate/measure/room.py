@@ -150,7 +150,7 @@ def _fewest(source: Source, usable: Sequence[float]) -> int | None:
 
     It divides the attention heads: vLLM refuses others.
     """
-    heads = (source.config.get("text_config") or source.config).get("num_attention_heads")
+    heads = source.text_config.get("num_attention_heads")
     for size in _SIZES[: len(usable).bit_length()]:
         is_split = not isinstance(heads, int) or heads % size == 0
         if is_split and _gib_of(source) / size <= _WEIGHTS_SHARE * min(usable[:size]):

@@ -15,9 +15,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ...checkpoints.identity import file_sha256
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, view_of
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
@@ -69,7 +68,7 @@ def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> N
     """
     if not protocol.prefix_caching or vllm.build != "cpu":
         return
-    if find_view(source.config, source.where, source.entries).has_linear_attention:
+    if view_of(source).has_linear_attention:
         raise RecipeError(
             source.where,
             "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "

@@ -26,7 +26,6 @@ from ...checkpoints.identity import (
 )
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
-from ...recipes.families import find_view
 from ...recipes.frozen import frozen
 from ..check.runtime_view import RuntimeView
 from ..facts.results import report_folder
@@ -181,9 +180,7 @@ def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
     from ..check.values import check_values  # imports torch
 
     opened = open_source(folder)
-    runtime = RuntimeView(
-        source=opened, view=find_view(opened.config, opened.where, opened.entries)
-    )
+    runtime = RuntimeView.of(opened)
     for worst in check_values(runtime, "unpacked", reading=reading).findings:
         if worst.severity == "error":
             raise GateError(

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 
 from ...checkpoints.identity import Identity
 from ...checkpoints.record import RECORD, read_record
-from ...checkpoints.source import Source, small_file
+from ...checkpoints.source import Source, small_file, view_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
-from ...recipes.families import find_view
 from ..check.check import examine
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
@@ -126,7 +125,7 @@ def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 def _measured(source: Source) -> defaultdict[tuple[str, str], list[int]]:
     """Bytes of each tensor, by part and group."""
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)

@@ -18,7 +18,6 @@ from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
-from ...recipes.families import find_view
 from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
@@ -89,9 +88,7 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     Raises:
         RecipeError: no family table for its model type.
     """
-    runtime = RuntimeView(
-        source=checkpoint, view=find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
-    )
+    runtime = RuntimeView.of(checkpoint)
     policies = {"backbone": record.recipe.backbone, "mtp": record.recipe.mtp}
     if isinstance(record.recipe.mtp, str):
         policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)

@@ -95,7 +95,7 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     """
     length = calibration.sequence_length
     mix = calibration.mix
-    longest = _text_config(source).get("max_position_embeddings")
+    longest = source.text_config.get("max_position_embeddings")
     if longest is not None and length > longest:
         raise RecipeError(
             "calibration.sequence_length",
@@ -238,7 +238,7 @@ def _encoded(
     rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
 ) -> Iterator[tuple[int, DataRow, list[int]]]:
     """Rows with their numbers and token ids; none for a blank one."""
-    vocab_size = _text_config(encoding.source).get("vocab_size")
+    vocab_size = encoding.source.text_config.get("vocab_size")
     for number, row in rows:
         text = row
         if isinstance(row, str | Answered):
@@ -391,10 +391,6 @@ def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[i
     while window := list(islice(rows, SHUFFLED_ROWS)):
         order.shuffle(window)
         yield from window
-
-
-def _text_config(source: Source) -> Mapping[str, Any]:
-    return source.config.get("text_config") or source.config
 
 
 def ids_sha256(numbers: Sequence[int]) -> str:
