@@ -28,7 +28,16 @@ from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Contradiction, Frozen, GPTQKnobs
+from .knobs import (
+    KNOBS,
+    AutoRoundKnobs,
+    AWQKnobs,
+    Contradiction,
+    Fraction,
+    Frozen,
+    GPTQKnobs,
+    Positive,
+)
 from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
@@ -153,7 +162,6 @@ class Override(Frozen):
     scheme: Decision
 
 
-_Count = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -190,7 +198,7 @@ class Texts(Frozen):
 class TextsOfMix(Texts):
     """One of several datasets; `share` is its part of the sequences."""
 
-    share: Annotated[float, Field(gt=0, lt=1)]
+    share: Fraction
 
 
 class Calibration(Texts):
@@ -220,13 +228,13 @@ class Calibration(Texts):
         "minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"
     ]
     also: tuple[TextsOfMix, ...] = ()
-    samples: _Count
-    held_out: _Count
+    samples: Positive
+    held_out: Positive
     held_out_by: Literal["dataset", "model"] = "dataset"
     # The last position has no next token to judge: one token alone gives neither perplexity nor
     # acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
-    batch_size: _Count
+    batch_size: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     gptq: GPTQKnobs | None = None
@@ -289,7 +297,7 @@ class MtpAuto(Frozen):
             acceptance is chosen.
     """
 
-    min_acceptance: Annotated[float, Field(gt=0, lt=1)]
+    min_acceptance: Fraction
     candidates: Annotated[tuple[Candidate, ...], Field(min_length=1), AfterValidator(_different)]
 
 
@@ -307,8 +315,8 @@ class BackboneAuto(Frozen):
 
     candidates: Annotated[tuple[Decision, ...], Field(min_length=1), AfterValidator(_different)]
     draft_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    min_acceptance: Annotated[float, Field(gt=0, lt=1)] | None = None
-    tokens: _Count = 8192
+    min_acceptance: Fraction | None = None
+    tokens: Positive = 8192
 
 
 class MtpTuned(Frozen):
@@ -331,9 +339,9 @@ class MtpTuned(Frozen):
     """
 
     mtp: Candidate
-    steps: _Count
-    batch_size: _Count
-    learning_rate: Annotated[float, Field(gt=0, lt=1)]
+    steps: Positive
+    batch_size: Positive
+    learning_rate: Fraction
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Annotated[int, Field(ge=1, le=3, strict=True)]

@@ -29,6 +29,7 @@ ARM_TITLES: Mapping[Arm, str] = {
     "checkpoint": "checkpoint",
     "plain": "checkpoint, MTP off",
 }
+Difference = Annotated[float, Field(ge=-1, le=1)]
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 
@@ -74,10 +75,10 @@ class PairedFact(Fact):
     """
 
     filter: str
-    difference: Annotated[float, Field(ge=-1, le=1)]
+    difference: Difference
     stderr: Figure
-    low: Annotated[float, Field(ge=-1, le=1)]
-    high: Annotated[float, Field(ge=-1, le=1)]
+    low: Difference
+    high: Difference
     confidence: Share
     both: Count
     only_source: Count
