@@ -229,12 +229,13 @@ class _Run:
     def asking(self, server: Server) -> Iterator[Ask]:
         """Predictions for a window, kept or compared."""
         if self.file is self.source:
-            self.windows += cut_windows(
+            windows = cut_windows(
                 partial(tokens_of, server),
                 self.text,
                 num_tokens=self.depth.tokens,
                 window_size=self.depth.window,
             )
+            self.windows.extend(windows)
         else:
             self.windows.extend(windows_of(self.source))
         header = self.source.header

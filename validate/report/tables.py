@@ -51,7 +51,7 @@ def held_out(fact: CalibrationFact) -> Table:
         length = None
         divergence = "-"
         if row.acceptance:
-            shares = " ".joinmap(percent, row.acceptance.shares)
+            shares = " ".join(map(percent, row.acceptance.shares))
             length = row.acceptance.length
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
