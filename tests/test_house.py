@@ -63,7 +63,7 @@ TWINS = 5
 # what it costs.
 SIZES = {
     "files": 261,
-    "code tokens": 265_510,
+    "code tokens": 265_100,
     "private functions with one caller, %": 15.3,
     "functions over 100 lines": 2,
     "functions with over 8 parameters": 0,
