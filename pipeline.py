@@ -20,7 +20,7 @@ once.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ from .quantize.write.output import claim, is_finished, publish, refuse_output, t
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe, read_recipe
+from .recipes.frozen import frozen
 from .recipes.schema import AUTO, Recipe
 from .validate.check.check import examine
 from .validate.check.own_values import refuse_broken_values
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # these import torch and llm-compressor, which planning does 
     from .quantize.run.ranks import Ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FinishedRun:
     """A finished run.
 
@@ -124,11 +125,12 @@ def recipe_for(
 
 def _refuse_two_sources(source: str | None) -> None:
     if source is not None:
-        rule, cure = (
+        raise RecipeError(
+            "--source",
             "must be left out where MODEL is itself a checkpoint",
-            "Remove it, or name a recipe as MODEL",
+            got=source,
+            cure="Remove it, or name a recipe as MODEL",
         )
-        raise RecipeError("--source", rule, got=source, cure=cure)
 
 
 def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
@@ -318,8 +320,12 @@ def _checked(
     checked = examine(folder, source=plan.source)
     if not checked.data.ok:
         first = checked.data.findings[0]
-        rule = "the written checkpoint must pass its own check"
-        raise GateError(folder, rule, got=f"{first.where} {first.says}", cure=first.cure)
+        raise GateError(
+            folder,
+            "the written checkpoint must pass its own check",
+            got=f"{first.where} {first.says}",
+            cure=first.cure,
+        )
     if not reads:
         return checked.data
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)

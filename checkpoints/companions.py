@@ -11,11 +11,11 @@ keepmtp, and a stray file may hold a token.
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError
+from ..recipes.frozen import frozen
 from .record import RECIPE, RECORD
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ REWRITTEN = ("config.json", INDEX, HF_QUANT_CONFIG, "quantize_config.json", RECI
 """Read, if they are there, and never copied."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Companions:
     """Names with forward slashes, sorted.
 
@@ -100,7 +100,9 @@ def companions_in(folder: Path) -> Companions:
 
 def companions_among(names: Iterable[str]) -> Companions:
     """The companions among the names of a repository's files."""
-    carried, code, left = [], [], set()
+    carried = []
+    code = []
+    left = set()
     for name in sorted(names):
         is_known = _is_one_of(name, _KNOWN)
         if (
@@ -130,12 +132,16 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     # `resolve` raises on a link to itself.
-    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    home = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(path))
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-        rule = "a file of a checkpoint must be in its folder"
-        cure = "Put a copy of the file there if it belongs to the checkpoint, or remove the link"
-        raise CheckpointError(path, rule, got=f"a link to {target}", cure=cure)
+        raise CheckpointError(
+            path,
+            "a file of a checkpoint must be in its folder",
+            got=f"a link to {target}",
+            cure="Put a copy of the file there if it belongs to the checkpoint, or remove the link",
+        )
     if not path.is_file():
         got = "something else" if path.exists() else "a link to nowhere"
         raise CheckpointError(

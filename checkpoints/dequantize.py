@@ -58,7 +58,8 @@ def dequantize(
     weight = weight_of(parts)
     if form == "plain":
         return weight
-    scale, (num_rows, num_columns) = scale_of(parts), shape
+    scale = scale_of(parts)
+    (num_rows, num_columns) = shape
     if form == "fp8_sliced" and block is not None:
         count = num_slices(num_rows, scale.shape[0], block[0]) or 1
         table = _byte_table(weight)
@@ -67,30 +68,23 @@ def dequantize(
     if form == "int_packed":
         return _int_packed(weight, scale, parts.get("weight_zero_point"), (num_rows, num_columns))
     block = _BLOCKS.get(form, block)
-    if form != "mxfp4" and form not in _COMMON:
+    common = None
+    if form == "mxfp4" or form in _COMMON:
+        half = torch.tensor(_E2M1_HALF, device=weight.device)
+        table = _pair_table(torch.cat((half, -half)))
+    else:
         table = _byte_table(weight)
-        if block is None:  # a value a row, or a tensor
-            block = (1, num_columns)
-            if scale.numel() in (1, num_rows):
-                scale = scale.reshape(-1, 1).expand(num_rows, 1)
-        return _scaled(table, weight, scale, shape, block)
-    half = torch.tensor(_E2M1_HALF, device=weight.device)
-    table = _pair_table(torch.cat((half, -half)))
-    assert block is not None
-    if form == "mxfp4":
-        return _scaled(table, weight, scale, shape, block)
-    common = parts[_COMMON[form]]
-    if common.numel() != 1:
-        _expect_shape("global scale", common, (1,))
-    return _scaled(
-        table,
-        weight,
-        scale,
-        shape,
-        block,
-        common=common.float().reshape(1, 1),
-        divides=form == "nvfp4",
-    )
+    if form in _COMMON:
+        common = parts[_COMMON[form]]
+        if common.numel() != 1:
+            _expect_shape("global scale", common, (1,))
+        common = common.float().reshape(1, 1)
+    if block is None:  # a value a row, or a tensor
+        block = (1, num_columns)
+        if scale.numel() in (1, num_rows):
+            scale = scale.reshape(-1, 1).expand(num_rows, 1)
+    divides = form == "nvfp4"
+    return _scaled(table, weight, scale, shape, block, common=common, divides=divides)
 
 
 def _int_packed(
@@ -102,11 +96,13 @@ def _int_packed(
     num_rows, num_columns = shape
     bits = 32 * weight.shape[1] // num_columns
     if bits not in (4, 8):  # others straddle words
-        cure = "Use another source"
-        raise CheckpointError("weight_packed", "only 4 or 8 bits can be read", got=bits, cure=cure)
+        raise CheckpointError(
+            "weight_packed", "only 4 or 8 bits can be read", got=bits, cure="Use another source"
+        )
     _expect_shape("weight_packed", weight, (num_rows, -(-num_columns * bits // 32)))
     num_groups = scale.shape[1] if scale.ndim == 2 else 1
-    middle, per_word = 1 << (bits - 1), 32 // bits
+    middle = 1 << (bits - 1)
+    per_word = 32 // bits
     if zero is not None:
         _expect_shape("weight_zero_point", zero, (-(-num_rows // per_word), num_groups))
         shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=zero.device).view(1, -1, 1)
@@ -182,8 +178,9 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
 def _byte_table(weight: Tensor) -> Tensor:
     """The F32 value of every byte read in the dtype of `weight`: [256]."""
     if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        rule, cure = "only FP8 or INT8 can be read", "Check the stored form"
-        raise CheckpointError("weight", rule, got=weight.dtype, cure=cure)
+        raise CheckpointError(
+            "weight", "only FP8 or INT8 can be read", got=weight.dtype, cure="Check the stored form"
+        )
     return torch.arange(256, dtype=torch.uint8, device=weight.device).view(weight.dtype).float()
 
 
@@ -196,6 +193,9 @@ def _pair_table(values: Tensor) -> Tensor:
 def _expect_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not of this shape."""
     if tuple(tensor.shape) != shape:
-        rule = f"this stored form has shape {list(shape)}"
-        cure = "Check the source's quantization config"
-        raise CheckpointError(what, rule, got=list(tensor.shape), cure=cure)
+        raise CheckpointError(
+            what,
+            f"this stored form has shape {list(shape)}",
+            got=list(tensor.shape),
+            cure="Check the source's quantization config",
+        )

@@ -51,10 +51,15 @@ def within(folder: Path, name: str) -> Path:
     Raises:
         CheckpointError: the path would not be inside the folder, also by a link in it.
     """
-    path, home = folder / name, Path(os.path.realpath(folder))
+    path = folder / name
+    home = Path(os.path.realpath(folder))
     if "\0" in name or home not in Path(os.path.realpath(path)).parents:
-        rule, cure = "every file of an output must lie in its folder", "Rename it"
-        raise CheckpointError(folder, rule, got=repr(name), cure=cure)
+        raise CheckpointError(
+            folder,
+            "every file of an output must lie in its folder",
+            got=repr(name),
+            cure="Rename it",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -68,9 +73,11 @@ def refuse_name(path: Path) -> None:
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
-        got = ascii(error.object[error.start : error.end])
         raise CheckpointError(
-            path, "every name must be UTF-8", got=got, cure="Rename it"
+            path,
+            "every name must be UTF-8",
+            got=ascii(error.object[error.start : error.end]),
+            cure="Rename it",
         ) from error
 
 
@@ -95,8 +102,12 @@ def write_whole(path: Path, text: str) -> Path:
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        got, cure = ascii(text[error.start : error.end]), "Rename what is called so"
-        raise CheckpointError(path, "every name in it must be UTF-8", got=got, cure=cure) from error
+        raise CheckpointError(
+            path,
+            "every name in it must be UTF-8",
+            got=ascii(text[error.start : error.end]),
+            cure="Rename what is called so",
+        ) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_path(path).write_bytes(raw)
@@ -115,7 +126,8 @@ def unwritable(path: Path, error: Exception) -> CheckpointError:
             28)".
     """
     found = re.search(r"\(os error (\d+)\)", str(error))
-    number, got = getattr(error, "errno", None) or 0, str(error)
+    number = getattr(error, "errno", None) or 0
+    got = str(error)
     if found:
         number = int(found[1])
     if number:
@@ -130,7 +142,8 @@ def write_at(descriptor: int, data: bytearray | memoryview, position: int) -> No
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count
+        view = view[count:]
+        position = position + count
 
 
 def sync(path: Path) -> None:
@@ -155,9 +168,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(
-    folder: Path, rule: str, *, cure: str = "Wait for it, or choose another OUT"
-) -> Iterator[None]:
+def held(folder: Path, rule: str) -> Iterator[None]:
     """Lock a folder against other runs for as long as the context lasts; it is made if there is
     none.
 
@@ -170,7 +181,9 @@ def held(
     """
     descriptor = _locked(folder)
     if descriptor is None:
-        raise RecipeError(folder, rule, got="another run at work", cure=cure)
+        raise RecipeError(
+            folder, rule, got="another run at work", cure="Wait for it, or choose another OUT"
+        )
     try:
         yield
     finally:
@@ -223,5 +236,9 @@ def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     missing = needed - shutil.disk_usage(parent).free
     if missing > 0:
-        rule = f"{size_in_words(needed)} must be free on its disk"
-        raise RecipeError(out, rule, got=f"{missing:,} bytes too little", cure=cure)
+        raise RecipeError(
+            out,
+            f"{size_in_words(needed)} must be free on its disk",
+            got=f"{missing:,} bytes too little",
+            cure=cure,
+        )

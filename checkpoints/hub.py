@@ -77,8 +77,9 @@ def hub_errors(repo: str) -> Iterator[None]:
         for kinds, rule, cure in _REFUSALS:
             if isinstance(error, kinds):
                 said = f"{type(error).__name__}: {error}"
-                got = said.strip().splitlines()[0].rstrip(".: ")
-                raise NoCheckpointError(repo, rule, got=got, cure=cure) from error
+                raise NoCheckpointError(
+                    repo, rule, got=said.strip().splitlines()[0].rstrip(".: "), cure=cure
+                ) from error
         raise
 
 
@@ -93,8 +94,12 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
         names = sorted(sibling.rfilename for sibling in info.siblings or ())
     for name in (info.sha or "", *names):
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
-            rule = "the Hub must list files of the repository by name"
-            raise NoCheckpointError(repo, rule, got=repr(name), cure="Check HF_ENDPOINT")
+            raise NoCheckpointError(
+                repo,
+                "the Hub must list files of the repository by name",
+                got=repr(name),
+                cure="Check HF_ENDPOINT",
+            )
     return info.sha or revision, names
 
 
@@ -150,10 +155,11 @@ def fetch_all(
         NoCheckpointError: the Hub does not send them.
     """
     with hub_errors(repo):
-        found = snapshot_download(
-            repo, revision=commit, local_dir=to, allow_patterns=[*patterns], tqdm_class=bars
+        return Path(
+            snapshot_download(
+                repo, revision=commit, local_dir=to, allow_patterns=[*patterns], tqdm_class=bars
+            )
         )
-        return Path(found)
 
 
 def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
@@ -163,7 +169,8 @@ def read_remote_header(repo: str, file: str, *, commit: str) -> FileHeader:
         CheckpointError: as `safetensors_file.read_header`.
         NoCheckpointError: the Hub does not send it.
     """
-    where, start = f"{repo}/{file}", bytearray(_FIRST_BYTES)
+    where = f"{repo}/{file}"
+    start = bytearray(_FIRST_BYTES)
     size = read_range(repo, file, commit=commit, start=0, into=memoryview(start), may_end=True)
     end = LENGTH_BYTES + header_length(bytes(start[: min(LENGTH_BYTES, size)]), size, where)
     if end > len(start):
@@ -198,16 +205,20 @@ def read_range(
         NoCheckpointError: the Hub does not have it, sends something else, or brings nothing in five
             answers in a row.
     """
-    failures, size, where = 0, -1, f"{repo}/{file}"
+    failures = 0
+    size = -1
+    where = f"{repo}/{file}"
     with hub_errors(repo):
         url = hf_hub_url(repo, file, revision=commit)
         while into and not (may_end and start == size):
-            before, failure = len(into), _no_part(where, "nothing, again and again")
+            before = len(into)
+            failure = _no_part(where, "nothing, again and again")
             try:
                 for size, part in _parts(url, start, len(into), where):
                     part = part[: len(into)]
                     into[: len(part)] = part
-                    into, start = into[len(part) :], start + len(part)
+                    into = into[len(part) :]
+                    start = start + len(part)
                     arrived(len(part))
                     if not into:
                         return size

@@ -78,11 +78,12 @@ class Patience:
 
     def silence(self) -> HubError:
         """The refusal for a Hub that does not answer in time."""
-        got, cure = (
-            f"no whole answer within {self.seconds:g} s",
-            f"{AGAIN}. {SETTING} sets the seconds",
+        return HubError(
+            constants.ENDPOINT,
+            "the Hub must answer",
+            got=f"no whole answer within {self.seconds:g} s",
+            cure=f"{AGAIN}. {SETTING} sets the seconds",
         )
-        return HubError(constants.ENDPOINT, "the Hub must answer", got=got, cure=cure)
 
     def is_over(self) -> bool:
         """Whether the question that is asked now should have been answered."""
@@ -130,8 +131,12 @@ def install() -> None:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 86_400:
-        rule = "must be a number of seconds up to a day"
-        raise RecipeError(SETTING, rule, got=text, cure=f"Unset it for {DEFAULT_SECONDS:g}")
+        raise RecipeError(
+            SETTING,
+            "must be a number of seconds up to a day",
+            got=text,
+            cure=f"Unset it for {DEFAULT_SECONDS:g}",
+        )
     PATIENCE.seconds = seconds
     PATIENCE.stopped.clear()
     set_client_factory(_client)
@@ -195,12 +200,12 @@ def refuse_endpoint(endpoint: str) -> None:
         address = httpx.URL("")
     is_safe = address.scheme == "https" or (address.scheme == "http" and _is_this_machine(address))
     if not address.host or address.userinfo or not is_safe:
-        rule = "a token is sent by https only, or by http to this machine"
-        got, cure = (
-            f"{address.scheme}://{address.host}",
-            "Set it to https://huggingface.co, or unset it",
+        raise RecipeError(
+            "HF_ENDPOINT",
+            "a token is sent by https only, or by http to this machine",
+            got=f"{address.scheme}://{address.host}",
+            cure="Set it to https://huggingface.co, or unset it",
         )
-        raise RecipeError("HF_ENDPOINT", rule, got=got, cure=cure)
 
 
 def _client() -> httpx.Client:
@@ -229,7 +234,8 @@ def _before(request: httpx.Request) -> None:
     if PATIENCE.is_over():
         raise PATIENCE.silence()
     request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
-    url, hub = request.url, httpx.URL(constants.ENDPOINT)
+    url = request.url
+    hub = httpx.URL(constants.ENDPOINT)
     if (url.scheme, url.host, url.port) != (hub.scheme, hub.host, hub.port):
         for name in ("Authorization", "Cookie"):
             request.headers.pop(name, None)
@@ -245,10 +251,12 @@ def _after(response: httpx.Response) -> None:
             response.read()  # another part of an upload has arrived
             PATIENCE.silences = 0
     elif after.isdigit() and int(after) > LONGEST_WAIT_SECONDS:
-        got = f"{response.status_code}: wait {after} s"
-        rule = f"the Hub must answer within {LONGEST_WAIT_SECONDS} s"
-        cure = f"{AGAIN} after that time: what has arrived is not sent twice"
-        raise HubError(constants.ENDPOINT, rule, got=got, cure=cure)
+        raise HubError(
+            constants.ENDPOINT,
+            f"the Hub must answer within {LONGEST_WAIT_SECONDS} s",
+            got=f"{response.status_code}: wait {after} s",
+            cure=f"{AGAIN} after that time: what has arrived is not sent twice",
+        )
     elif after.isdigit() and threading.current_thread() is not threading.main_thread():
         # huggingface_hub would sleep, and Python would wait for its threads after Ctrl-C.
         del response.headers["Retry-After"]
@@ -305,7 +313,8 @@ class _Stream(httpcore.NetworkStream):
     """One connection; `_due` is when the answer that is awaited now must be there."""
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
-        self._inner, self._due = inner, 0.0
+        self._inner = inner
+        self._due = 0.0
         PATIENCE.open.add(self)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:

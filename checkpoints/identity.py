@@ -154,8 +154,9 @@ def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
     for path, file in files.items():
         name = Path(path).relative_to(os.path.abspath(folder)).as_posix()
         if "\n" in name:
-            rule = "a file's name must be one line"
-            raise CheckpointError(repr(name), rule, got="a line break", cure="Rename it")
+            raise CheckpointError(
+                repr(name), "a file's name must be one line", got="a line break", cure="Rename it"
+            )
         facts[name] = FileFact(num_bytes=file.num_bytes, sha256=file.sha256)
     facts = dict(sorted(facts.items()))
     digest = hashlib.sha256()
@@ -178,9 +179,12 @@ def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> Non
     if measured.sha256 == found.sha256:
         return
     wrong = sorted(dict(measured.files.items() ^ found.files.items()))
-    rule = "must be the bytes that its report is about"
-    cure = f"Restore them, or measure these: {measured_anew(folder)}"
-    raise CheckpointError(folder, rule, got=f"another {listed(wrong)}", cure=cure)
+    raise CheckpointError(
+        folder,
+        "must be the bytes that its report is about",
+        got=f"another {listed(wrong)}",
+        cure=f"Restore them, or measure these: {measured_anew(folder)}",
+    )
 
 
 def listed(words: Sequence[str]) -> str:
@@ -229,7 +233,8 @@ def refuse_changed(
     Raises:
         CheckpointError: names the files.
     """
-    now, changed = states_of(folder, states), []
+    now = states_of(folder, states)
+    changed = []
     for name, state in states.items():
         found = now.get(name)
         if found is not None and is_linked:
@@ -237,8 +242,12 @@ def refuse_changed(
         if found != state:
             changed.append(name)
     if changed:
-        rule = "the source must not change during a run"
-        raise CheckpointError(folder, rule, got=f"another {listed(changed)}", cure=cure)
+        raise CheckpointError(
+            folder,
+            "the source must not change during a run",
+            got=f"another {listed(changed)}",
+            cure=cure,
+        )
 
 
 def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
@@ -246,20 +255,29 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
     they were.
     """
     if not (folder / "config.json").is_file():
-        cure = "Name the folder of a checkpoint"
-        raise CheckpointError(folder, "must hold a checkpoint", got="no config.json", cure=cure)
+        raise CheckpointError(
+            folder,
+            "must hold a checkpoint",
+            got="no config.json",
+            cure="Name the folder of a checkpoint",
+        )
 
     def refuse(error: OSError) -> None:
-        cure = "Check its permissions"
-        raise CheckpointError(error.filename, "must be readable", got=error.strerror, cure=cure)
+        raise CheckpointError(
+            error.filename, "must be readable", got=error.strerror, cure="Check its permissions"
+        )
 
     found = {}
     for root, folders, names in os.walk(os.path.abspath(folder), onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if (path := Path(root, name)).is_symlink():
-                rule, cure = "must be a file or a folder of its own", "Replace it by the folder"
-                raise CheckpointError(path, rule, got="a link to a folder", cure=cure)
+                raise CheckpointError(
+                    path,
+                    "must be a file or a folder of its own",
+                    got="a link to a folder",
+                    cure="Replace it by the folder",
+                )
         for name in names:
             if name.startswith(".") or name.endswith(".partial"):
                 continue
@@ -279,15 +297,21 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
 def _refuse_large(path: Path, num_bytes: int) -> None:
     """Holes take no room on the disk, and long to be read."""
     if path.suffix == ".json" and num_bytes > _MAX_JSON_BYTES:
-        rule = f"a JSON file has at most {_MAX_JSON_BYTES} bytes"
-        raise CheckpointError(path, rule, got=num_bytes, cure="Restore it")
+        raise CheckpointError(
+            path,
+            f"a JSON file has at most {_MAX_JSON_BYTES} bytes",
+            got=num_bytes,
+            cure="Restore it",
+        )
 
 
 def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
     # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL
     # likewise.
-    digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
-    view, done = memoryview(block), 0
+    digest = hashlib.sha256()
+    block = bytearray(_BLOCK_BYTES)
+    view = memoryview(block)
+    done = 0
     with naming_file(Path(path)), open(path, "rb", buffering=0) as raw:
         # Stop at the size that was found: a file that grows as fast as it is read would never end.
         while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
@@ -296,8 +320,12 @@ def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threadin
             done += count
         state = os.fstat(raw.fileno())
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-        rule, cure = "must not change while it is read", "Wait until it is written"
-        raise CheckpointError(path, rule, got="another size or time", cure=cure)
+        raise CheckpointError(
+            path,
+            "must not change while it is read",
+            got="another size or time",
+            cure="Wait until it is written",
+        )
     return file.model_copy(update={"sha256": digest.hexdigest()})
 
 

@@ -65,8 +65,9 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
 def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> dict[str, Any]:
     """The object of JSON that was read already; see `read_object`."""
     if raw.count(b",") > _MAX_COMMAS:
-        rule = f"must have at most {_MAX_COMMAS} values"
-        raise CheckpointError(where, rule, got="more", cure=cure)
+        raise CheckpointError(
+            where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure
+        )
     return _object(parsed(_decoded(raw, where, cure), where, cure=cure), where, "must", cure)
 
 
@@ -84,16 +85,21 @@ def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
         if "\\ud" in text.lower():
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        rule, got = "every character must be one that UTF-8 can write", "half of a surrogate pair"
-        raise CheckpointError(where, rule, got=got, cure=cure) from error
+        raise CheckpointError(
+            where,
+            "every character must be one that UTF-8 can write",
+            got="half of a surrogate pair",
+            cure=cure,
+        ) from error
     except ValueError as error:
         got = str(error) if text else "an empty file"
         raise CheckpointError(where, "must be JSON", got=got, cure=cure) from error
     except RecursionError:
         depth = _MAX_DEPTH + 1
     if depth > _MAX_DEPTH:
-        rule = f"values must be at most {_MAX_DEPTH} levels deep"
-        raise CheckpointError(where, rule, got="more levels", cure=cure)
+        raise CheckpointError(
+            where, f"values must be at most {_MAX_DEPTH} levels deep", got="more levels", cure=cure
+        )
     return found
 
 
@@ -141,15 +147,17 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
     weight_map = _object(found, where, "weight_map must", _CURE)
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            rule = f"weight_map: {name} must name a file"
-            raise CheckpointError(where, rule, got=repr(file), cure=_CURE)
+            raise CheckpointError(
+                where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE
+            )
     return weight_map
 
 
 def _object(found: Any, where: object, must: str, cure: str) -> dict[str, Any]:
     if not isinstance(found, dict):
-        got = _KINDS.get(type(found), "a number")
-        raise CheckpointError(where, f"{must} be a JSON object", got=got, cure=cure)
+        raise CheckpointError(
+            where, f"{must} be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure
+        )
     return found
 
 
@@ -157,8 +165,9 @@ def _decoded(raw: bytes, where: object, cure: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        got = f"{error.reason} at byte {error.start}"
-        raise CheckpointError(where, "must be text in UTF-8", got=got, cure=cure) from error
+        raise CheckpointError(
+            where, "must be text in UTF-8", got=f"{error.reason} at byte {error.start}", cure=cure
+        ) from error
 
 
 def _depth(value: Any) -> int:

@@ -14,11 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..recipes.errors import CheckpointError
-from ..recipes.families import find_view
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
 from .safetensors_file import Entry
-from .source import MTP_FILES, Source
+from .source import MTP_FILES, Source, view_of
 
 _KEPT = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim")
 
@@ -35,11 +34,13 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         CheckpointError: the release has an MTP block, the other one has none, or it is another
             model's.
     """
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     if own := _first_mtp(source, view):
-        rule = "mtp_source is for a release without an MTP block of its own"
         raise CheckpointError(
-            source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away"
+            source.where,
+            "mtp_source is for a release without an MTP block of its own",
+            got=own,
+            cure="Leave mtp_source and --mtp-source away",
         )
     renamed = {}
     for entry in (*other.entries.values(), *other.unindexed.values()):
@@ -52,8 +53,12 @@ def with_mtp_of(source: Source, other: Source) -> Source:
             renamed[name] = replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
     if not renamed:
         family = view.family.model_type
-        rule = f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*"
-        raise CheckpointError(other.where, rule, got="none", cure="Name another with --mtp-source")
+        raise CheckpointError(
+            other.where,
+            f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*",
+            got="none",
+            cure="Name another with --mtp-source",
+        )
     _refuse_other_model(source, other, view, renamed)
     files = {entry.file.removeprefix(MTP_FILES) for entry in renamed.values()}
     stamps = {f"{MTP_FILES}{name}": state for name, state in other.states.items() if name in files}
@@ -73,7 +78,7 @@ def has_mtp(source: Source) -> bool:
     Raises:
         RecipeError: no family table for it.
     """
-    return bool(_first_mtp(source, find_view(source.config, source.where, source.entries)))
+    return bool(_first_mtp(source, view_of(source)))
 
 
 def _first_mtp(source: Source, view: FamilyView) -> str:
@@ -86,22 +91,27 @@ def _refuse_other_model(
     """Both must have the same sizes: by config.json, and by what joins embedding and hidden
     state.
     """
-    theirs = other.config.get("text_config") or other.config
+    theirs = other.text_config
     for key in _KEPT:
-        ours, given = view.text_config.get(key), theirs.get(key)
+        ours = view.text_config.get(key)
+        given = theirs.get(key)
         if None not in (ours, given) and ours != given:
-            rule = f"{key} must be {ours}, that of {source.where}"
             raise CheckpointError(
-                f"{other.where}/config.json", rule, got=given, cure="Name another MTP source"
+                f"{other.where}/config.json",
+                f"{key} must be {ours}, that of {source.where}",
+                got=given,
+                cure="Name another MTP source",
             )
     hidden = view.text_config.get("hidden_size")
     for name, entry in found.items():
         place = view.place(name)
         is_glue = place is not None and place.role == "glue" and place.leaf == "weight"
         if is_glue and isinstance(hidden, int) and all(size % hidden for size in entry.shape):
-            rule = f"{name} must be as wide as hidden_size={hidden} of {source.where}"
             raise CheckpointError(
-                other.where, rule, got=list(entry.shape), cure="Name another MTP source"
+                other.where,
+                f"{name} must be as wide as hidden_size={hidden} of {source.where}",
+                got=list(entry.shape),
+                cure="Name another MTP source",
             )
 
 
@@ -111,7 +121,8 @@ def _counting(
     """config.json with the count of MTP layers that are there."""
     num_layers = max(view.mtp_layers_of(found), default=0) // view.num_mtp_parts + 1
     outer, _, inner = view.mtp_count_key.partition(".")
-    holder, count = view.text_config, num_layers
+    holder = view.text_config
+    count = num_layers
     if inner:
         count = {**holder.get(outer, {}), inner: num_layers}
     if holder is config:

@@ -19,13 +19,13 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
+from ..recipes.frozen import frozen
 from ..recipes.schemes import DTYPE_BITS, num_bytes
 
 AGAIN = "Download the shard again"
@@ -38,7 +38,7 @@ _METADATA = "__metadata__"
 _RIGHT = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Entry:
     """One tensor in a safetensors file; `start` is counted from the file's first byte."""
 
@@ -50,7 +50,7 @@ class Entry:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileHeader:
     """What a file's header says: its tensors by name, and the writer's own words."""
 
@@ -58,7 +58,7 @@ class FileHeader:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileLayout:
     """A file that is about to be written.
 
@@ -98,8 +98,12 @@ def header_length(first: bytes, num_bytes: int, where: str) -> int:
     """
     length = struct.unpack("<Q", first)[0] if len(first) == LENGTH_BYTES else 0
     if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes):
-        got = f"a length of {length} in a file of {num_bytes} bytes"
-        raise CheckpointError(where, "must start with a safetensors header", got=got, cure=AGAIN)
+        raise CheckpointError(
+            where,
+            "must start with a safetensors header",
+            got=f"a length of {length} in a file of {num_bytes} bytes",
+            cure=AGAIN,
+        )
     return length
 
 
@@ -118,13 +122,18 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
     """
     # A tensor's shape and its range are a list each, and up to four commas are in them.
     if raw.count(b"[") > 2 * _MAX_TENSORS or raw.count(b",") > 10 * _MAX_TENSORS:
-        rule, cure = f"must hold at most {_MAX_TENSORS} tensors", "Write it in several files"
-        raise CheckpointError(where, rule, got="more", cure=cure)
+        raise CheckpointError(
+            where,
+            f"must hold at most {_MAX_TENSORS} tensors",
+            got="more",
+            cure="Write it in several files",
+        )
     # The library gets the header as a file that ends after it. Of a right header it then says that
     # the tensors' bytes are missing, and it says so last of all.
     if (complaint := _complaint(raw)) not in ("", _complaint(_RIGHT)):
-        rule = "must have a valid safetensors header"
-        raise CheckpointError(where, rule, got=complaint, cure=AGAIN)
+        raise CheckpointError(
+            where, "must have a valid safetensors header", got=complaint, cure=AGAIN
+        )
     header = json.loads(raw)  # of a name that is there twice, the last, as safetensors takes it
     metadata = header.pop(_METADATA, None) or {}
     entries: dict[HFName, Entry] = {}
@@ -136,12 +145,19 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         ):  # the library takes a tensor's three values also without their keys
             dtype, shape, (start, stop) = info
         else:
-            dtype, shape, (start, stop) = info["dtype"], info["shape"], info["data_offsets"]
+            dtype = info["dtype"]
+            shape = info["shape"]
+            (start, stop) = info["data_offsets"]
         if dtype not in DTYPE_BITS:
-            rule, cure = f"{name} must have a known dtype", "Convert it with safetensors first"
-            raise CheckpointError(where, rule, got=dtype, cure=cure)
+            raise CheckpointError(
+                where,
+                f"{name} must have a known dtype",
+                got=dtype,
+                cure="Convert it with safetensors first",
+            )
         if first + stop > end:
-            end, last = first + stop, name
+            end = first + stop
+            last = name
         entries[name] = Entry(
             name=name,
             file=file,
@@ -151,8 +167,9 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
             num_bytes=stop - start,
         )
     if end != num_bytes:
-        rule = f"must be {end} bytes long to hold {last}"
-        raise CheckpointError(where, rule, got=f"{num_bytes} bytes", cure=AGAIN)
+        raise CheckpointError(
+            where, f"must be {end} bytes long to hold {last}", got=f"{num_bytes} bytes", cure=AGAIN
+        )
     return FileHeader(entries=entries, metadata=metadata)
 
 
@@ -177,21 +194,18 @@ def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
     raise CheckpointError(where, "must be a regular file", got="another kind", cure=cure)
 
 
-def lay_out(
-    tensors: Iterable[tuple[HFName, str, tuple[int, ...]]],
-    *,
-    metadata: Mapping[str, str] | None = None,
-) -> FileLayout:
+def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> FileLayout:
     """A file of these tensors (name, dtype, shape), one after the other in this order, and a
     writer's own words.
 
     Readers map a file, so tensors with wider dtypes should come first.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts: dict[HFName, int] = {}
     end = 0
     for name, dtype, shape in tensors:
-        starts[name], end = end, end + num_bytes(dtype, shape)
+        starts[name] = end
+        end = end + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)

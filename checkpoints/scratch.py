@@ -15,7 +15,6 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
-from types import TracebackType
 
 _NEW = ".keepmtp-new-"
 
@@ -46,12 +45,7 @@ class ScratchFolder:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

@@ -16,13 +16,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
 
 from ..recipes.errors import CheckpointError, NoCheckpointError
+from ..recipes.families import find_view
 from ..recipes.family import HFName
+from ..recipes.family_view import FamilyView
+from ..recipes.frozen import frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .identity import FileStamp, listed, states_of
@@ -39,7 +42,7 @@ _PAGE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Source:
     """A checkpoint's config and headers.
 
@@ -74,6 +77,11 @@ class Source:
     mtp_files: tuple[str, ...] = ()
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
 
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """What config.json says of the language model."""
+        return self.config.get("text_config") or self.config
+
 
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
     """Read the headers of a local folder or, by range requests, of a Hub repository.
@@ -86,7 +94,8 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated
             or corrupt shard.
     """
-    rule, cure = "a checkpoint is a folder with config.json or a Hub id ORG/NAME", "Check its name"
+    rule = "a checkpoint is a folder with config.json or a Hub id ORG/NAME"
+    cure = "Check its name"
     try:
         found = find_path(where) if str(where) else None
     except OSError as error:  # a name that is too long, a folder that may not be read
@@ -95,13 +104,23 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     if found is not None and found.is_dir():
         return _open_folder(found, str(where))
     if found is not None:
-        cure = "Name the folder of a checkpoint in safetensors files"
-        raise NoCheckpointError(where, rule, got="a file", cure=cure)
+        raise NoCheckpointError(
+            where, rule, got="a file", cure="Name the folder of a checkpoint in safetensors files"
+        )
     if page := page_of(str(where)):
         return _open_hub(page[0], page[1] or revision)
     if revision == "local" or not is_repo_id(str(where)):
         raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure=cure)
     return _open_hub(str(where), revision)
+
+
+def view_of(source: Source) -> FamilyView:
+    """The names of a checkpoint.
+
+    Raises:
+        CheckpointError, RecipeError: see `families.find_family`.
+    """
+    return find_view(source.config, source.where, source.entries)
 
 
 def page_of(address: str) -> tuple[str, str | None] | None:
@@ -301,8 +320,12 @@ def _assembled(
     companions: Companions,
 ) -> Source:
     if (count := sum(map(len, headers.values()))) > _MAX_TENSORS:
-        rule = f"a checkpoint has at most {_MAX_TENSORS} tensors"
-        raise CheckpointError(where, rule, got=count, cure="Check what wrote it")
+        raise CheckpointError(
+            where,
+            f"a checkpoint has at most {_MAX_TENSORS} tensors",
+            got=count,
+            cure="Check what wrote it",
+        )
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
     # vLLM and transformers read whole files named by the index, so the file decides, not the
@@ -310,9 +333,11 @@ def _assembled(
     for file in indexed:
         for name, entry in headers[file].items():
             if name in entries:
-                rule, got = f"{name} must be in one file only", f"also in {entries[name].file}"
                 raise CheckpointError(
-                    f"{where}/{file}", rule, got=got, cure="Remove one of the two"
+                    f"{where}/{file}",
+                    f"{name} must be in one file only",
+                    got=f"also in {entries[name].file}",
+                    cure="Remove one of the two",
                 )
             entries[name] = entry
     for file in sorted(headers.keys() - {*indexed}):
@@ -321,11 +346,12 @@ def _assembled(
                 unindexed[name] = entry
     for name, file in (weight_map or {}).items():
         if HFName(name) not in headers[file]:
-            rule, cure = (
+            raise CheckpointError(
+                f"{where}/{file}",
                 f"must hold {name}, which the index lists there",
-                "Download the shard again",
+                got="no such tensor",
+                cure="Download the shard again",
             )
-            raise CheckpointError(f"{where}/{file}", rule, got="no such tensor", cure=cure)
     return Source(
         where=where,
         revision=revision,
@@ -347,21 +373,31 @@ def _indexed_files(
         files = sorted({*weight_map.values()})
         for file in files:
             if file not in present:
-                rule, got = "every file of the index must exist", f"{file} is missing"
-                cure = "Download it, or mend the index"
-                raise CheckpointError(f"{where}/{INDEX}", rule, got=got, cure=cure)
+                raise CheckpointError(
+                    f"{where}/{INDEX}",
+                    "every file of the index must exist",
+                    got=f"{file} is missing",
+                    cure="Download it, or mend the index",
+                )
         return files
     if SINGLE in present:
         return (SINGLE,)
     if len(present) == 1:
         return present
-    rule, got = f"must have {SINGLE} or {INDEX}", f"{len(present)} safetensors files"
-    cure = "Download all of its files; weights in .bin or GGUF files are not read"
-    raise CheckpointError(where, rule, got=got, cure=cure)
+    raise CheckpointError(
+        where,
+        f"must have {SINGLE} or {INDEX}",
+        got=f"{len(present)} safetensors files",
+        cure="Download all of its files; weights in .bin or GGUF files are not read",
+    )
 
 
 def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:
     """The refusal of a place without config.json: what is there instead."""
-    cure = "Name that of a whole model; an adapter is merged into its base model first"
     got = listed(sorted(names)) or "an empty folder"
-    return NoCheckpointError(where, "a checkpoint has a config.json", got=got, cure=cure)
+    return NoCheckpointError(
+        where,
+        "a checkpoint has a config.json",
+        got=got,
+        cure="Name that of a whole model; an adapter is merged into its base model first",
+    )

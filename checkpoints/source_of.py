@@ -10,10 +10,9 @@ by now. It is taken only if its files have the recorded sizes.
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.families import find_view
 from ..recipes.model_file import find_path
 from .record import RECORD, read_record
-from .source import Source, open_source, small_file
+from .source import Source, open_source, small_file, view_of
 
 # In config.json, and the same before and after quantizing.
 _KEPT = (
@@ -70,8 +69,12 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
             sizes = {path.name: path.stat().st_size for path in place.glob("*")}
             if sizes.items() >= named.files.items():
                 return str(place)
-    got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"
-    raise RecipeError(path, rule, got=got, cure=cure)
+    raise RecipeError(
+        path,
+        rule,
+        got=f"{named.name} ({named.revision}), which is no folder with the recorded files here",
+        cure=cure,
+    )
 
 
 def folder_it_was_made_from(checkpoint: Path) -> Path | None:
@@ -92,16 +95,20 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
     Raises:
         RecipeError: another family, or another size of what quantizing never changes.
     """
-    ours, theirs = _marks(checkpoint), _marks(source)
+    ours = _marks(checkpoint)
+    theirs = _marks(source)
     for name, value in ours.items():
         if name in theirs and theirs[name] != value:
-            rule = f"must be what {checkpoint.where} was made from, whose {name} is {value}"
-            cure = "Name the release that it was made from"
-            raise RecipeError(source.where, rule, got=theirs[name], cure=cure)
+            raise RecipeError(
+                source.where,
+                f"must be what {checkpoint.where} was made from, whose {name} is {value}",
+                got=theirs[name],
+                cure="Name the release that it was made from",
+            )
 
 
 def _marks(opened: Source) -> dict[str, object]:
-    view = find_view(opened.config, opened.where, opened.entries)
+    view = view_of(opened)
     marks: dict[str, object] = {"family": view.family.model_type}
     for name in _KEPT:
         if view.text_config.get(name) is not None:

@@ -11,10 +11,10 @@ its shape only, and NVFP4's second scale is a divisor (`weight_global_scale`) or
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ..recipes.family import HFName
+from ..recipes.frozen import frozen
 from ..recipes.schemes import SCHEMES
 from .safetensors_file import Entry
 
@@ -81,7 +81,7 @@ def scale_of(parts: Mapping[str, T]) -> T:
     return next(parts[leaf] for leaf in _FIRST_SCALES if leaf in parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StoredWeight:
     """One module's weight as it is on disk.
 
@@ -162,22 +162,29 @@ def _grouped(
 def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     parts = {leaf: parts[leaf] for leaf in TRANSPOSED_LEAVES if leaf in parts}
     shapes = {leaf: entry.shape for leaf, entry in parts.items()}
-    packed, scales, zeros = shapes["qweight"], shapes.get("scales", ()), shapes.get("qzeros", ())
-    form, shape = "unknown", packed
+    packed = shapes["qweight"]
+    scales = shapes.get("scales", ())
+    zeros = shapes.get("qzeros", ())
+    form = "unknown"
+    shape = packed
     if len(packed) == len(scales) == 2 and scales[1]:
-        outputs, pack = scales[1], 8
+        outputs = scales[1]
+        pack = 8
         if packed[1] != outputs:
-            form, shape = "awq", (outputs, packed[0])
+            form = "awq"
+            shape = (outputs, packed[0])
         else:
             if len(zeros) == 2 and zeros[1]:
                 pack = outputs // zeros[1]
-            form, shape = "gptq", (outputs, packed[0] * pack)
+            form = "gptq"
+            shape = (outputs, packed[0] * pack)
     return StoredWeight(module=module, form=form, parts=parts, shape=shape)
 
 
 def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     weight = weight_of(parts)
-    leaves, shape = parts.keys() - _NO_PART_OF_FORM, weight.shape
+    leaves = parts.keys() - _NO_PART_OF_FORM
+    shape = weight.shape
 
     def stored(
         form: Form, shape: _Shape = shape, scheme: str = "", block: tuple[int, int] | None = None
@@ -194,7 +201,8 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
         or parts.keys() >= {*WEIGHT_LEAVES}
     ):
         return stored("unknown")
-    scale, (n, k) = scale_of(parts), shape
+    scale = scale_of(parts)
+    (n, k) = shape
     is_of_rows = scale.shape in ((n, 1), (n,))
     if leaves == {"weight_packed", "weight_scale", "weight_global_scale"} and weight.dtype == "U8":
         return stored("nvfp4", (n, 2 * k), "NVFP4" if "input_global_scale" in parts else "NVFP4A16")
@@ -211,10 +219,8 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     if weight.dtype == "I8" and scale.dtype in FLOATS and is_of_rows:
         return stored("int8", shape, "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
-        groups, zero = (
-            scale.shape[1] if len(scale.shape) == 2 else 1,
-            parts.get("weight_zero_point"),
-        )
+        groups = scale.shape[1] if len(scale.shape) == 2 else 1
+        zero = parts.get("weight_zero_point")
         for name, scheme in SCHEMES.items():
             if scheme.format == "pack-quantized" and scheme.has_zero_point == (zero is not None):
                 words = -(-n // scheme.n_multiple())
@@ -239,7 +245,8 @@ def _fp8(
     if scale.shape in ((n, 1), (n,)):
         return "fp8_channel", "FP8_DYNAMIC", None
     if len(scale.shape) == 2:
-        rows, columns = _block_side(n, scale.shape[0]), _block_side(k, scale.shape[1])
+        rows = _block_side(n, scale.shape[0])
+        columns = _block_side(k, scale.shape[1])
         if rows == columns == 128:
             return "fp8_block", "FP8_BLOCK", (rows, columns)
         if rows and columns:

@@ -45,14 +45,14 @@ _CHUNK_CPU = 512 * 1024
 _CHUNK_GPU = 32 * 1024 * 1024
 
 
-def read_tensor(source: Source, entry: Entry, *, pinned: bool = False) -> Tensor:
+def read_tensor(source: Source, entry: Entry) -> Tensor:
     """One tensor of a local source; in pinned memory, from which copies to a GPU are fast, if that
     is asked for.
 
     Raises:
         CheckpointError: its file ends early.
     """
-    return typed(read_bytes(source, entry, pinned=pinned), entry.dtype, entry.shape)
+    return typed(read_bytes(source, entry), entry.dtype, entry.shape)
 
 
 def read_bytes(

@@ -95,10 +95,10 @@ def everything(
     recipe = choices.recipe()
     out = out or pipeline.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
-    gates, source, place = recipe.gates, choices.source, str(out)
+    source = choices.source
+    place = str(out)
     for_vllm = ["--", *extra] * bool(extra)
     served = [place, *option_words(source=source)]
-    of_k, runs_code = option_words(k=k), option_words(run_model_code=run_model_code)
     stations: dict[str, list[str]] = {}
     if not is_made:
         decided = asdict(choices)
@@ -106,12 +106,13 @@ def everything(
     pretended = option_words(gpu=gpus or ["sm90", "sm100"], tp=tps, k=k)
     stations["check"] = [place, "--record", *pretended]
     if serving:
-        stations["serve-check"] = [*served, *of_k, *for_vllm]
-    stations["eval"] = [*served, *of_k, *runs_code, *for_vllm]
-    if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
+        stations["serve-check"] = [*served, *option_words(k=k), *for_vllm]
+    asked = option_words(k=k, run_model_code=run_model_code)
+    stations["eval"] = [*served, *asked, *for_vllm]
+    if text is not None or (recipe.gates.max_divergence, recipe.gates.max_flips) != (None, None):
         text_file(text, recipe.model)
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
-    if gates.min_speedup is not None:
+    if recipe.gates.min_speedup is not None:
         ks = option_words(k=k and f"0..{k}")
         stations["bench"] = [place, *ks, *for_vllm]
         stations["gate"] = [place]
@@ -126,7 +127,8 @@ def everything(
             sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    vllm, err = chosen_vllm(), Console(stderr=True)
+    vllm = chosen_vllm()
+    err = Console(stderr=True)
     if is_made:
         tidy(out, keep_calibration=False)
         say(err, "quantize: done before", "dim")
@@ -140,9 +142,7 @@ def everything(
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
         status = _run(name, words, nproc)
         if status and (name, status) != ("serve-check", TOO_LITTLE):
-            if status < 0:
-                status = 128 - status
-            raise typer.Exit(status)
+            raise typer.Exit(128 - status if status < 0 else status)
 
 
 def option_words(**options: object) -> list[str]:
@@ -205,5 +205,9 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
         ) from error
     if key := other_decision(recipe, made):
         wanted = recipe.model_dump(mode="json")[key]
-        rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted}"
-        raise RecipeError(out, rule, got=made.get(key), cure=cure)
+        raise RecipeError(
+            out,
+            f"an existing output must be one of {recipe.name}, whose {key} is {wanted}",
+            got=made.get(key),
+            cure=cure,
+        )

@@ -72,16 +72,17 @@ def bench(
         repeat: Repetitions of each cell with each server.
         seed: Of the order in which prompts are taken.
     """
-    from ..recipes.families import find_view
+    from ..checkpoints.source import view_of
     from ..validate.measure import bench as matrix
     from ..validate.measure.harness import ks_up_to
     from ..validate.measure.texts import read_prompts
 
     session = begin("bench", "bench", served, context.args, source or "none")
-    opened, ks = session.opened, (0,)
+    opened = session.opened
+    ks = (0,)
     if k is not None:
         ks = numbers("--k", k, least=0)
-    elif num := find_view(opened.config, opened.where, opened.entries).num_mtp_layers:
+    elif num := view_of(opened).num_mtp_layers:
         ks = ks_up_to(max(_MOST_K, num), num)
     plan = matrix.BenchPlan(
         ks=ks,
@@ -99,13 +100,13 @@ def bench(
         found = counted(plan, len(checkpoints))
         answer(found, (f"{name}: {value}" for name, value in found.items()), as_json=served.as_json)
         return
-    setup = session.setup
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
     session.keep(fact, checkpoint)
-    found, status = {"bench": fact.model_dump(mode="json")}, 0
+    found = {"bench": fact.model_dump(mode="json")}
+    status = 0
     if any(cell.error for each in fact.benched for cell in each.cells):
         status = FINDINGS
     answer(found, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
@@ -123,18 +124,16 @@ def shown(found: "BenchFact") -> Iterator[RenderableType]:
     yield from tables.speed_notes(found)
     yield (
         "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
-        "repetition; best: the "
-        "k that is recommended; first, each: milliseconds to the first token and to each further "
-        "one, medians; by "
-        "position: drafted tokens that were accepted; length: tokens a step of the target."
+        "repetition; best: the k that is recommended; first, each: milliseconds to the first token "
+        "and to each further one, medians; by position: drafted tokens that were accepted; length: "
+        "tokens a step of the target."
     )
     form = "as texts"
     if found.checkpoint.form == "chat":
         form = "as messages through the chat template"
     yield (
         f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
-        "themselves or after "
-        f"{found.output_tokens:,} tokens."
+        f"themselves or after {found.output_tokens:,} tokens."
     )
     yield "Each server was started once: what changed on the machine between them does not show."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
@@ -165,16 +164,18 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     found = set[int]()
     for part in words.split(","):
         named = _NUMBERS.fullmatch(part.strip())
-        low, high = 0, -1
+        low = 0
+        high = -1
         if named:
-            low, high = int(named[1]), int(named[2] or named[1])
+            low = int(named[1])
+            high = int(named[2] or named[1])
         if not least <= low <= high <= min(_LIMIT, low + _LONGEST_RANGE):
-            rule = (
-                f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
-                f"{_LONGEST_RANGE} at most"
-            )
             raise RecipeError(
-                option, rule, got=part, cure=f"Write {option} 1,8,32 or {option} {least}..4"
+                option,
+                f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
+                f"{_LONGEST_RANGE} at most",
+                got=part,
+                cure=f"Write {option} 1,8,32 or {option} {least}..4",
             )
         found.update(range(low, high + 1))
     return tuple(sorted(found))

@@ -59,7 +59,7 @@ def serve_check(
         prompts: Your own: one a line, or .jsonl with "prompt"; default: eight word problems.
         max_tokens: Tokens generated a prompt, at most.
     """
-    from ..recipes.families import find_view
+    from ..checkpoints.source import view_of
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
@@ -71,11 +71,15 @@ def serve_check(
         asked = tuple(item.text for item in read_prompts(prompts).items)
     session = begin("serve-check", "serve", served, context.args, source)
     _ = session.gates  # a limit that is none is refused before a server is started
-    view = find_view(session.opened.config, session.opened.where, session.opened.entries)
+    view = view_of(session.opened)
     check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):
-        rule = f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError("-k", rule, got=k, cure=f"Use -k {view.num_mtp_layers}")
+        raise RecipeError(
+            "-k",
+            f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them",
+            got=k,
+            cure=f"Use -k {view.num_mtp_layers}",
+        )
     setup = session.setup
     checkpoint = session.checkpoint("check")
     original = session.source_of(checkpoint)
@@ -83,8 +87,8 @@ def serve_check(
         found = measure.serve_check(checkpoint, original, setup=setup, check=check, watch=watch)
     judged = _kept(session, found, checkpoint, original and original.source)
     told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
-    parts, status = _parts(session, found, judged), exit_status(judged, found)
-    answer(told, parts, as_json=served.as_json, status=status)
+    parts = _parts(session, found, judged)
+    answer(told, parts, as_json=served.as_json, status=exit_status(judged, found))
 
 
 def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
@@ -114,8 +118,8 @@ def _kept(
     checked = check_source(checkpoint.source, source=original)
     judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
     facts = {"serve": found, "judgement": judged}
-    version, opened = session.setup.vllm.version, checkpoint.source
-    save(session.out, checked, vllm=version, opened=opened, source=original, **facts)
+    version = session.setup.vllm.version
+    save(session.out, checked, vllm=version, opened=checkpoint.source, source=original, **facts)
     return judged
 
 
@@ -127,7 +131,8 @@ def _parts(
     from ..validate.report.report import JSON_FILE
     from ..validate.report.tables import servers
 
-    path, out = found.checkpoint.path, session.out
+    path = found.checkpoint.path
+    out = session.out
     yield drawn(f"serve-check {path}", servers(found))
     yield from verdict(path, judged)
     for served in found.served:
@@ -137,11 +142,11 @@ def _parts(
             if not run.is_repeatable:
                 yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
     yield (
-        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step "
-        "of the target; same: "
-        "outputs equal to those of k=0."
+        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step of "
+        "the target; same: outputs equal to those of k=0."
     )
-    environment, num = found.environment, len(found.prompts)
+    environment = found.environment
+    num = len(found.prompts)
     asked = f"{num} prompts, {found.seconds:.0f} s in all"
     yield f"vLLM {environment['vllm']} on {environment['device']}; {asked}."
     written = next(out / name for name in (HTML_FILE, JSON_FILE) if (out / name).is_file())
@@ -195,16 +200,17 @@ def closeness(
         raise RecipeError(
             "--source", "closeness is to a source", got="none", cure="Name the release"
         )
-    record, where = session.record, f"{session.opened.where}: keepmtp.json"
+    record = session.record
+    where = f"{session.opened.where}: keepmtp.json"
     compared_on = held_out(text, record and read_record(record, where=where))
-    gates, setup = session.gates, session.setup
+    setup = session.setup
     judged = session.checkpoint()
     before = session.source_of(judged)
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth, watch=watch)
-    judgement = session.keep(fact, judged, gates=gates, closeness=fact)
+    judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
     reason = next((one for one in judgement.reasons if one.gate == "closeness"), None)
     found = {
         "closeness": fact.model_dump(mode="json"),

@@ -64,14 +64,18 @@ def diagnose() -> dict[str, Any]:
                 packages[needed.name] = version(needed.name)
             except PackageNotFoundError:
                 packages[needed.name] = ""
-    vllm, no_vllm, is_broken = None, "", False
+    vllm = None
+    no_vllm = ""
+    is_broken = False
     try:
         vllm = vllm_env.find_vllm()
     except VLLMError as error:
         # The refusal is about "vllm" where none was named and none is in its usual place: not
         # installed, not broken.
-        no_vllm, is_broken = str(error), error.where != "vllm"
-    gpus, (cpu, flags) = vllm_env.gpus_here(), vllm_env.cpu_here()
+        no_vllm = str(error)
+        is_broken = error.where != "vllm"
+    gpus = vllm_env.gpus_here()
+    (cpu, flags) = vllm_env.cpu_here()
     signed_by = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")
     if not signed_by and get_token():
         signed_by = "`hf auth login`"
@@ -92,7 +96,7 @@ def diagnose() -> dict[str, Any]:
         "vllm": vllm and vllm.as_dict(),
         "known_vllm": {"read": list(KNOWN), "tested": list(vllm_env.TESTED)},
         "no_vllm": no_vllm,
-        "gpus": [asdict(gpu) for gpu in gpus],
+        "gpus": [*map(asdict, gpus)],
         "cpu": cpu,
         "cpu_features": [flag for flag in vllm_env.CPU_FLAGS if flag in flags],
         "token": signed_by,
@@ -111,7 +115,8 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[dict[str, Any]
     """
     from ..validate.facts.dry_load import GPUS
 
-    check, quantize = "keepmtp check CHECKPOINT", "keepmtp quantize MODEL"
+    check = "keepmtp check CHECKPOINT"
+    quantize = "keepmtp quantize MODEL"
     publish = "keepmtp publish CHECKPOINT --repo ORG/NAME"
     rows = [
         ("plan, static check", check),
@@ -131,7 +136,8 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[dict[str, Any]
         why = ""
         for absent, cure in (lacks[need] for need in reversed(needs)):
             if absent:
-                why, command = f"needs {' and '.join(dict.fromkeys(absent))}", cure
+                why = f"needs {' and '.join(dict.fromkeys(absent))}"
+                command = cure
         told.append({"what": what, "can": not why, "why": why, "command": command})
     return told
 
@@ -164,9 +170,11 @@ def _parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield "what can be done here"
     told = {""}
     for ability in found["abilities"]:
-        sign, why = ("yes", "green"), ""
+        sign = ("yes", "green")
+        why = ""
         if ability["why"]:
-            sign, why = ("no ", "yellow"), f": {printable(ability['why'])}"
+            sign = ("no ", "yellow")
+            why = f": {printable(ability['why'])}"
         yield Text.assemble("  ", sign, f"  {ability['what']}{why}")
         if ability["command"] not in told:
             yield f"         {ability['command']}"

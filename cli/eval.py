@@ -9,7 +9,7 @@ dataset, a chat template that is not there.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
+from ..recipes.frozen import frozen
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, Session, begin
@@ -27,7 +28,7 @@ from .tables import answer, drawn, verdict
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.facts.evaluated import EvaluationFact, TaskFact
+    from ..validate.facts.evaluated import EvaluationFact
     from ..validate.facts.schema import JudgementFact
 
 _HUB = "hub"
@@ -35,7 +36,7 @@ _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
 _OF_THE_SOURCE = ("acceptance", "mean recovery", "worst task")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProtocolOptions:
     """What the command line changes of a recipe's protocol; None leaves it.
 
@@ -73,11 +74,12 @@ class ProtocolOptions:
         changed = {name: value for name, value in asdict(self).items() if value is not None}
         if self.task is None:
             if self.dataset is not None and len(recipe) > 1:
-                rule, got = (
+                raise RecipeError(
+                    "--dataset",
                     "belongs to one task, and the recipe lists several",
-                    ", ".join(one.task for one in recipe),
+                    got=", ".join(one.task for one in recipe),
+                    cure="Name one with --task",
                 )
-                raise RecipeError("--dataset", rule, got=got, cure="Name one with --task")
             return tuple(_changed(one, changed) for one in recipe)
         for own in recipe:
             if own.task == self.task:
@@ -134,7 +136,6 @@ def evaluate(
     for one in protocols:
         for checkpoint in filter(None, (session.opened, session.original)):
             tasks.refuse_model(checkpoint, one, session.extra)
-    setup = session.setup
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
@@ -142,7 +143,7 @@ def evaluate(
             judged,
             compared,
             asked,
-            setup=setup,
+            setup=session.setup,
             confidence=gates.confidence,
             has_plain=plain,
             watch=watch,
@@ -172,8 +173,11 @@ def _decided(session: Session, recipe: str | None) -> "tuple[Gates, tuple[Evalua
     if recipe is not None:
         found, _ = find_recipe(recipe)
         return found.gates, found.evaluations
-    where = f"{session.opened.where}: keepmtp.json"
-    return decided_in(session.record, cure="Name a recipe with --recipe", where=where)
+    return decided_in(
+        session.record,
+        cure="Name a recipe with --recipe",
+        where=f"{session.opened.where}: keepmtp.json",
+    )
 
 
 def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
@@ -202,9 +206,11 @@ def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
             option, _, rule = fault.rule.partition(": ")
             raise RecipeError(f"--{option}", rule, got=fault.got, cure=fault.cure) from error
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
-        rule = first["msg"].replace("Input should", "must")
         raise RecipeError(
-            option, rule, got=repr(first["input"]), cure="See `keepmtp eval --help`"
+            option,
+            first["msg"].replace("Input should", "must"),
+            got=repr(first["input"]),
+            cure="See `keepmtp eval --help`",
         ) from error
 
 
@@ -224,23 +230,18 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
         yield drawn("recovery: of the source's score, and its interval", together)
     yield from verdict(path, judged)
     for task in fact.by_task:
-        yield from _notes(task)
+        for one in task.evaluated:
+            if one.as_served != "native":
+                yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
+            if one.sittings > 1:
+                yield f"The {one.title} was asked in {one.sittings} sittings."
+        protocol = task.protocol
+        environment = task.environment
+        yield (
+            f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
+            f"{protocol.dataset_name}, {protocol.shots} shots, {protocol.api}, at most "
+            f"{protocol.max_tokens} tokens, greedy, method=mtp with k={protocol.k}, prefix caching "
+            f"{'on' if protocol.prefix_caching else 'off'}, {protocol.concurrency} requests in "
+            f"flight, seed {protocol.seed}; vLLM {environment['vllm']} on {environment['device']}."
+        )
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
-
-
-def _notes(fact: "TaskFact") -> Iterator[str]:
-    for one in fact.evaluated:
-        if one.as_served != "native":
-            yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
-        if one.sittings > 1:
-            yield f"The {one.title} was asked in {one.sittings} sittings."
-    protocol, environment = fact.protocol, fact.environment
-    yield (
-        f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
-        f"{protocol.dataset_name}, "
-        f"{protocol.shots} shots, {protocol.api}, at most {protocol.max_tokens} tokens, greedy, "
-        "method=mtp with "
-        f"k={protocol.k}, prefix caching {'on' if protocol.prefix_caching else 'off'}, "
-        f"{protocol.concurrency} requests "
-        f"in flight, seed {protocol.seed}; vLLM {environment['vllm']} on {environment['device']}."
-    )

@@ -112,7 +112,12 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
     except foreseen() as error:
         _refuse(refusal_of(error))
     finally:
-        _end_at_once_from_here_on()
+        # From here on a signal ends at once: while Python and its libraries leave, it would be an
+        # exception in their code, with a traceback.
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_again`
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def refusal_of(error: BaseException) -> KeepMTPError:
@@ -152,9 +157,12 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
     """
     context: Any = error.ctx
     where = context.command_path if context else f"keepmtp {words[0]}"
-    rule, got, cure = error.message.rstrip("."), shlex.join(words), f"See `{where} --help`"
+    rule = error.message.rstrip(".")
+    got = shlex.join(words)
+    cure = f"See `{where} --help`"
     if isinstance(error, NoSuchOption):
-        rule, got = "has no such option", error.option_name
+        rule = "has no such option"
+        got = error.option_name
         known = [
             each for param in context.command.params for each in param.opts if each.startswith("-")
         ]
@@ -162,24 +170,27 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
             cure = "Words for `vllm serve` stand last, after `--`"
         cure = did_you_mean(got, known, otherwise=cure)
     elif isinstance(error, BadOptionUsage):
-        where, rule = error.option_name, "needs a value" if "requires" in rule else "takes no value"
+        where = error.option_name
+        rule = "needs a value" if "requires" in rule else "takes no value"
     elif isinstance(error, BadParameter) and error.param is not None:
-        option, fault = "/".join(error.param.opts), error.__cause__
+        option = "/".join(error.param.opts)
+        fault = error.__cause__
         if fault is None:
-            rule, got = f"needs {option}", "none"
+            rule = f"needs {option}"
+            got = "none"
         else:
-            where, got = option, fault.errors()[0]["input"]  # pyright: ignore[reportAttributeAccessIssue]
+            where = option
+            got = fault.errors()[0]["input"]  # pyright: ignore[reportAttributeAccessIssue]
             names = re.findall("'([^']+)'", rule.partition(" is not one of ")[2])
             rule = rule.partition(",")[0].replace("Input should", "must")
             if names:
-                rule, cure = (
-                    f"must be one of {', '.join(names)}",
-                    did_you_mean(got, names, otherwise="Name one"),
-                )
+                rule = f"must be one of {', '.join(names)}"
+                cure = did_you_mean(got, names, otherwise="Name one")
     elif rule.startswith("Got unexpected extra"):
         rule = "takes no more words"
     elif unknown := re.match("No such command '(.*?)'", rule):
-        rule, got = "has no such command", unknown[1]
+        rule = "has no such command"
+        got = unknown[1]
         cure = did_you_mean(got, context.command.commands, otherwise=cure)
     return KeepMTPError(where, rule, got=got, cure=cure)
 
@@ -236,16 +247,6 @@ def _stop_again(lost: "sys.UnraisableHookArgs") -> None:
         return
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(status))
     signal.setitimer(signal.ITIMER_REAL, 0.01)
-
-
-def _end_at_once_from_here_on() -> None:
-    """A signal while Python and its libraries leave would be an exception in their code, with a
-    traceback.
-    """
-    signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_again`
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _defect(

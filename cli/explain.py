@@ -98,11 +98,13 @@ def _log(where: str) -> "Log":
             return read_log(stream)
     status = Path(where).stat()
     if not stat.S_ISREG(status.st_mode):
-        cure = (
-            "Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp "
-            "explain --log -`"
+        raise RecipeError(
+            "--log",
+            "must be a file, or - for standard input",
+            got=where,
+            cure="Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp "
+            "explain --log -`",
         )
-        raise RecipeError("--log", "must be a file, or - for standard input", got=where, cure=cure)
     with Path(where).open("rb") as stream:
         stream.seek(max(0, status.st_size - MOST_BYTES - 1))
         return read_log(stream)

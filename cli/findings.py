@@ -30,7 +30,7 @@ from ..recipes.errors import printable, shortened
 from .tables import counted, say, table
 
 if TYPE_CHECKING:
-    from ..validate.facts.dry_load import DryLoad, LoadedModel
+    from ..validate.facts.dry_load import DryLoad
     from ..validate.facts.findings import CheckpointFacts, Finding, Runtime
     from ..validate.facts.results import CheckData
 
@@ -170,18 +170,13 @@ def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]
             line.append(f"{model.num_written:,} of {model.num_params:,} filled")
         if model.shared:
             line.append(f"; shared with the target: {printable(', '.join(model.shared))}")
-        if kernels := _kernels(model):
+        counts = Counter[str]()
+        for kernel in model.kernels:
+            if kernel.kernel:
+                outcome = kernel.outcome.partition(" ")[0].rstrip(":")
+                mark = {"ok": "", "not": "?", "refused": " refused"}[outcome]
+                counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
+        if counts:
+            kernels = ", ".join(f"{count} {name}" for name, count in counts.items())
             line.append(f"; kernels: {printable(kernels)}")
         yield line
-
-
-def _kernels(model: "LoadedModel") -> str:
-    """Kernels by name with their number of layers; one whose preparation needs values is marked."""
-    counts = Counter[str]()
-    for kernel in model.kernels:
-        if kernel.kernel:
-            mark = {"ok": "", "not": "?", "refused": " refused"}[
-                kernel.outcome.partition(" ")[0].rstrip(":")
-            ]
-            counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
-    return ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -66,10 +66,12 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
     if what and not chosen and what not in COLUMNS:
-        rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
         names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
         raise RecipeError(
-            "ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`")
+            "ls",
+            f"must be one of {', '.join(COLUMNS)}, or a model's name",
+            got=repr(what),
+            cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"),
         )
     if as_json:
         from .tables import print_json
@@ -83,7 +85,8 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     elif what in COLUMNS:
         from .tables import show, table
 
-        columns, cells = COLUMNS[what], []
+        columns = COLUMNS[what]
+        cells = []
         for row in rows(what, recipes):
             first, *others = (row[column] for column in columns)
             cells.append([f"{first}{' *' * row.get('default', False)}", *others])
@@ -100,7 +103,8 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     table = {"model": ["variants (* what the bare model name means)"]}
     for model, variants in groupby(recipes, key=lambda recipe: recipe.model):
         table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
-    indent, lines = max(map(len, table)) + 2, []
+    indent = max(map(len, table)) + 2
+    lines = []
     for model, names in table.items():
         lines += _wrapped("  ".join(names), width, first=f"{model:<{indent}}", then=" " * indent)
     more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
@@ -111,7 +115,8 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
     """One model: its family and source, and for each variant what it does and the command that runs
     it.
     """
-    model, needs_batches = variants[0], False
+    model = variants[0]
+    needs_batches = False
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
     for each in variants:
         needs_batches |= each.needs_batches

@@ -343,7 +343,8 @@ def flat(verb: Callable[..., None]) -> Callable[..., None]:
     option is what the docstring of the verb, or of the group, says of it under `Args:` or
     `Attributes:`.
     """
-    parameters, groups = list[Parameter](), dict[str, Any]()
+    parameters = list[Parameter]()
+    groups = dict[str, Any]()
     for parameter in _explained(verb):
         if is_dataclass(group := parameter.annotation) and isinstance(group, type):
             groups[parameter.name] = group
@@ -367,7 +368,8 @@ def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
     _, *sections = _OF_PARAMETERS.split(getdoc(verb) or "")
     helps = dict(_PARAMETER.findall("".join(sections)))
     for name, parameter in signature(verb).parameters.items():
-        kind, option = parameter.annotation, None
+        kind = parameter.annotation
+        option = None
         if get_origin(kind) is Annotated:
             kind, option = kind.__origin__, copy(kind.__metadata__[0])
         elif parameter.default is False:

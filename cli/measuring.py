@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
+from ..recipes.frozen import frozen
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .options import JsonOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
@@ -41,7 +42,7 @@ OriginalOption = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ServeOptions:
     """A checkpoint that is measured with servers, and where the results go.
 
@@ -147,9 +148,11 @@ class Session:
             return None
         source = self.model("source", self.original)
         if source.identity.sha256 == checkpoint.identity.sha256:
-            rule = "must be what the checkpoint was made from, not the checkpoint itself"
             raise RecipeError(
-                "--source", rule, got=f"the same bytes in {source.source.where}", cure=_CURE
+                "--source",
+                "must be what the checkpoint was made from, not the checkpoint itself",
+                got=f"the same bytes in {source.source.where}",
+                cure=_CURE,
             )
         return source
 
@@ -184,8 +187,13 @@ class Session:
         from ..validate.report import report as reports
         from ..validate.report.gates import judge
 
-        version = self.setup.vllm.version
-        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=version)
+        write_result(
+            self.out,
+            self.station,
+            fact,
+            checkpoint=checkpoint.identity,
+            vllm=self.setup.vllm.version,
+        )
         judgement = None
         if self.is_recorded:
             judgement = reports.refresh(self.out).judgement

@@ -11,7 +11,6 @@ written.
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
+from ..recipes.frozen import frozen
 from . import exits, findings
 from .check import check_json
 from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
@@ -43,7 +43,7 @@ _COLOURS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ending:
     """Who judges the new folder.
 
@@ -105,7 +105,9 @@ def fix(
     """
     from ..cure.fix import cure_elsewhere, proposed, write
 
-    console, written, judged = Console(quiet=as_json), None, None
+    console = Console(quiet=as_json)
+    written = None
+    judged = None
     with spinner(Console(stderr=True)) as doing:
         outcome = proposed(path, progress=doing)
         for line in outcome.proposal.diffs():
@@ -218,7 +220,8 @@ def graft(
 
     if out is None and not dry_run:
         raise _no_out("graft")
-    err, new = Console(stderr=True), None
+    err = Console(stderr=True)
+    new = None
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     for line in _foreseen(made):
         say(err, line)
@@ -247,7 +250,8 @@ def graft(
 
 def _foreseen(made: "Graft") -> Iterator[str]:
     """What will be read and written."""
-    plan, size = made.plan, size_in_words
+    plan = made.plan
+    size = size_in_words
     forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
     yield f"read: {size(made.num_bytes_read)} of {plan.source.where}, the MTP block alone"
     yield (
@@ -327,8 +331,9 @@ def convert(
 
 
 def _no_out(verb: str) -> RecipeError:
-    cure = "Add --out NEW, or --dry-run"
-    return RecipeError(verb, "needs a folder to write", got="no --out", cure=cure)
+    return RecipeError(
+        verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
+    )
 
 
 def _end(

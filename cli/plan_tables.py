@@ -112,7 +112,8 @@ def _fate(row: Mapping[str, Any]) -> str:
 
 def totals(plan: Plan) -> str:
     """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
-    other, source = plan.source.mtp_source, plan.source
+    other = plan.source.mtp_source
+    source = plan.source
     num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
     line = (
         f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
@@ -226,7 +227,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan for machines: totals, rows by module group, the quantization_config, and the
     calibration.
     """
-    config, other = config_of(plan), plan.source.mtp_source
+    config = config_of(plan)
+    other = plan.source.mtp_source
     told = {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
@@ -307,10 +309,12 @@ def _data(plan: Plan, num_tokens: int) -> str:
 
 def will_do_json(plan: Plan) -> dict[str, Any] | None:
     """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
-    recipe, family = plan.recipe, plan.view.family
+    recipe = plan.recipe
+    family = plan.view.family
     if recipe.calibration is None or not plan.needs_batches:
         return None
-    auto, candidates = recipe.mtp_auto, []
+    auto = recipe.mtp_auto
+    candidates = []
     if auto is not None and recipe.mtp == AUTO:  # without the groups that the MTP block lacks
         groups = {t.role for t in plan.tensors if t.part == "mtp" and t.role in QUANTIZABLE_ROLES}
         candidates = list(candidates_for(auto.candidates, groups))
@@ -335,12 +339,15 @@ def commits_line(plan: Plan) -> str:
     Raises:
         RecipeError: the dataset is on the Hub, and this machine cannot read it.
     """
-    source, other, calibration = plan.source, plan.source.mtp_source, plan.recipe.calibration
+    source = plan.source
+    other = plan.source.mtp_source
+    calibration = plan.recipe.calibration
     read = [(source.where, source.revision)]
     if other is not None:
         read.append((f"its MTP block from {other.where}", other.revision))
     for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
-        name, asked = texts.dataset, texts.dataset_revision
+        name = texts.dataset
+        asked = texts.dataset_revision
         if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
             commit = dataset_commit(name, asked, f"calibration.dataset {name}")
             read.append((f"dataset {name}", commit))

@@ -103,7 +103,8 @@ def bytes_bar(console: Console, label: str) -> BytesBar:
 
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
-        lock, done = Lock(), 0
+        lock = Lock()
+        done = 0
 
         def advance(num_bytes: int) -> None:
             nonlocal done
@@ -149,13 +150,15 @@ class Paced:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, first_after: float = 0.0
     ) -> None:
-        self._clock, self._began = clock, clock()
+        self._clock = clock
+        self._began = clock()
         self._shown_at = self._began + first_after - _LINE_SECONDS
         self._ended = set[str]()
 
     def is_due(self, done: int, total: int, part: str = "") -> bool:
         """Whether to print a line now. The caller prints it."""
-        now, is_end = self._clock(), done >= total and part not in self._ended
+        now = self._clock()
+        is_end = done >= total and part not in self._ended
         if now - self._shown_at < _LINE_SECONDS and not is_end:
             return False
         self._shown_at = now
@@ -205,7 +208,9 @@ def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
     """The parts of a long run: on a terminal a bar for each, with words after it; else a line now
     and then.
     """
-    is_bar, paced, tasks = console.is_terminal and not as_json, Paced(), {}
+    is_bar = console.is_terminal and not as_json
+    paced = Paced()
+    tasks = {}
     words_column = TextColumn("{task.fields[words]}", markup=False)
     with Progress(_WHAT, BarColumn(), words_column, console=console, disable=not is_bar) as bars:
 
@@ -229,7 +234,8 @@ def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep]
     """The progress of what is measured with servers: a bar a checkpoint, or lines."""
 
     def asked(step: "AskedStep") -> None:
-        num, eta = f"{step.unit} {step.done:,} of {step.total:,}", _eta(step.eta_seconds)
+        num = f"{step.unit} {step.done:,} of {step.total:,}"
+        eta = _eta(step.eta_seconds)
         rate = f"  {step.tokens_per_second:,.0f} tok/s" * (step.tokens_per_second > 0)
         words = step.doing or f"{num}{rate}{eta}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)

@@ -93,28 +93,27 @@ def publish(
         path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values")
     )
     hub = Hub(token, watch=tell) if token else None
-    before, found, there = None, {}, "nothing was asked: no token"
+    before = None
+    found = {}
+    there = "nothing was asked: no token"
     with stopped_by_signals():
         if hub is not None:
             hub.sign_in()
             before = hub.look(repo)
-            found, there = publishing.compare(parcel, before), _in_words(before)
+            found = publishing.compare(parcel, before)
+            there = _in_words(before)
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
-            answer(
-                _planned_json(parcel, repo, found, there),
-                _planned(parcel, repo, found, there),
-                as_json=as_json,
-            )
+            planned = (parcel, repo, found, there)
+            answer(_planned_json(*planned), _planned(*planned), as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
         is_public = before is not None and not before.is_private
         tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:
-            _confirm(
-                f"{repo} is public, so what is sent can be read on a branch before it is checked"
-            )
+            read = "so what is sent can be read on a branch before it is checked"
+            _confirm(f"{repo} is public, {read}")
         elif public and not yes:
             _confirm(f"{repo} would be public")
         done = publishing.publish(
@@ -150,7 +149,8 @@ def _confirm(what: str) -> None:
 
 
 def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[RenderableType]:
-    count, kept = len(parcel.files), len(done.kept)
+    count = len(parcel.files)
+    kept = len(done.kept)
     kind = "private" if done.is_private else "public"
     yield Text.assemble(("published", "green"), f" {url} ({kind}), commit {done.commit}")
     if count > kept:

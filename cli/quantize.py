@@ -86,7 +86,8 @@ def quantize(
     from . import plan_tables
     from .check import check_json
 
-    made, (rank, _) = choices.plan(), place_in_run()
+    made = choices.plan()
+    (rank, _) = place_in_run()
     if dry_run:
         if not rank:
             plan_tables.show(
@@ -107,7 +108,8 @@ def quantize(
         )
     if rank:
         return
-    settings, fact = result.plan.recipe.calibration, None
+    settings = result.plan.recipe.calibration
+    fact = None
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
     if not as_json:
@@ -194,8 +196,7 @@ def init(
         raise RecipeError(
             "--out", "the folder of the file must exist", got=out, cure="Make it, or choose another"
         )
-    text = _text(model, out, mtp_source)
-    write_whole(out, text)
+    write_whole(out, _text(model, out, mtp_source))
     sys.stdout.write(f"{printable(str(out))}\n")
 
 
@@ -207,9 +208,11 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
     word = model_word(model)
     if word.is_recipe:
         if mtp_source is not None:
-            rule = "belongs to a checkpoint without a block; a model's recipe is copied"
             raise RecipeError(
-                "--mtp-source", rule, got=mtp_source, cure="Edit mtp_source in the copy"
+                "--mtp-source",
+                "belongs to a checkpoint without a block; a model's recipe is copied",
+                got=mtp_source,
+                cure="Edit mtp_source in the copy",
             )
         file, _ = named_file(word.name)
         return file.path.read_text()
@@ -219,12 +222,11 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         raw["mtp_source"] = {"source": mtp_source, "revision": source.mtp_source.revision}
     variants = list(fitting(source, raw))
     if not variants:
-        rule, cure = (
-            "a variant of its family must fit",
-            "Copy a recipe of the family and edit it: `keepmtp ls models`",
-        )
         raise RecipeError(
-            source.where, rule, got=f"none of {', '.join(raw['variants'])}", cure=cure
+            source.where,
+            "a variant of its family must fit",
+            got=f"none of {', '.join(raw['variants'])}",
+            cure="Copy a recipe of the family and edit it: `keepmtp ls models`",
         )
     return text_of(raw | {"default": variants[0]}, variants, file=str(out))
 
@@ -237,10 +239,13 @@ def where(choices: ModelOptions) -> None:
     from ..quantize.plan.checkpoint_as_model import model_name, model_word
     from ..recipes.find import find_recipe
 
-    word, scheme, mtp = model_word(choices.model), choices.scheme, choices.mtp
+    word = model_word(choices.model)
+    scheme = choices.scheme
+    mtp = choices.mtp
     if word.is_recipe:
         recipe, _ = find_recipe(word.name, scheme=scheme, mtp=mtp, calibration=choices.calibration)
-        model, name = recipe.model, recipe.name
+        model = recipe.model
+        name = recipe.name
     else:
         model = model_name(word.name)
         name = scheme and f"{model}.{folded(scheme)}" + (f"-mtp-{folded(mtp)}" if mtp else "")
@@ -253,7 +258,9 @@ def where(choices: ModelOptions) -> None:
     )
     there = [path for path in there if not path.endswith(_NEXT_TO_IT)]
     rule = f"{wanted} must be there" if name else "SCHEME must be given where MODEL is a checkpoint"
-    got, cure = f"no out/{model}.*", "Run make quantize, or name a folder by OUT"
+    got = f"no out/{model}.*"
+    cure = "Run make quantize, or name a folder by OUT"
     if there:
-        got, cure = f"only {', '.join(there)}", "Name one by SCHEME or OUT"
+        got = f"only {', '.join(there)}"
+        cure = "Name one by SCHEME or OUT"
     raise RecipeError(f"MODEL {choices.model}", rule, got=got, cure=cure)

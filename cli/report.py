@@ -55,26 +55,37 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     folder = path
     if path.suffix != ".report":
         if not (path / "config.json").is_file():
-            rule = "gates judge a checkpoint's folder"
-            raise CheckpointError(path, rule, got="no config.json", cure="Name that folder")
+            raise CheckpointError(
+                path,
+                "gates judge a checkpoint's folder",
+                got="no config.json",
+                cure="Name that folder",
+            )
         folder = report_folder(path)
     if not (folder / JSON_FILE).is_file():
         named = shlex.quote(str(folder.with_suffix("")))
-        cure = f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`"
         raise CheckpointError(
-            folder, "gates judge what was measured", got=f"no {JSON_FILE}", cure=cure
+            folder,
+            "gates judge what was measured",
+            got=f"no {JSON_FILE}",
+            cure=f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`",
         )
     full = verify(folder)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
-    checkpoint, bar = checkpoint_folder(folder), bytes_bar(Console(stderr=True), "reading")
+    checkpoint = checkpoint_folder(folder)
+    bar = bytes_bar(Console(stderr=True), "reading")
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     found = {
         "path": full.path,
         "sha256": full.identity.sha256,
         **full.judgement.model_dump(mode="json"),
     }
-    status = OF_VERDICT[full.judgement.verdict]
-    answer(found, verdict(full.path, full.judgement), as_json=as_json, status=status)
+    answer(
+        found,
+        verdict(full.path, full.judgement),
+        as_json=as_json,
+        status=OF_VERDICT[full.judgement.verdict],
+    )
 
 
 def page(path: Path, out: Path | None = None) -> None:
@@ -136,7 +147,8 @@ def card(
     words = {"base_model": base_model, "license_id": license_id}
     made, report = api.card(path, source=source, out=out, progress=bar, **words)
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
-    judged, title = "not judged", Text("not judged", "yellow")
+    judged = "not judged"
+    title = Text("not judged", "yellow")
     if report.judgement:
         judged = report.judgement.verdict
         title = Text(report.judgement.title, VERDICT_COLOURS[judged])
@@ -196,11 +208,12 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
     from ..validate.report.check_data import check_data
 
     if len(paths) != 1 or not Path(paths[0]).is_dir():
-        rule, cure = (
+        raise RecipeError(
+            "--record",
             "keeps the check of one folder",
-            "Run it for each, on a checkpoint that lies here",
+            got=" ".join(paths),
+            cure="Run it for each, on a checkpoint that lies here",
         )
-        raise RecipeError("--record", rule, got=" ".join(paths), cure=cure)
     checkpoint = Path(paths[0])
     folder = report_folder(checkpoint)
     identity = identify(checkpoint, cache=folder, watch=bytes_bar(err, "reading"))

@@ -88,7 +88,8 @@ def serve(
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
     from ..validate.measure.serve_line import refuse_settings, serve_words
 
-    err, extra = Console(stderr=True), tuple(context.args)
+    err = Console(stderr=True)
+    extra = tuple(context.args)
     refuse_stray_words("serve", extra)
     foreground.refuse_our_words(extra)
     address = foreground.Address(
@@ -104,9 +105,11 @@ def serve(
             raise
         vllm = None  # the commands may be run elsewhere
     refuse_settings(extra, vllm.version if vllm else NEWEST)
-    size, device = 1, ""
+    size = 1
+    device = ""
     if vllm:
-        size, device = tensor_parallel_size(opened, vllm, extra), vllm.device
+        size = tensor_parallel_size(opened, vllm, extra)
+        device = vllm.device
     best = _best_k(opened, k, num_mtp_layers, device)
     if gpus:
         from .. import api
@@ -127,8 +130,13 @@ def serve(
         return
     assert vllm is not None
     if lack := why_no_kernel(opened, vllm):
-        cure = f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(path)}` measures a BF16 copy"
-        raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
+        raise VLLMError(
+            opened.where,
+            "must have kernels on this machine",
+            got=lack,
+            cure="Serve it on a GPU; "
+            f"`keepmtp serve-check {shlex.quote(path)}` measures a BF16 copy",
+        )
     refuse_full_gpus(opened, vllm, extra)
     local = downloaded(opened, err)
     assert local.folder is not None
@@ -205,8 +213,12 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
     errors = [finding for finding in checked.data.findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more: `{_check(path)}`)" if errors[1:] else ""
-        rule, cure = "must pass the check before it is served", with_path(errors[0].cure, path)
-        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
+        raise GateError(
+            path,
+            "must pass the check before it is served",
+            got=f"{errors[0].where}: {errors[0].says}{more}",
+            cure=with_path(errors[0].cure, path),
+        )
 
 
 def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: str) -> "BestK":
@@ -263,5 +275,6 @@ def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
     got = f"exit status {life.status} after {life.seconds:.0f} s"
     cure = "Read its words above, or name a file with --log"
     if log is not None:
-        got, cure = f"{got}: {last_error(log, life.status)}", f"Read {log}"
+        got = f"{got}: {last_error(log, life.status)}"
+        cure = f"Read {log}"
     return VLLMError("vllm serve", rule, got=got, cure=cure)

@@ -35,6 +35,7 @@ from ..recipes.conventions import (
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName, Part
 from ..recipes.family_view import Place
+from ..recipes.frozen import frozen
 from ..recipes.renamer import renamer
 from ..recipes.schemes import SCHEMES, num_bytes
 from ..validate.check.check import examine
@@ -63,7 +64,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _ANEW = "Quantize the original release anew"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StoredMatrix:
     """One matrix on disk: a `config.modules.Matrix`.
 
@@ -118,19 +119,35 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             form or a value that the other dialect has no word for.
     """
     checked = examine(where)
-    source, runtime, findings = checked.readable(), checked.runtime, checked.data.findings
+    source = checked.readable()
+    runtime = checked.runtime
+    findings = checked.data.findings
     if runtime is None or (findings and findings[0].severity == "error"):  # errors come first
-        found, rule = findings[0], "must pass its own check before it is converted"
-        raise CheckpointError(f"{where}: {found.where}", rule, got=found.says, cure=found.cure)
+        found = findings[0]
+        raise CheckpointError(
+            f"{where}: {found.where}",
+            "must pass its own check before it is converted",
+            got=found.says,
+            cure=found.cure,
+        )
     if source.folder is None:
-        rule, got = "what is converted must be a folder here", "a Hub repository"
-        cure = "Download it: `hf download` puts a repository into a folder"
-        raise RecipeError(where, rule, got=got, cure=cure)
-    first, why = _dialect_of(runtime), f"so {to} has it"
+        raise RecipeError(
+            where,
+            "what is converted must be a folder here",
+            got="a Hub repository",
+            cure="Download it: `hf download` puts a repository into a folder",
+        )
+    first = _dialect_of(runtime)
+    why = f"so {to} has it"
     if first == to:
-        rule = "a checkpoint is converted into the other dialect"
-        raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
-    proposal, matrices = Proposal(source), _matrices_in(runtime, to)
+        raise RecipeError(
+            where,
+            "a checkpoint is converted into the other dialect",
+            got=f"one in {to} already",
+            cure="There is nothing to do",
+        )
+    proposal = Proposal(source)
+    matrices = _matrices_in(runtime, to)
     for matrix in (*matrices, *_caches_in(runtime)):
         if not matrix.scheme:
             continue
@@ -139,8 +156,12 @@ def plan_conversion(where: str, to: Format) -> Conversion:
             if new == entry and data is None:
                 continue
             if not proposal.retensor(entry, new, why):
-                rule, cure = "no tensor must have the name that another one gets", "Take one out"
-                raise CheckpointError(f"{where}: {entry.name}", rule, got=new.name, cure=cure)
+                raise CheckpointError(
+                    f"{where}: {entry.name}",
+                    "no tensor must have the name that another one gets",
+                    got=new.name,
+                    cure="Take one out",
+                )
             if data is not None:
                 proposal.made[new.name] = data
     # How the KV cache is quantized: the same key in both dialects, a word in hf_quant_config.json.
@@ -148,8 +169,12 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     if runtime.given.nested is not None:
         cache = runtime.given.nested.get("kv_cache_quant_algo")
         if cache not in (None, "FP8"):
-            rule = "both dialects must have a word for the KV cache"
-            raise CheckpointError(f"{source.where}/{HF_QUANT_CONFIG}", rule, got=cache, cure=_ANEW)
+            raise CheckpointError(
+                f"{source.where}/{HF_QUANT_CONFIG}",
+                "both dialects must have a word for the KV cache",
+                got=cache,
+                cure=_ANEW,
+            )
         cache = cache and dict(FP8_CACHE)
     made = quantization_config(runtime.view, matrices, format=to, cache=cache).value
     files = config_files(source.config, made, runtime.view)
@@ -183,23 +208,29 @@ def _turned(
     Raises:
         CheckpointError: it is re-expressed, and not positive and finite.
     """
-    leaf, form = entry.name.rpartition(".")[2], (entry.dtype, entry.shape)
+    leaf = entry.name.rpartition(".")[2]
+    form = (entry.dtype, entry.shape)
     if to == "modelopt":
         other = in_modelopt(matrix.scheme, leaf, *form, of_experts=matrix.is_of_experts)
     else:
         other = in_compressed_tensors(matrix.scheme, leaf, *form)
-    name, dtype = HFName(f"{matrix.module}.{other.leaf}"), other.dtype
+    name = HFName(f"{matrix.module}.{other.leaf}")
+    dtype = other.dtype
     new = replace(entry, name=name, dtype=dtype, shape=other.shape)
     if other.change == "none":
         return new, None
     value = read_tensor(runtime.source, entry)
     if not bool(((value.float() > 0) & value.float().isfinite()).all()):
-        rule = "a scale that is re-expressed must be positive and finite"
-        got, cure = f"{value.flatten().tolist()[:4]}", "See `keepmtp check --values`"
-        raise CheckpointError(f"{runtime.source.where}: {entry.name}", rule, got=got, cure=cure)
+        raise CheckpointError(
+            f"{runtime.source.where}: {entry.name}",
+            "a scale that is re-expressed must be positive and finite",
+            got=f"{value.flatten().tolist()[:4]}",
+            cure="See `keepmtp check --values`",
+        )
     made = changed(value, other.change, TORCH_DTYPES[dtype])
     if other.change == "dtype" and not torch.equal(made.float(), value.float()):
-        dtype, made = "F32", value.float()
+        dtype = "F32"
+        made = value.float()
     new = replace(new, dtype=dtype, num_bytes=num_bytes(dtype, other.shape))
     return new, made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -213,15 +244,21 @@ def _dialect_of(runtime: RuntimeView) -> Format:
     raw = quantization_of(runtime.source.config) or {}
     for key in ("transform_config", "sparsity_config"):
         if raw.get(key):
-            where = f"{runtime.source.where}/config.json: {key}"
-            rule = "must be empty: modelopt has no word for it"
-            cure = "Keep the checkpoint as it is"
-            raise CheckpointError(where, rule, got="an entry", cure=cure)
+            raise CheckpointError(
+                f"{runtime.source.where}/config.json: {key}",
+                "must be empty: modelopt has no word for it",
+                got="an entry",
+                cure="Keep the checkpoint as it is",
+            )
     for name in FORMATS:
         if runtime.dialect.name == name:
             return name
-    rule = f"only {' and '.join(FORMATS)} are converted into each other"
-    raise CheckpointError(runtime.source.where, rule, got=runtime.dialect.name, cure=_ANEW)
+    raise CheckpointError(
+        runtime.source.where,
+        f"only {' and '.join(FORMATS)} are converted into each other",
+        got=runtime.dialect.name,
+        cure=_ANEW,
+    )
 
 
 def _caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
@@ -254,8 +291,10 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
     for module, weight in runtime.weights.items():
         if weight.form != "plain" and module not in schemes:
             raise _wordless(runtime, weight.weight.name, "a module that vLLM has no entry for")
-        scheme, place = schemes.get(module, ""), runtime.placed.get(module)
-        matrix = StoredMatrix(module=module, place=place, scheme=scheme, parts=weight.parts)
+        scheme = schemes.get(module, "")
+        matrix = StoredMatrix(
+            module=module, place=runtime.placed.get(module), scheme=scheme, parts=weight.parts
+        )
         if len(weight.shape) < 2 or module.startswith(opaque or "\0"):
             continue
         if to == "modelopt" and matrix.is_of_experts and scheme in NOT_FOR_EXPERTS:
@@ -284,7 +323,8 @@ def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
     for module in runtime.modules:
         for member in module.members:
             if member.weight.form != "plain":
-                built, entry = module.resolution.built, module.resolution.entry
+                built = module.resolution.built
+                entry = module.resolution.entry
                 scheme = _of_algorithm(built)
                 if is_grouped:
                     scheme = _of_group(groups.get((module.part, entry)))
@@ -327,5 +367,9 @@ def _of_algorithm(built: VLLMModule) -> str:
 
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:
-    rule = f"both dialects must have a word for the form of a tensor: {', '.join(ALGORITHMS)}"
-    return CheckpointError(f"{runtime.source.where}: {name}", rule, got=got, cure=_ANEW)
+    return CheckpointError(
+        f"{runtime.source.where}: {name}",
+        f"both dialects must have a word for the form of a tensor: {', '.join(ALGORITHMS)}",
+        got=got,
+        cure=_ANEW,
+    )

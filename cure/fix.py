@@ -97,9 +97,12 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
         RecipeError: nothing would change, or OUT cannot be written.
     """
     if not outcome.proposal.edits:
-        rule = "fix writes a folder only if something changes"
-        where, got = outcome.proposal.source.where, "nothing that it can cure"
-        raise RecipeError(where, rule, got=got, cure="Serve it as it is")
+        raise RecipeError(
+            outcome.proposal.source.where,
+            "fix writes a folder only if something changes",
+            got="nothing that it can cure",
+            cure="Serve it as it is",
+        )
     return rewrite(outcome.proposal, out, made_by="fix")
 
 
@@ -123,7 +126,8 @@ def settled(
         cures = dict.fromkeys(cure for rule, cure in fixes if rule in rules)
         if checked.runtime is None or not cures:
             break
-        had, proposal = len(proposal.edits), proposal.copy()
+        had = len(proposal.edits)
+        proposal = proposal.copy()
         for cure in cures:
             cure(Faulty(checked.runtime, checked.data.findings, proposal))
         if len(proposal.edits) == had:
@@ -156,7 +160,9 @@ def with_commands(checked: Checked) -> Checked:
 
     What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
     """
-    data, commands, of_cures = checked.data, dict[Finding, str](), dict[str, str]()
+    data = checked.data
+    commands = dict[Finding, str]()
+    of_cures = dict[str, str]()
     static = [each for each in data.findings if each.origin == "static"]
     own = tuple(each for each in static if each.runtime == "vllm")
     if checked.source is None or not static:
@@ -169,7 +175,8 @@ def with_commands(checked: Checked) -> Checked:
         return checked
     # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
     # the right one. And no fix that brings other errors.
-    known, is_good = {each.key for each in own}, True
+    known = {each.key for each in own}
+    is_good = True
     for each in outcome.after.data.findings:
         is_new = each.key not in known or each.rule == "layer-missing"
         is_good &= each.severity != "error" or not is_new
@@ -197,7 +204,8 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
         return ""
     # What is wrong with the backbone as well is wrong in config.json, and a new block would be
     # wrong there too.
-    rule, errors = finding.rule.removeprefix("sglang-"), outcome.after.data.findings
+    rule = finding.rule.removeprefix("sglang-")
+    errors = outcome.after.data.findings
     of_rule = [each for each in errors if (each.rule, each.severity) == (rule, "error")]
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
     if rule in _OF_BLOCKS or (rule in _OF_TENSORS and is_of_block):

@@ -49,13 +49,16 @@ _PREFIXES = ("language_model.", "model.language_model.", "language_model.model."
 
 def mtp_count_is_what_is_there(faulty: Faulty) -> None:
     """config.json counts the MTP layers that the files have: F9, M7; and the decoder layers: M9."""
-    runtime, proposal = faulty.runtime, faulty.proposal
+    runtime = faulty.runtime
+    proposal = faulty.proposal
     view = runtime.view
-    key, found = view.mtp_count_key, len(runtime.found) // view.num_mtp_parts
+    key = view.mtp_count_key
+    found = len(runtime.found) // view.num_mtp_parts
     is_beyond = max(runtime.found, default=runtime.promised) >= runtime.promised
     if view.layout.mtp is None and runtime.promised and is_beyond:
         # The tensors that join embedding and hidden state show which layer is the MTP layer.
-        key, found = view.family.num_layers_key, runtime.block_at
+        key = view.family.num_layers_key
+        found = runtime.block_at
         why = f"layer {found} has the modules of an MTP layer, so the decoder layers end before it"
     elif runtime.found == frozenset(range(len(runtime.found))):
         why = f"the files have {found} MTP layers; with another count vLLM builds another draft"
@@ -91,7 +94,8 @@ def activations_are_named(faulty: Faulty) -> None:
     if not any("input_activations" in each.says for each in faulty.findings):
         return
     for name, group in (faulty.proposal.quantization("config_groups") or {}).items():
-        weights, place = group.get("weights") or {}, ("config_groups", name, "input_activations")
+        weights = group.get("weights") or {}
+        place = ("config_groups", name, "input_activations")
         is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
         if is_fp8 and group.get("input_activations") is None:
             value = {"num_bits": 8, "type": "float", "dynamic": True, "symmetric": True}
@@ -113,7 +117,8 @@ def kv_cache_is_one_that_vllm_has(faulty: Faulty) -> None:
 
 def modelopt_fields_are_there(faulty: Faulty) -> None:
     """The fields that vLLM asks of a config with NVFP4, read from the headers: R7."""
-    proposal, inner = faulty.proposal, faulty.proposal.quantization()
+    proposal = faulty.proposal
+    inner = faulty.proposal.quantization()
     is_nested = proposal.quantization_at[1][-1] == "quantization" and isinstance(inner, dict)
     if not isinstance(faulty.runtime.dialect, ModelOpt) or not is_nested:
         return
@@ -139,7 +144,8 @@ def two_configs_agree(faulty: Faulty) -> None:
     bytes, its own: R5.
     """
     proposal = faulty.proposal
-    config, other = proposal.quantization(), proposal.value(HF_QUANT_CONFIG, ("quantization",))
+    config = proposal.quantization()
+    other = proposal.value(HF_QUANT_CONFIG, ("quantization",))
     if not proposal.config_place or proposal.value(HF_QUANT_CONFIG, ()) is None:
         return
     is_wrong = False
@@ -183,15 +189,15 @@ def mtp_names_lose_a_prefix(faulty: Faulty) -> None:
         head, found, rest = name.partition("mtp.")
         if found and head in _PREFIXES and not faulty.runtime.is_mtp_name(name):
             why = "the draft's loader does not strip the vision-language model's prefix"
-            new = replace(entry, name=HFName(f"{stem}{rest}"))
-            faulty.proposal.retensor(entry, new, why)
+            faulty.proposal.retensor(entry, replace(entry, name=HFName(f"{stem}{rest}")), why)
 
 
 def kv_scales_leave(faulty: Faulty) -> None:
     """Scales of the KV cache that the loader of the target or of the draft has no place for:
     F32.
     """
-    runtime, loader = faulty.runtime, faulty.runtime.view.family.loader
+    runtime = faulty.runtime
+    loader = faulty.runtime.view.family.loader
     for entry in runtime.others:
         is_mtp = runtime.is_mtp_name(entry.name)
         is_taken = draft_takes(loader, entry.name) if is_mtp else loader.backbone_takes_kv_scales
@@ -230,7 +236,8 @@ def tensors_have_the_form_that_is_built(faulty: Faulty) -> None:
 def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
     """One weight's tensors, in the form that vLLM builds."""
     parts = {built.renames.get(leaf, leaf): entry for leaf, entry in member.weight.parts.items()}
-    extra, missing = parts.keys() - built.leaves - built.optional, built.leaves - parts.keys()
+    extra = parts.keys() - built.leaves - built.optional
+    missing = built.leaves - parts.keys()
     if len(extra) == len(missing) == 1 and extra | missing <= {*_FIRST_SCALES}:
         (had,), (wanted,) = extra, missing
         why = f"vLLM's parameter is {wanted}; {had} has no place, and means the same"
@@ -239,7 +246,8 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
     elif not extra and not missing:
         weight = parts.get("weight_packed") or parts["weight"]
         for leaf, entry in parts.items():
-            dtype, shape = _dtype_of(built, leaf, entry), _shape_of(built, leaf, entry, weight)
+            dtype = _dtype_of(built, leaf, entry)
+            shape = _shape_of(built, leaf, entry, weight)
             if (dtype, shape) != (entry.dtype, entry.shape):
                 why = f"vLLM builds {leaf} as {dtype} of {len(shape)} dimensions; the bytes stay"
                 faulty.proposal.retensor(entry, replace(entry, dtype=dtype, shape=shape), why)

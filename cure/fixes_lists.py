@@ -64,12 +64,14 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
     """Entries that take a quantized module away, and modules that no entry names: F11 to F47, G1,
     G2, H1.
     """
-    runtime, proposal = faulty.runtime, faulty.proposal
+    runtime = faulty.runtime
+    proposal = faulty.proposal
     dialect = type(runtime.dialect)
     if dialect not in _SPELLINGS:
         return
     keys, _, of_name = _SPELLINGS[dialect]
-    key, value = next(filter(proposal.quantization, keys), keys[0]), _VALUES.get(dialect)
+    key = next(filter(proposal.quantization, keys), keys[0])
+    value = _VALUES.get(dialect)
     if proposal.quantization_at[1][-1] == "quantization":
         key = "exclude_modules"
     now: Any = proposal.quantization(key) or []
@@ -129,7 +131,8 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
 def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
     """Entries that reach these modules, and none that is stored quantized."""
     _, of_stem, of_name = _SPELLINGS[type(runtime.dialect)]
-    packed, quantized = list[str](), set[int | None]()
+    packed = list[str]()
+    quantized = set[int | None]()
     for module in runtime.modules:
         if _is_packed(module):
             packed += [module.name, *module.shards]
@@ -185,7 +188,8 @@ def _reached(
     runtime: RuntimeView, part: Part, entries: Iterable[str], names: Iterable[str]
 ) -> bool:
     """Whether one of these entries of this dialect hits one of `names`."""
-    dialect, reader = runtime.dialect, "backbone"
+    dialect = runtime.dialect
+    reader = "backbone"
     if part == "mtp":
         dialect = runtime.draft_dialect
         if runtime.view.layout.draft_reads_afresh:
@@ -205,8 +209,9 @@ def _reached(
 
 def _more_targets(faulty: Faulty) -> None:
     """Targets of compressed-tensors in the group whose form a module has."""
-    runtime, proposal, lost = faulty.runtime, faulty.proposal, list[Module]()
-    for module in runtime.modules:
+    proposal = faulty.proposal
+    lost = list[Module]()
+    for module in faulty.runtime.modules:
         is_wrong = module.resolution.built.form not in (_form(module), "unknown")
         is_wrong &= module.loads_quantized and _is_packed(module)
         if is_wrong and not module.resolution.error:
@@ -243,7 +248,8 @@ def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> boo
 
 def _more_lines(faulty: Faulty) -> None:
     """Lines of modelopt's quantized_layers, new or with the algorithm that is stored."""
-    now, lines = faulty.proposal.quantization("quantized_layers"), {}
+    now = faulty.proposal.quantization("quantized_layers")
+    lines = {}
     for module in faulty.runtime.modules:
         form = _form(module)
         if module.loads_quantized and form in _ALGORITHMS and _builds_plain(module):

@@ -36,7 +36,7 @@ from ..checkpoints.files import WORK, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import Source
+from ..checkpoints.source import Source, view_of
 from ..checkpoints.source_of import refuse_stranger
 from ..checkpoints.stored import FLOATS, stored_weights
 from ..quantize.config.written import config_of
@@ -44,7 +44,6 @@ from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.families import find_view
 from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..validate.check.check import Checked, examine_source
@@ -131,13 +130,18 @@ def plan_graft(
             the release, an unknown dialect, or a result that would not load.
     """
     checked = examine_source(quantized)
-    ours, _ = _readable(checked), _readable(examine_source(source))
+    ours = _readable(checked)
+    _ = _readable(examine_source(source))
     refuse_another_model(quantized, source)
-    dialect, family = ours.dialect, ours.view.family
+    dialect = ours.dialect
+    family = ours.view.family
     if isinstance(dialect, UnknownDialect):
-        rule = "graft writes dialects that keepmtp knows"
-        cure = "Quantize the release with keepmtp, which keeps its MTP block"
-        raise CheckpointError("config.json: quantization_config", rule, got=dialect.name, cure=cure)
+        raise CheckpointError(
+            "config.json: quantization_config",
+            "graft writes dialects that keepmtp knows",
+            got=dialect.name,
+            cure="Quantize the release with keepmtp, which keeps its MTP block",
+        )
     proposal = Proposal(quantized)
     _count_mtp_layers(proposal, source.config, family)
     view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
@@ -149,10 +153,13 @@ def plan_graft(
     is_good = not any(_is_about_the_block(each, ours) for each in checked.data.findings)
     if old and not is_replaced and is_whole and is_good:
         facts = checked.data.facts
-        rule = "graft gives a block to a checkpoint that lacks a good one"
-        got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding"
-        cure = "Use it as it is, or say --replace to take the release's block all the same"
-        raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
+        forms = ", ".join(facts.mtp_forms)
+        raise CheckpointError(
+            checked.data.path,
+            "graft gives a block to a checkpoint that lacks a good one",
+            got=f"{facts.num_mtp_tensors:,} tensors in {forms}, and no finding",
+            cure="Use it as it is, or say --replace to take the release's block all the same",
+        )
     word = mtp or "bf16"
     if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
         word = "source"
@@ -160,9 +167,12 @@ def plan_graft(
     plan = plan_mtp_alone(source, view, word, as_released=is_released)
     packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
     if packed is not None and not isinstance(dialect, CompressedTensors):
-        rule = f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}"
-        got = f"{word}, so {packed.scheme} for {packed.name}"
-        raise RecipeError("--mtp", rule, got=got, cure="Use --mtp bf16")
+        raise RecipeError(
+            "--mtp",
+            f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}",
+            got=f"{word}, so {packed.scheme} for {packed.name}",
+            cure="Use --mtp bf16",
+        )
     made: dict[str, list[Entry]] = defaultdict(list)
     for shard in plan.shards:
         for output in shard.outputs:
@@ -170,10 +180,12 @@ def plan_graft(
             made[shard.file].append(entry)
     proposal.put_shards(old, made)
     if proposal.shards_again and quantized.folder is None:
-        rule = "a shard with tensors of the old block and of the backbone must be here"
-        cure = f"Download it: hf download {quantized.where} --local-dir FOLDER"
-        got = f"{next(iter(proposal.shards_again))} on the Hub"
-        raise CheckpointError(quantized.where, rule, got=got, cure=cure)
+        raise CheckpointError(
+            quantized.where,
+            "a shard with tensors of the old block and of the backbone must be here",
+            got=f"{next(iter(proposal.shards_again))} on the Hub",
+            cure=f"Download it: hf download {quantized.where} --local-dir FOLDER",
+        )
     if isinstance(dialect, CompressedTensors):
         _name_in_compressed_tensors(proposal, plan)
     checked = proposal.examined()
@@ -184,9 +196,12 @@ def plan_graft(
     runtime = _readable(checked)
     for each in checked.data.findings:
         if _is_about_the_block(each, runtime):  # a broad entry of the old config reaches it
-            rule = "the new MTP block must be built as it is stored"
-            cure = f"{each.cure}, in {checked.data.path}"
-            raise CheckpointError(each.where, rule, got=each.says, cure=cure)
+            raise CheckpointError(
+                each.where,
+                "the new MTP block must be built as it is stored",
+                got=each.says,
+                cure=f"{each.cure}, in {checked.data.path}",
+            )
     return Graft(plan=plan, proposal=proposal, checked=checked)
 
 
@@ -211,13 +226,15 @@ def carry_out(
         CheckpointError: the release's block was never trained, a file ends early, or a folder
             changed meanwhile.
     """
-    release, num_bytes = graft.plan.source, graft.plan.num_bytes_after
+    release = graft.plan.source
+    num_bytes = graft.plan.num_bytes_after
     if release.folder is None:
         num_bytes += graft.num_bytes_read
 
     def make(folder: Path) -> None:
         """Write the block's files."""
-        plan, work = graft.plan, folder / WORK / "graft"
+        plan = graft.plan
+        work = folder / WORK / "graft"
         if release.folder is None:
             with bar("fetching")(graft.num_bytes_read) as progress:
                 plan = replace(plan, source=_fetched(graft, work / "release", progress))
@@ -244,17 +261,21 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
     """The release with the block's tensors in a folder of its own; what an earlier run brought
     there is not asked for again.
     """
-    source, lines, lock = graft.plan.source, folder / "ranges.jsonl", Lock()
+    source = graft.plan.source
+    lines = folder / "ranges.jsonl"
+    lock = Lock()
     folder.mkdir(parents=True, exist_ok=True)
     lines.touch()
     done = set[tuple[str, int, int]]()
     for line in lines.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
-    files, left = dict[str, None](), list[tuple[str, int, int]]()
+    files = dict[str, None]()
+    left = list[tuple[str, int, int]]()
     for stretch in joined(source, graft.entries):
         first = stretch.entries[0]
-        files[first.file], end = None, first.start + stretch.num_bytes
+        files[first.file] = None
+        end = first.start + stretch.num_bytes
         size = -(-stretch.num_bytes // max(1, stretch.num_requests))
         for start in range(first.start, end, size or 1):
             piece = first.file, start, min(size, end - start)
@@ -266,8 +287,10 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
     def bring(piece: tuple[str, int, int]) -> None:
         file, start, num_bytes = piece
         buffer = bytearray(num_bytes)  # one piece in memory for each connection
-        into, commit = memoryview(buffer), source.revision
-        read_range(source.where, file, commit=commit, start=start, into=into, arrived=progress)
+        into = memoryview(buffer)
+        read_range(
+            source.where, file, commit=source.revision, start=start, into=into, arrived=progress
+        )
         descriptor = os.open(within(folder, file), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             write_at(descriptor, buffer, start)
@@ -286,13 +309,16 @@ def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
     """Read every tensor of the block once, and refuse values that no trained block has."""
     entries = {entry.name: entry for entry in graft.entries}
     source = replace(source, entries=entries, unindexed={})
-    view = find_view(source.config, source.where, source.entries)
-    runtime = RuntimeView(source=source, view=view)
+    runtime = RuntimeView.of(source)
     for found in check_values(runtime, "all", reading=reading).findings:
         if found.severity == "error" or found.rule == "mtp-untrained":
-            rule = "the release's MTP block must hold what a trained model holds"
-            cure = "Download the release again; if its values stay so, nothing can draft with them"
-            raise CheckpointError(f"{source.where}: {found.where}", rule, got=found.says, cure=cure)
+            raise CheckpointError(
+                f"{source.where}: {found.where}",
+                "the release's MTP block must hold what a trained model holds",
+                got=found.says,
+                cure="Download the release again; "
+                "if its values stay so, nothing can draft with them",
+            )
 
 
 def refuse_another_model(quantized: Source, source: Source) -> None:
@@ -305,13 +331,16 @@ def refuse_another_model(quantized: Source, source: Source) -> None:
         CheckpointError: names a tensor with another shape.
     """
     refuse_stranger(quantized, source)
-    view = find_view(quantized.config, quantized.where, quantized.entries)
+    view = view_of(quantized)
     shapes = _shapes_of(source)
     for name, shape in _shapes_of(quantized).items():
         if shapes.get(name, shape) != shape and not view.is_mtp(name):
-            rule, cure = "both must have one shape", "Name the release that it was made from"
-            got = f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}"
-            raise CheckpointError(name, rule, got=got, cure=cure)
+            raise CheckpointError(
+                name,
+                "both must have one shape",
+                got=f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}",
+                cure="Name the release that it was made from",
+            )
 
 
 def _shapes_of(opened: Source) -> dict[HFName, tuple[int, ...]]:
@@ -340,7 +369,8 @@ def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: F
         for key, value in theirs.items():
             if key in ("text_config", "quantization_config"):
                 continue
-            now, why = proposal.value(CONFIG, (*path, key)), ""
+            now = proposal.value(CONFIG, (*path, key))
+            why = ""
             is_shorter = isinstance(now, list) and isinstance(value, list) and now and now != value
             if key in counts or _ABOUT_MTP.search(key):
                 why = "the release describes its MTP block so"
@@ -354,7 +384,8 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     """The groups and the ignored modules that quantize writes for the block, next to those of the
     backbone.
     """
-    raw, made = proposal.quantization(), config_of(plan).value
+    raw = proposal.quantization()
+    made = config_of(plan).value
     if not made["config_groups"]:
         return  # the lists are all that says a plain block
     why = "vLLM builds these modules of the MTP block plain"
@@ -378,8 +409,10 @@ def _readable(checked: Checked) -> RuntimeView:
     type.
     """
     if checked.runtime is None:
-        first, rule = checked.data.findings[0], "the check must be able to read it"
-        raise CheckpointError(first.where, rule, got=first.says, cure=first.cure)
+        first = checked.data.findings[0]
+        raise CheckpointError(
+            first.where, "the check must be able to read it", got=first.says, cure=first.cure
+        )
     return checked.runtime
 
 

@@ -100,8 +100,10 @@ class Proposal:
     def copy(self) -> "Proposal":
         """Another one with the same changes, so that more can be tried; they share `not_here`."""
         other = copy(self)
-        other.edits, other._docs = self.edits.copy(), deepcopy(self._docs)
-        other._indexed, other._touched = self._indexed.copy(), self._touched.copy()
+        other.edits = self.edits.copy()
+        other._docs = deepcopy(self._docs)
+        other._indexed = self._indexed.copy()
+        other._touched = self._touched.copy()
         other._shards = defaultdict(dict)
         for file, tensors in self._shards.items():
             other._shards[file] = tensors.copy()
@@ -118,7 +120,8 @@ class Proposal:
 
     def set(self, file: str, place: JSONPath, value: Any, why: str) -> None:
         """Give a JSON file another value; without a place, another content, or none at all."""
-        holder, place = self._docs, (file, *place)
+        holder = self._docs
+        place = (file, *place)
         for key in place[:-1]:
             holder = holder.setdefault(key, {})
         if place[-1] not in holder or holder[place[-1]] != value:
@@ -165,7 +168,8 @@ class Proposal:
         if self.source.folder is None:
             self.not_here[why] = None
             return False
-        shard, says = self._shards[entry.file], "left out"
+        shard = self._shards[entry.file]
+        says = "left out"
         if shard.get(entry.name) != entry:  # a change before this one was to the same tensor
             return False
         if new is not None:
@@ -198,9 +202,12 @@ class Proposal:
             self._touched.add(entry.file)
         for file, entries in made.items():
             for other in self._shards[file]:
-                rule = f"{file} must hold nothing but the MTP block"
-                cure = "Give it another name, also in the index"
-                raise CheckpointError(self.source.where, rule, got=other, cure=cure)
+                raise CheckpointError(
+                    self.source.where,
+                    f"{file} must hold nothing but the MTP block",
+                    got=other,
+                    cure="Give it another name, also in the index",
+                )
             self._shards[file] = {entry.name: entry for entry in entries}
         self._touched |= made.keys()
         self._indexed |= made.keys()
@@ -260,7 +267,8 @@ class Proposal:
 
     def outcome(self) -> Source:
         """What it would be: the headers of the new folder, under the checkpoint's own name."""
-        entries, unindexed = dict[HFName, Entry](), dict[HFName, Entry]()
+        entries = dict[HFName, Entry]()
+        unindexed = dict[HFName, Entry]()
         for file, tensors in self._shards.items():
             (entries if file in self._indexed else unindexed).update(tensors)
         config = deepcopy(self._docs[CONFIG])
@@ -275,7 +283,8 @@ class Proposal:
         """The new index; None if the old one stays, or none is needed."""
         if not self._touched and self._indexed == self._listed:
             return None
-        files, total = {}, 0
+        files = {}
+        total = 0
         for file in sorted(self._indexed):
             for name, entry in self._shards[file].items():
                 files[str(name)] = file
@@ -283,7 +292,8 @@ class Proposal:
         old = small_object(self.source, INDEX) or {}
         if not old and len({*files.values()}) == 1:
             return None
-        given, listed = old.get("metadata"), old.get("weight_map", {})
+        given = old.get("metadata")
+        listed = old.get("weight_map", {})
         metadata = {"total_size": total}
         if isinstance(given, dict):
             metadata = {**given, **metadata}
@@ -309,7 +319,8 @@ def json_diff(
         before, after: its bytes; None where there is no such file.
         reasons: why it changes.
     """
-    old, new = _lines(before), _lines(after)
+    old = _lines(before)
+    new = _lines(after)
     if old == new:
         return []
     lines = [f"--- a/{name}", f"+++ b/{name}", *map("# {}".format, dict.fromkeys(reasons))]

@@ -118,8 +118,10 @@ def rewrite(
         CheckpointError: a link that leaves the old folder, an old file that ends early, or the old
             folder changed.
     """
-    source, again = proposal.source, proposal.shards_again
-    small, gone = dict[str, bytes](), {*proposal.empty_shards}
+    source = proposal.source
+    again = proposal.shards_again
+    small = dict[str, bytes]()
+    gone = {*proposal.empty_shards}
     for name, data in proposal.files().items():
         if data is None:
             gone.add(name)
@@ -133,7 +135,8 @@ def rewrite(
     found = _stamp_in(out)
     if found is not None and found.command == command:
         # All files are in OUT, and none was written to after the stamp was.
-        names, made = (*found.new, *found.kept), (out / _STAMP).stat().st_mtime_ns
+        names = (*found.new, *found.kept)
+        made = (out / _STAMP).stat().st_mtime_ns
         states = states_of(out, names).values()
         if len(states) == len(names) and all(state.mtime_ns <= made for state in states):
             _tidy(out)
@@ -147,8 +150,9 @@ def rewrite(
         parent = next(path for path in out.absolute().parents if path.is_dir())
         if parent.stat().st_dev != source.folder.stat().st_dev:
             num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
-    cure = "Choose an OUT on the checkpoint's own disk, or make room"
-    refuse_small_disk(out, num_bytes, cure=cure)
+    refuse_small_disk(
+        out, num_bytes, cure="Choose an OUT on the checkpoint's own disk, or make room"
+    )
     partial = partial_path(out)
     with held(partial, "only one run may write an output"), naming_file(partial):
         refuse_place(source, out)  # another run may have finished since this one looked
@@ -267,8 +271,12 @@ def _begin(partial: Path, command: str) -> None:
     """Clear a folder that this run holds; what the same command kept for itself stays."""
     found = _stamp_in(partial)
     if found is None and any(path.name != WORK for path in partial.iterdir()):
-        rule = "an unfinished output can only be written by the command that began it"
-        raise RecipeError(partial, rule, got="files of another command", cure="Choose another OUT")
+        raise RecipeError(
+            partial,
+            "an unfinished output can only be written by the command that began it",
+            got="files of another command",
+            cure="Choose another OUT",
+        )
     for path in partial.iterdir():
         if path.name != WORK or (found is not None and found.command != command):
             _remove(path)

@@ -10,15 +10,15 @@ first.
 """
 
 import re
-from dataclasses import dataclass
 
 from .errors import RecipeError
+from .frozen import frozen
 
 _WRITTEN = re.compile(r"(?P<amount>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bits|B|[KMGT]i?B)")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Budget:
     """A limit, of one of two kinds.
 
@@ -39,14 +39,14 @@ def read_budget(written: str) -> Budget:
     """
     found = _WRITTEN.fullmatch(written)
     if found is None or not float(found["amount"]):
-        rule = "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits"
         raise RecipeError(
             "",
-            rule,
+            "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits",
             got=repr(written),
             cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
         )
-    amount, unit = float(found["amount"]), found["unit"]
+    amount = float(found["amount"])
+    unit = found["unit"]
     if unit == "bits":
         return Budget(bits=amount)
     thousand = 1024 if "i" in unit else 1000

@@ -96,8 +96,9 @@ def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
             for part in key.split("."):
                 value = value.get(part) if isinstance(value, dict) else None
             if value is not None and not fits(value):
-                rule = f"{prefix}{key} must be {words}"
-                raise CheckpointError(where, rule, got=repr(value), cure=CURE)
+                raise CheckpointError(
+                    where, f"{prefix}{key} must be {words}", got=repr(value), cure=CURE
+                )
 
 
 @cache

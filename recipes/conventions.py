@@ -14,9 +14,10 @@ for FP8 blocks of experts under MIXED_PRECISION, Fp8MoEMethod in fp8.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
+
+from .frozen import frozen
 
 FORMATS = ("compressed-tensors", "modelopt")
 Format = Literal["compressed-tensors", "modelopt"]
@@ -59,7 +60,7 @@ MIXED_FOR_EXPERTS = ("FP8_BLOCK",)
 _COMMON = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Spelling:
     """One tensor in modelopt's convention; `change` leads there, and back."""
 

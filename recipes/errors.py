@@ -54,7 +54,10 @@ class KeepMTPError(ValueError):
 
     def __init__(self, where: object, rule: str, *, got: object, cure: str) -> None:
         super().__init__(where, rule, got, cure)
-        self.where, self.rule, self.got, self.cure = where, rule, got, cure
+        self.where = where
+        self.rule = rule
+        self.got = got
+        self.cure = cure
 
     def __str__(self) -> str:
         """The house form: `<where>: <rule>; got <got>. <cure>.`"""
@@ -110,7 +113,8 @@ def folded(name: str) -> str:
 
 def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
     """A cure that suggests the nearest known name, if there is one that is near."""
-    said, names = folded(str(word)), {folded(str(name)): name for name in known}
+    said = folded(str(word))
+    names = {folded(str(name)): name for name in known}
     near = get_close_matches(said, names, n=1, cutoff=0.75)
     near = (
         near

@@ -73,7 +73,8 @@ def install_command(extra: str) -> str:
     what the extra adds. A `pip` of another Python would look for keepmtp itself, so this Python is
     named.
     """
-    wanted, python = f"'{_PACKAGE}[{extra}]'", shlex.quote(sys.executable)
+    wanted = f"'{_PACKAGE}[{extra}]'"
+    python = shlex.quote(sys.executable)
     # Asked of the metadata: setuptools takes a search for the module as pip at work and drops its
     # own distutils. Then torch's extensions, and so modelopt, cannot be imported any more.
     if any(distributions(name="pip")):

@@ -11,8 +11,10 @@ layer `num_hidden_layers`). It mostly lacks the `.mtp_block` of parameter names.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, NewType
+
+from .frozen import frozen
 
 HFName = NewType("HFName", str)
 """A tensor or module name as in the source's safetensors files."""
@@ -43,7 +45,7 @@ end.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Interleaved:
     """q, k and v in one matrix, whose rows come in slices: each has rows of q, then of k, then of
     v.
@@ -60,7 +62,7 @@ class Interleaved:
     sliding: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Row:
     """One module of a block.
 
@@ -111,7 +113,7 @@ class Row:
         return tuple(f"{self.runtime}.{{e}}.{name}" for name in self.stacked)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Stem:
     """The prefix of a repeated block: `{i}` is the index on disk, `{n}` continues the count of the
     decoder layers.
@@ -124,7 +126,7 @@ class Stem:
         return re.compile("^" + re.escape(self.disk).replace(r"\{i\}", f"({INDEX})") + r"(.+)$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Renames:
     """How vLLM changes names in a quantization config: `hf_to_vllm_mapper.get_rename_mapper()` of
     the target's class.
@@ -136,7 +138,7 @@ class Renames:
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Loader:
     """What vLLM's draft class does with a checkpoint that does not fit it.
 
@@ -179,7 +181,7 @@ class Loader:
         return num_drafts if self.builds_as_drafted else self.num_layers_used
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Alias:
     """A tensor that some runtime wants in the MTP block although it equals one of the backbone."""
 
@@ -188,7 +190,7 @@ class Alias:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Layout:
     """Names of one architecture.
 
@@ -230,7 +232,7 @@ class Layout:
     draft_renumbers: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Draft:
     """What an MTP layer computes before and after its decoder layer, as vLLM's draft class does it.
 
@@ -298,7 +300,7 @@ class Draft:
     proof: Proof
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Family:
     """A family table.
 

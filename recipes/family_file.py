@@ -93,7 +93,8 @@ def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Ro
             continue
         fields = _fields(group)
         at = fields.pop("at", "")
-        on_disk, in_vllm = fields.pop("on_disk", at), fields.pop("in_vllm", at)
+        on_disk = fields.pop("on_disk", at)
+        in_vllm = fields.pop("in_vllm", at)
         if used := fields.pop("use", ""):
             why_kept = fields.pop("why_kept", "")
             for row in _rows(blocks[used], blocks):
@@ -136,7 +137,8 @@ def _listed(
 
 def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
     """The row below a module. vLLM asks for an expert's projection by the path in vLLM."""
-    path, runtime = _below(on_disk, row.path), _below(in_vllm, row.runtime or row.path)
+    path = _below(on_disk, row.path)
+    runtime = _below(in_vllm, row.runtime or row.path)
     aliases = [_below(in_vllm, alias) for alias in row.aliases]
     if runtime == path:
         runtime = ""

@@ -16,12 +16,13 @@ from typing import Any
 
 from .errors import CheckpointError
 from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
+from .frozen import frozen
 
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _UNKNOWN = "outside of the family's table"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Place:
     """What one tensor on disk is.
 
@@ -98,11 +99,12 @@ class FamilyView:
         key = next((key for key in keys if self.text_config.get(key)), keys[0])
         value = self.text_config.get(key) or 0
         if type(value) is not int or not 0 <= value < 2**31:
-            rule, cure = (
+            raise CheckpointError(
+                "config.json",
                 f"{key} must be a whole number",
-                "Take config.json from the original release",
+                got=repr(value),
+                cure="Take config.json from the original release",
             )
-            raise CheckpointError("config.json", rule, got=repr(value), cure=cure)
         return value
 
     @cached_property
@@ -112,7 +114,8 @@ class FamilyView:
         Raises:
             CheckpointError: config.json does not say it.
         """
-        key, lists = self.family.num_layers_key, self.family.layer_list_keys
+        key = self.family.num_layers_key
+        lists = self.family.layer_list_keys
         if not key:
             return 0
         if (count := self.text_config.get(key)) is not None:
@@ -175,7 +178,8 @@ class FamilyView:
             )
         for part, regex, stem in self._stems:
             if match := regex.match(name):
-                index, rest = int(match[1]), match[2]
+                index = int(match[1])
+                rest = match[2]
                 if self.layout.mtp is None and index >= self.num_layers:
                     part = "mtp"
                 return self._place_in_block(part, stem, index, rest)
@@ -216,7 +220,8 @@ class FamilyView:
         for index in range(self.num_mtp_layers):
             blocks.append(("mtp", "mtp", first + index))
         for part, kind, index in blocks:
-            runtime, disk = self.runtime_stem(part, index), self.disk_stem(part, index)
+            runtime = self.runtime_stem(part, index)
+            disk = self.disk_stem(part, index)
             for row in self._rows[kind].values():
                 name = self._alone(runtime + (row.runtime or row.path))
                 found.setdefault(name, []).append(HFName(disk + row.path))
@@ -240,7 +245,7 @@ class FamilyView:
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
         """The MTP layers (counted from 0) that have at least one of `names`."""
         first = self.num_layers if self.layout.mtp is None else 0
-        places = (self.place(name) for name in names)
+        places = map(self.place, names)
         return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
@@ -249,7 +254,8 @@ class FamilyView:
         Raises:
             CheckpointError: config.json does not say it.
         """
-        interleaved, config = place.row.interleaved, self.text_config
+        interleaved = place.row.interleaved
+        config = self.text_config
         assert interleaved is not None, place.row.path
         kinds = config.get(interleaved.sliding)
         is_sliding = place.part == "mtp" or (
@@ -259,10 +265,11 @@ class FamilyView:
         keys = [interleaved.count, *(f"swa_{key}" if is_sliding else key for key in keys)]
         sizes = [size for key in keys if isinstance(size := config.get(key), int) and size > 0]
         if len(sizes) < len(keys):
-            rule = f"the rows of {place.module} need {', '.join(keys)}"
-            cure = "Take config.json from the original release"
             raise CheckpointError(
-                "config.json", rule, got=[config.get(key) for key in keys], cure=cure
+                "config.json",
+                f"the rows of {place.module} need {', '.join(keys)}",
+                got=[*map(config.get, keys)],
+                cure="Take config.json from the original release",
             )
         count, heads, groups, head, value = sizes
         return count, heads * head // count, groups * head // count, groups * value // count
@@ -318,7 +325,8 @@ class FamilyView:
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:
         block = {row.path: row for row in self.family.block}
-        linear, mtp = dict(block), dict(block)
+        linear = dict(block)
+        mtp = dict(block)
         for row in self.family.linear_block:
             linear[row.path] = row
         for path in self.family.mtp_lacks:
@@ -347,20 +355,24 @@ class FamilyView:
         return frozenset(number - 1 for number in kda)
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
-        expert, number = None, "{e}"
+        expert = None
+        number = "{e}"
         if match := _EXPERT.search(rest):
             number = match[1]
-            expert, rest = int(number), _EXPERT.sub("{e}", rest, count=1)
+            expert = int(number)
+            rest = _EXPERT.sub("{e}", rest, count=1)
         rows = self._rows[part]
         if part == "backbone" and index in self._linear_layers:
             rows = self._rows["linear"]
-        row, leaf = rows.get(rest), ""
+        row = rows.get(rest)
+        leaf = ""
         if row is None:
             module, _, leaf = rest.rpartition(".")
             row = rows.get(module)
         if row is None:
             return None
-        disk, path = stem.disk.replace("{i}", str(index)), row.path.replace("{e}", number)
+        disk = stem.disk.replace("{i}", str(index))
+        path = row.path.replace("{e}", number)
         runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
         shares = row.shares and disk + row.shares.replace("{e}", number)
         if runtime.endswith("kv_a_proj_with_mqa"):
@@ -387,14 +399,13 @@ class FamilyView:
 
 def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
     """The place of a tensor that is in no layer."""
-    module = HFName(row.path)
     return Place(
         row=row,
         part=part,
         layer=None,
         expert=None,
         leaf=leaf,
-        module=module,
+        module=HFName(row.path),
         runtime=VLLMName(runtime),
         shares="",
     )

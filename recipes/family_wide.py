@@ -160,9 +160,11 @@ def _variant(
     needs_batches |= any(
         word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values()
     )
-    backbone, mtp = words, base["mtp"]
+    backbone = words
+    mtp = base["mtp"]
     if is_draft:
-        backbone, mtp = {}, words
+        backbone = {}
+        mtp = words
     summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
     block: object = None
     if needs_batches:

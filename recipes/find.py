@@ -13,13 +13,13 @@ variant. On the command line, case does not count and `-` is `_`; in a file they
 
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from .errors import RecipeError, did_you_mean, folded
+from .frozen import frozen
 from .model_file import calibrations, flat_recipes, flat_text, model_files
 from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
 from .schemes import SCHEMES
@@ -30,7 +30,7 @@ DEFAULT_CALIBRATION = "ultrachat-256x2048"
 _POLICIES = (*KEEP_WORDS, AUTO, TUNED, *SCHEMES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecipeFile:
     """A recipe file, parsed; a recipe is validated when it is asked for.
 
@@ -122,7 +122,8 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
         return file, file.default
     if found := _lookup(model):
         return found
-    rule, cure = "must be a model's name, a recipe's full name or a recipe file", "See `keepmtp ls`"
+    rule = "must be a model's name, a recipe's full name or a recipe file"
+    cure = "See `keepmtp ls`"
     if Path(model).is_dir():
         cure = f"`keepmtp init {shlex.quote(model)} --out NEW.yaml` writes one for a checkpoint"
     raise RecipeError(
@@ -154,7 +155,9 @@ def choose(
     Raises:
         RecipeError: no such variant, scheme, policy or block, or a block that nothing needs.
     """
-    variant, override, block = named, None, None
+    variant = named
+    override = None
+    block = None
     if scheme is not None and (own := _spelled(scheme, file.flat)):
         variant = own
     elif scheme is not None:
@@ -166,12 +169,17 @@ def choose(
     if calibration is not None:
         known = _spelled(calibration, calibrations())
         if known is None:
-            rule = f"must be one of {', '.join(calibrations())}"
             cure = "See recipes/calibrations.yaml"
             cure = did_you_mean(calibration, calibrations(), otherwise=cure)
-            raise RecipeError("--calibration", rule, got=repr(calibration), cure=cure)
+            raise RecipeError(
+                "--calibration",
+                f"must be one of {', '.join(calibrations())}",
+                got=repr(calibration),
+                cure=cure,
+            )
         block = Calibration.model_validate(calibrations()[known])
-    recipe, text = file.recipe(variant), file.recipe_text(variant)
+    recipe = file.recipe(variant)
+    text = file.recipe_text(variant)
     if override is None and mtp is None and block is None:
         return recipe, text
     # Where batches are needed and the recipe has none: those of another variant, else the usual.
@@ -187,9 +195,12 @@ def choose(
         batches=Calibration.model_validate({**usual, "algorithm": "minmax"}),
     )
     if block is not None and changed.calibration is None:
-        got = f"{calibration} for {changed.name}"
-        rule = "must be left out where no scheme needs batches"
-        raise RecipeError("--calibration", rule, got=got, cure="Remove it")
+        raise RecipeError(
+            "--calibration",
+            "must be left out where no scheme needs batches",
+            got=f"{calibration} for {changed.name}",
+            cure="Remove it",
+        )
     return changed, text
 
 
@@ -256,7 +267,8 @@ def _lookup(name: str) -> tuple[RecipeFile, str] | None:
         if not name.startswith(f"{model}.") and "/" not in name:
             continue
         file = _shipped_file(model)
-        variant, first = name.removeprefix(f"{model}."), file.flat[file.default]
+        variant = name.removeprefix(f"{model}.")
+        first = file.flat[file.default]
         if variant in file.flat:
             return file, variant
         if first["source"] == name and first["revision"] != "local":

@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .errors import RecipeError
 
+Positive = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+"""More than nothing, and less than all."""
 Contradiction = tuple[str, object, str]
 """A rule that values break together, what is there instead, and what to do."""
 
@@ -52,7 +55,7 @@ class GPTQKnobs(Frozen):
     # No order that needs a g_idx tensor: compressed-tensors 0.19 and vLLM 0.32 have removed them.
     actorder: Literal["static", "weight"] | None = "static"
     dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
-    block_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 128
+    block_size: Positive = 128
 
 
 class AWQKnobs(Frozen):
@@ -64,7 +67,7 @@ class AWQKnobs(Frozen):
             half of each.
     """
 
-    n_grid: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 20
+    n_grid: Positive = 20
     duo_scaling: Annotated[bool, Field(strict=True)] | Literal["both"] = True
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -87,9 +90,9 @@ class AutoRoundKnobs(Frozen):
         enable_torch_compile: compiled layers are faster on a GPU, and have other last bits.
     """
 
-    iters: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 200
+    iters: Positive = 200
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    batch_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 8
+    batch_size: Positive = 8
     enable_torch_compile: Annotated[bool, Field(strict=True)] = False
 
 

@@ -44,7 +44,8 @@ class MatchClock:
         if self._is_on or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._is_on, self._ticks = True, 0
+        self._is_on = True
+        self._ticks = 0
         before = signal.signal(signal.SIGVTALRM, self._on_tick)
         signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
         try:

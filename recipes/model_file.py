@@ -25,7 +25,6 @@ get what `--mtp auto` tries.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
+from .frozen import frozen
 from .yaml_file import load_shipped, on_one_line
 
 BLOCKS = (
@@ -120,22 +120,35 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
             checked by `schema.validated`.
     """
     _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH), "a model file")
-    groups, variants = raw["groups"], raw["variants"]
+    groups = raw["groups"]
+    variants = raw["variants"]
     if not isinstance(groups, list):
-        cure = f"Name the model's groups among {', '.join(QUANTIZABLE_ROLES)}"
-        raise RecipeError(f"{where}: groups", "must be a list", got=repr(groups), cure=cure)
+        raise RecipeError(
+            f"{where}: groups",
+            "must be a list",
+            got=repr(groups),
+            cure=f"Name the model's groups among {', '.join(QUANTIZABLE_ROLES)}",
+        )
     for group in groups:
         rule = f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}"
         _refuse_unknown(f"{where}: groups", rule, group, QUANTIZABLE_ROLES)
     if not isinstance(variants, Mapping) or not variants:
-        rule, cure = "must be a mapping of names", "Name one variant or more"
-        raise RecipeError(f"{where}: variants", rule, got=repr(variants), cure=cure)
+        raise RecipeError(
+            f"{where}: variants",
+            "must be a mapping of names",
+            got=repr(variants),
+            cure="Name one variant or more",
+        )
     _refuse_unknown(f"{where}: default", "must be a variant", raw["default"], variants)
     flat = {name: _flat(raw, name, f"{where}: variants.{name}") for name in variants}
     for word in ("auto", "tuned"):
         if (key := f"mtp_{word}") in raw and not any(key in recipe for recipe in flat.values()):
-            rule = f"{key} must be left out where mtp is not {word}"
-            raise RecipeError(where, rule, got=f"no variant with mtp: {word}", cure="Remove it")
+            raise RecipeError(
+                where,
+                f"{key} must be left out where mtp is not {word}",
+                got=f"no variant with mtp: {word}",
+                cure="Remove it",
+            )
     return flat
 
 
@@ -162,19 +175,32 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _flat(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    variant, groups = raw["variants"][name], raw["groups"]
+    variant = raw["variants"][name]
+    groups = raw["groups"]
     if not isinstance(variant, Mapping):
-        cure = "Write {group: scheme, mtp: ...}"
-        raise RecipeError(where, "a variant is a mapping", got=repr(variant), cure=cure)
+        raise RecipeError(
+            where,
+            "a variant is a mapping",
+            got=repr(variant),
+            cure="Write {group: scheme, mtp: ...}",
+        )
     allowed = (*BLOCKS, *_OF_A_SEARCH, *groups, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
     unnamed = [group for group in groups if group not in variant]
     if unnamed and "rest" not in variant:
-        rule = f"must say what happens to {unnamed[0]}"
-        raise RecipeError(where, rule, got="nothing", cure="Give it a word, or give rest")
+        raise RecipeError(
+            where,
+            f"must say what happens to {unnamed[0]}",
+            got="nothing",
+            cure="Give it a word, or give rest",
+        )
     if "rest" in variant and not unnamed:
-        rule = "rest must be left out where every group is named"
-        raise RecipeError(where, rule, got=f"rest: {variant['rest']}", cure="Remove it")
+        raise RecipeError(
+            where,
+            "rest must be left out where every group is named",
+            got=f"rest: {variant['rest']}",
+            cure="Remove it",
+        )
     calibration = variant["calibration"]
     if isinstance(calibration, str):
         rule = f"must be null, a block, or one of {', '.join(calibrations())}"
@@ -217,18 +243,30 @@ def _refuse_keys(
     """Refuse a key that is neither needed nor allowed, and one that is needed and missing."""
     for key, value in raw.items():
         if key not in (*needed, *allowed):
-            cure = cure_of_key(key, (*needed, *allowed))
-            raise RecipeError(where, f"{key} is not a key of {what}", got=repr(value), cure=cure)
+            raise RecipeError(
+                where,
+                f"{key} is not a key of {what}",
+                got=repr(value),
+                cure=cure_of_key(key, (*needed, *allowed)),
+            )
     for key in needed:
         if key not in raw:
-            cure = "Add it: nothing that changes numbers has a default"
-            raise RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
+            raise RecipeError(
+                where,
+                f"{key} must be given",
+                got="nothing",
+                cure="Add it: nothing that changes numbers has a default",
+            )
 
 
 def _refuse_unknown(where: str, rule: str, word: object, known: Collection[str]) -> None:
     if word not in list(known):
-        cure = did_you_mean(word, known, otherwise="Name one of them")
-        raise RecipeError(where, rule, got=repr(word), cure=cure)
+        raise RecipeError(
+            where,
+            rule,
+            got=repr(word),
+            cure=did_you_mean(word, known, otherwise="Name one of them"),
+        )
 
 
 def summary_of(
@@ -252,7 +290,7 @@ def _said(words: str | Mapping[str, str]) -> str:
 # --- listings -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Listed:
     """What a listing says of one recipe. The keys are those of `schema.Recipe`."""
 

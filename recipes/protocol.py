@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from .errors import RecipeError
-from .knobs import Contradiction, Frozen
+from .knobs import Contradiction, Fraction, Frozen
 from .tasks import TASKS, TaskName
 
 Api = Literal["completions", "chat"]
@@ -127,9 +127,11 @@ def _each_once(tasks: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
     names = [one.task for one in tasks]
     for name in names:
         if names.count(name) > 1:
-            cure = "Leave one out: the answers to a task are in one file"
             raise RecipeError(
-                "evaluation", "must name each task once", got=f"{name} twice", cure=cure
+                "evaluation",
+                "must name each task once",
+                got=f"{name} twice",
+                cure="Leave one out: the answers to a task are in one file",
             )
     return tasks
 
@@ -168,12 +170,12 @@ class Gates(Frozen):
             drafting. None: no such gate.
     """
 
-    max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    max_drop: Fraction = 0.02
     filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = 0.97
     min_mean_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_worst_drop: Annotated[float, Field(gt=0, lt=1)] | None = None
+    max_worst_drop: Fraction | None = None
     max_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    max_flips: Annotated[float, Field(gt=0, lt=1)] | None = None
+    max_flips: Fraction | None = None
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     min_speedup: Annotated[float, Field(gt=0, le=100)] | None = None

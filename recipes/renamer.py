@@ -15,18 +15,18 @@ tests/validate/check/test_dialects.py.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .families import families
 from .family import Part, Renames
 from .family_view import FamilyView
+from .frozen import frozen
 from .runtimes.vllm import NEWEST
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Renamer:
     """The mapper of a model class, applied to entries; `renames` is None where the class has no
     mapper.

@@ -28,7 +28,16 @@ from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, Contradiction, Frozen, GPTQKnobs
+from .knobs import (
+    KNOBS,
+    AutoRoundKnobs,
+    AWQKnobs,
+    Contradiction,
+    Fraction,
+    Frozen,
+    GPTQKnobs,
+    Positive,
+)
 from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
@@ -59,8 +68,12 @@ def _one_of(
     def check(word: str) -> str:
         if word in known:
             return word
-        cure = did_you_mean(word, known, otherwise=otherwise)
-        raise RecipeError("", f"{rule} {', '.join(known)}", got=repr(word), cure=cure)
+        raise RecipeError(
+            "",
+            f"{rule} {', '.join(known)}",
+            got=repr(word),
+            cure=did_you_mean(word, known, otherwise=otherwise),
+        )
 
     return check
 
@@ -69,8 +82,12 @@ def _plain_name(name: str) -> str:
     """A name that is part of a file's name: it must not lead to another folder."""
     if _PLAIN_NAME.fullmatch(name):
         return name
-    rule = "must be a plain name of letters, digits, dots, hyphens and underscores"
-    raise RecipeError("", rule, got=repr(name), cure="Rename it")
+    raise RecipeError(
+        "",
+        "must be a plain name of letters, digits, dots, hyphens and underscores",
+        got=repr(name),
+        cure="Rename it",
+    )
 
 
 def _name_or_regex(written: str) -> str:
@@ -79,9 +96,11 @@ def _name_or_regex(written: str) -> str:
         if written.startswith("re:"):
             re.compile(written.removeprefix("re:"))
     except (re.error, RecursionError, OverflowError) as error:
-        got = f"{written}, of which Python says: {error}"
         raise RecipeError(
-            "", "must be a name, or re: and a regex", got=got, cure="Correct it"
+            "",
+            "must be a name, or re: and a regex",
+            got=f"{written}, of which Python says: {error}",
+            cure="Correct it",
         ) from error
     return written
 
@@ -119,8 +138,9 @@ MtpPolicy = Annotated[Annotated[_Policy, Tag("word")] | _ByGroup, _BY_TYPE]
 def _different(candidates: tuple[Any, ...]) -> tuple[Any, ...]:
     for index, candidate in enumerate(candidates):
         if candidate in candidates[:index]:
-            got = f"{candidate!r} twice"
-            raise RecipeError("", "candidates must differ", got=got, cure="Remove one")
+            raise RecipeError(
+                "", "candidates must differ", got=f"{candidate!r} twice", cure="Remove one"
+            )
     return candidates
 
 
@@ -142,7 +162,6 @@ class Override(Frozen):
     scheme: Decision
 
 
-_Count = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -179,7 +198,7 @@ class Texts(Frozen):
 class TextsOfMix(Texts):
     """One of several datasets; `share` is its part of the sequences."""
 
-    share: Annotated[float, Field(gt=0, lt=1)]
+    share: Fraction
 
 
 class Calibration(Texts):
@@ -209,13 +228,13 @@ class Calibration(Texts):
         "minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"
     ]
     also: tuple[TextsOfMix, ...] = ()
-    samples: _Count
-    held_out: _Count
+    samples: Positive
+    held_out: Positive
     held_out_by: Literal["dataset", "model"] = "dataset"
     # The last position has no next token to judge: one token alone gives neither perplexity nor
     # acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
-    batch_size: _Count
+    batch_size: Positive
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     gptq: GPTQKnobs | None = None
@@ -278,7 +297,7 @@ class MtpAuto(Frozen):
             acceptance is chosen.
     """
 
-    min_acceptance: Annotated[float, Field(gt=0, lt=1)]
+    min_acceptance: Fraction
     candidates: Annotated[tuple[Candidate, ...], Field(min_length=1), AfterValidator(_different)]
 
 
@@ -296,8 +315,8 @@ class BackboneAuto(Frozen):
 
     candidates: Annotated[tuple[Decision, ...], Field(min_length=1), AfterValidator(_different)]
     draft_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    min_acceptance: Annotated[float, Field(gt=0, lt=1)] | None = None
-    tokens: _Count = 8192
+    min_acceptance: Fraction | None = None
+    tokens: Positive = 8192
 
 
 class MtpTuned(Frozen):
@@ -320,9 +339,9 @@ class MtpTuned(Frozen):
     """
 
     mtp: Candidate
-    steps: _Count
-    batch_size: _Count
-    learning_rate: Annotated[float, Field(gt=0, lt=1)]
+    steps: Positive
+    batch_size: Positive
+    learning_rate: Fraction
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Annotated[int, Field(ge=1, le=3, strict=True)]
@@ -640,8 +659,9 @@ class Recipe(Frozen):
             }
             changed |= {"budget": None, "backbone_auto": None}
             if self.calibration:
-                nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
-                changed["calibration"] = self.calibration.model_copy(update=nearest)
+                changed["calibration"] = self.calibration.model_copy(
+                    update={"algorithm": "minmax", **dict.fromkeys(KNOBS)}
+                )
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
             changed["mtp"] = mtp
@@ -707,12 +727,19 @@ def validated(raw: Mapping[str, Any], where: object) -> Recipe:
     key = ".".join(loc) or "recipe"
     if first["type"] == "extra_forbidden":
         parts = [_PARTS[part] for part in loc[:-1] if part in _PARTS]
-        cure = cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields)
-        rule = f"{key} is not a key of a recipe"
-        raise RecipeError(where, rule, got=repr(first["input"]), cure=cure)
+        raise RecipeError(
+            where,
+            f"{key} is not a key of a recipe",
+            got=repr(first["input"]),
+            cure=cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields),
+        )
     if first["type"] == "missing":
-        cure = "Add it: nothing that changes numbers has a default"
-        raise RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
+        raise RecipeError(
+            where,
+            f"{key} must be given",
+            got="nothing",
+            cure="Add it: nothing that changes numbers has a default",
+        )
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
         raise fault.at(f"{where}: {key}")
     # pydantic's own words, where there are no better ones

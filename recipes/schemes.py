@@ -13,16 +13,16 @@ compare the shapes with those of compressed-tensors' own compressors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from .frozen import frozen
 from .yaml_file import load_shipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorSpec:
     """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is the name in
     safetensors.
@@ -33,7 +33,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Scheme:
     """One row of schemes.yaml.
 
@@ -102,7 +102,8 @@ class Scheme:
 
     def weight_tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
         """The tensors that depend on the weight alone: all but the static input scales."""
-        n, k = num_rows, num_columns
+        n = num_rows
+        k = num_columns
         per_word = 32 // self.bits
         scales = (n, k // self.group_size if self.group_size else 1)
         match self.format:

@@ -12,10 +12,11 @@ Cards average AIME over 8 to 64 runs: here 8, and 4 of GPQA-Diamond's 198 questi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .frozen import frozen
 from .yaml_file import load_shipped
 
 TaskName = Literal[
@@ -31,7 +32,7 @@ TaskName = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TaskRow:
     """One task.
 

@@ -77,9 +77,12 @@ def _text_of(path: Path) -> str:
             )
         return raw.decode("utf-8")
     except OSError as error:
-        rule, got, cure = "be readable", error.strerror or repr(error), "Check its permissions"
+        rule = "be readable"
+        got = error.strerror or repr(error)
+        cure = "Check its permissions"
     except UnicodeDecodeError as error:
-        rule, got = "be text in UTF-8", f"{error.reason} at byte {error.start}"
+        rule = "be text in UTF-8"
+        got = f"{error.reason} at byte {error.start}"
         cure = "Save it as UTF-8"
     raise RecipeError(path, f"a recipe must {rule}", got=got, cure=cure)
 
@@ -95,8 +98,12 @@ class _OneOfEachKey(SafeLoader):
                 got = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
                 raise RecipeError(where, "a key must be a text", got=got, cure="Put it in quotes")
             if key.value in keys:
-                rule, cure = f"{key.value} must be given once", "Remove one of the two"
-                raise RecipeError(where, rule, got="it twice", cure=cure)
+                raise RecipeError(
+                    where,
+                    f"{key.value} must be given once",
+                    got="it twice",
+                    cure="Remove one of the two",
+                )
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -110,15 +117,17 @@ def _look_through(text: str) -> None:
     for event in yaml.parse(text, Loader=SafeLoader):
         where = f"line {event.start_mark.line + 1}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            rule, cure = "a recipe has no anchors or aliases", "Write the value out"
-            raise RecipeError(where, rule, got="one", cure=cure)
+            raise RecipeError(
+                where, "a recipe has no anchors or aliases", got="one", cure="Write the value out"
+            )
         if getattr(event, "tag", None):
             raise RecipeError(where, "a recipe has no tags", got=event.tag, cure="Remove it")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
-            rule = f"a recipe is at most {_MAX_DEPTH} levels deep"
-            raise RecipeError(where, rule, got="more", cure="Mend it")
+            raise RecipeError(
+                where, f"a recipe is at most {_MAX_DEPTH} levels deep", got="more", cure="Mend it"
+            )
 
 
 def _refuse_odd_numbers(value: Any, place: str, path: Path) -> None:
@@ -130,6 +139,9 @@ def _refuse_odd_numbers(value: Any, place: str, path: Path) -> None:
         for index, inner in enumerate(value):
             _refuse_odd_numbers(inner, f"{place}{index}.", path)
     elif isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
-        rule = f"{place.removesuffix('.')} must be a usual number"
-        got = f"one beyond {_MAX_NUMBER}, or none"
-        raise RecipeError(path, rule, got=got, cure="Correct it")
+        raise RecipeError(
+            path,
+            f"{place.removesuffix('.')} must be a usual number",
+            got=f"one beyond {_MAX_NUMBER}, or none",
+            cure="Correct it",
+        )

@@ -12,11 +12,11 @@ take hours.
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.files import held
+from ...recipes.frozen import frozen
 from ..plan.choices import found_text
 from ..plan.own_code import refuse_untrusted_code
 from ..plan.plan import Plan
@@ -31,7 +31,7 @@ from .mtp.own_text import with_own_text
 from .search.search_pass import search
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CalibrationRun:
     """The result of both passes.
 
@@ -82,7 +82,8 @@ def calibrate(
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
-        settled, fact = plan, None
+        settled = plan
+        fact = None
         if plan.recipe.is_searched:
             settled, fact = search(plan, data, folder / "search", ranks=ranks, progress=progress)
         backbone = calibrate_backbone(

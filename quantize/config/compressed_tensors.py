@@ -56,7 +56,8 @@ def compressed_tensors_config(
     # not come before it.
     routed = {module.scheme for module in modules if module.place.role == "experts"}
     schemes = sorted(by_scheme, key=lambda scheme: (scheme not in routed, scheme))
-    groups, formats = dict[str, Any](), set[str]()
+    groups = dict[str, Any]()
+    formats = set[str]()
     for number, name in enumerate(schemes):
         targets = {"targets": regexes(by_scheme[name])}
         groups[f"group_{number}"] = targets | SCHEMES[name].config_group()
@@ -121,7 +122,8 @@ def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
     modules = list(modules)
     is_mixed = len({SCHEMES[module.scheme].format for module in modules if module.scheme}) > 1
     for module in modules:
-        place, scheme = module.place, module.scheme
+        place = module.place
+        scheme = module.scheme
         if scheme.startswith("MXFP4"):
             yield f"it has no class for {scheme} in a config of mixed precision ({_CONFIG})"
         elif scheme == "W8A8" and place.role == "experts":

@@ -167,13 +167,12 @@ class _Names:
             if not module.scheme:
                 continue
             if self.mapper(module.name).before(module.name, module.asked) is None:
-                rule = (
-                    "one algorithm must be enough for modelopt's config of a "
-                    f"{self.view.family.model_type}"
-                )
-                got = f"several, and vLLM renames every entry that could name {module.name}"
                 raise RecipeError(
-                    "format: modelopt", rule, got=got, cure="Use one scheme, or compressed-tensors"
+                    "format: modelopt",
+                    "one algorithm must be enough for modelopt's config of a "
+                    f"{self.view.family.model_type}",
+                    got=f"several, and vLLM renames every entry that could name {module.name}",
+                    cure="Use one scheme, or compressed-tensors",
                 )
             layers |= dict.fromkeys(self.written(module, otherwise=""), _row(module.scheme))
         return layers
@@ -238,8 +237,10 @@ def entries_for_sglang(
         # What SGLang builds plain by itself is not asked about, but for the draft's head.
         asked = [module for module in known if module.place.part != "mtp"]
     names, clashes = sglang_asks(view, asked, container)
-    listed, ignore = config.get("quantized_layers"), config["ignore"]
-    plain, rows = list[str](), dict[str, dict[str, Any]]()
+    listed = config.get("quantized_layers")
+    ignore = config["ignore"]
+    plain = list[str]()
+    rows = dict[str, dict[str, Any]]()
     for name, module, _ in names:
         if module.scheme:
             if listed is not None and name not in listed:
@@ -318,7 +319,8 @@ def _forced_plain(model: SglangModel, modules: list[NamedModule]) -> Iterator[st
 
 def _without_method(modules: list[NamedModule]) -> Iterator[str]:
     for module in modules:
-        scheme, place = module.scheme, module.place
+        scheme = module.scheme
+        place = module.place
         if scheme == "FP8_DYNAMIC":
             yield f"it has no class for {ALGORITHMS[scheme]} ({_CONFIG})"
         elif scheme == "FP8_BLOCK" and place.role != "experts":

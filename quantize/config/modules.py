@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
+from ...recipes.frozen import frozen
 from ...recipes.runtimes.sglang import table_paths
 
 
@@ -54,7 +55,7 @@ class NamedModule:
     spelled: Spellings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RuntimeModule:
     """One module whose quantization vLLM decides by name.
 

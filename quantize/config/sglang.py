@@ -37,16 +37,19 @@ def sglang_asks(
         modules: those that SGLang knows.
         rename: turns a name into that of the module that holds it, where the dialect asks so.
     """
-    modules, file = list(modules), sglang_model(view.config).file
+    modules = list(modules)
+    file = sglang_model(view.config).file
     owner = {name: module for module in modules for name in concrete(module.spelled)}
     asked: list[tuple[str, NamedModule, Spellings]] = []
     clashes: list[str] = []
     for module in modules:
         place = module.place
         stem, paths = sglang_spelling(view, place)
-        layer, cut = None, re.escape(stem)
+        layer = None
+        cut = re.escape(stem)
         if place.layer is not None and str(place.layer) in stem:
-            layer, cut = place.layer, without_number(stem, place.layer)
+            layer = place.layer
+            cut = without_number(stem, place.layer)
         for path in paths:
             spelled = Spellings((cut,), layer, (path_regex(path),))
             name = rename(next(concrete(spelled)))

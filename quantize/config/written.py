@@ -10,12 +10,12 @@ config.json.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...recipes.conventions import FP8_CACHE, Format
 from ...recipes.family_view import FamilyView
+from ...recipes.frozen import frozen
 from ...recipes.runtimes.sglang import VERSION
 from ..plan.decide import FP8_TABLE
 from ..plan.plan import Plan
@@ -25,7 +25,7 @@ from .modelopt import hf_quant_config, modelopt_config
 from .modules import Matrix, RuntimeModule, named_modules, runtime_modules
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class QuantizationConfig:
     """What a config.json says of how the checkpoint is quantized.
 

@@ -8,10 +8,10 @@ B300.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...recipes.errors import RecipeError, did_you_mean
+from ...recipes.frozen import frozen
 
 CARDS: Mapping[str, int] = {
     "3090": 24,
@@ -36,7 +36,7 @@ class Card(NamedTuple):
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GPU:
     """One NVIDIA GPU as nvidia-smi lists it; `capability` like "9.0", memory 0 where it is not
     known.
@@ -59,6 +59,9 @@ def card_of(word: str) -> Card:
             return Card(name, CARDS[name] * 10**9)
     if re.fullmatch(r"\d{1,4}(\.\d+)?", word) and float(word):
         return Card(f"GPUs of {float(word):g} GiB", int(float(word) * 2**30))
-    rule = f"must be a number of GiB, or one of {', '.join(CARDS)}"
-    cure = did_you_mean(word, CARDS, otherwise="Write 80 or H100, for example")
-    raise RecipeError("--gpu-memory", rule, got=repr(word), cure=cure)
+    raise RecipeError(
+        "--gpu-memory",
+        f"must be a number of GiB, or one of {', '.join(CARDS)}",
+        got=repr(word),
+        cure=did_you_mean(word, CARDS, otherwise="Write 80 or H100, for example"),
+    )

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ...recipes.frozen import frozen
 from ...recipes.knobs import AutoRoundKnobs
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
@@ -60,7 +61,7 @@ _LIMITS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StationMemory:
     """A part of the run whose tensors are in memory together.
 
@@ -84,7 +85,9 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
         batch_size: sequences in a batch, instead of the recipe's.
     """
     layers: dict[int, list[TensorPlan]] = defaultdict(list)
-    around, head, block = list[TensorPlan](), list[TensorPlan](), list[TensorPlan]()
+    around = list[TensorPlan]()
+    head = list[TensorPlan]()
+    block = list[TensorPlan]()
     for tensor in plan.tensors:
         if tensor.fate in ("drop", "add") or tensor.role == "vision":
             continue
@@ -99,7 +102,9 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
 
     calibration = plan.calibration
     size = batch_size or calibration.batch_size
-    batch, alone, length = _Batch(plan, size), _Batch(plan, 1), calibration.sequence_length
+    batch = _Batch(plan, size)
+    alone = _Batch(plan, 1)
+    length = calibration.sequence_length
     vocabulary = max(tensor.shape[0] for tensor in head)
     # Logits of one sequence, the same in F32, and the logarithm of their softmax.
     logits = length * vocabulary * (BF16 + 2 * F32)
@@ -145,12 +150,14 @@ def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
         device_bytes: free before the model is there.
         at_most: no more than these, such as the sequences that there are.
     """
-    fitting, size = 0, 1
+    fitting = 0
+    size = 1
     while size <= at_most:
         needed = max(station.device_bytes for station in stations(plan, batch_size=size))
         if needed * FRAGMENTS > device_bytes:
             break
-        fitting, size = size, 2 * size
+        fitting = size
+        size = 2 * size
     return fitting
 
 
@@ -178,7 +185,6 @@ class _Batch:
         """States, and whichever holds more at its peak: the attention, or the MLP while the
         scores are kept.
         """
-        view = self.plan.view
         # What attention's projections compute, and keys and values repeated for every head; rotated
         # copies too.
         linears = [shape for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2]
@@ -189,7 +195,7 @@ class _Batch:
         # Gate, up and two products of a dense MLP, or of the shared experts.
         mlp = 4 * BF16 * max((min(shape[-2:]) for shape in _matrices(tensors, *_DENSE)), default=0)
         if experts := _matrices(tensors, "experts"):  # of one expert, and the router's choices
-            chosen = view.number("num_experts_per_tok", "moe_topk") or 1
+            chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") or 1
             width = min(min(shape[-2:]) for shape in experts)
             routed = 4 * width * BF16 + chosen * self._num_experts * F64 + self.channels * 3 * BF16
             mlp = max(mlp, routed)
@@ -229,8 +235,10 @@ class _Batch:
 
     def algorithm(self, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
         """What the algorithm holds for a layer or block, on the device and on the host."""
-        calibration, length = self.plan.calibration, self.plan.calibration.sequence_length
-        text, rewritten = calibration.samples * length, _rewritten(tensors)
+        calibration = self.plan.calibration
+        length = self.plan.calibration.sequence_length
+        text = calibration.samples * length
+        rewritten = _rewritten(tensors)
         match calibration.algorithm if rewritten else "minmax":
             case "gptq":  # and an inverse
                 widest = max(tensor.shape[-1] for tensor in rewritten)
@@ -280,7 +288,8 @@ def _of_inputs(
     shared: dict[object, int] = {}
     of_experts: dict[object, int] = {}
     for tensor in _rewritten(tensors):
-        size, is_second = num_bytes(tensor.shape[-1]), tensor.module.endswith(_SECOND)
+        size = num_bytes(tensor.shape[-1])
+        is_second = tensor.module.endswith(_SECOND)
         if tensor.role == "experts" and is_second:
             # A stack holds all experts.
             for expert in range(tensor.shape[0] if tensor.stacked else 1):

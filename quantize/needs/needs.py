@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ...recipes.errors import RecipeError, size_in_words
 from ...recipes.families import why_not_calibrated
 from ...recipes.find import data_free_alternative
+from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from .cards import GPU, card_of
 from .memory import (
@@ -27,7 +28,7 @@ SURE = 1.3
 """What is counted may be so many times what is needed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Machine:
     """Where a run would be.
 
@@ -88,16 +89,19 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
     else:
         free = free_host_bytes()
         if not here:
-            cpu = "this machine's CPU"
-            return Machine(title=cpu, has_gpu=False, device_bytes=free or 0, host_bytes=free)
-        title, size = f"this machine's {here[0].name}", int(here[0].memory_gib * 2**30)
+            return Machine(
+                title="this machine's CPU", has_gpu=False, device_bytes=free or 0, host_bytes=free
+            )
+        title = f"this machine's {here[0].name}"
+        size = int(here[0].memory_gib * 2**30)
     return Machine(title=title, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free)
 
 
 def needs_of(plan: Plan, machine: Machine) -> Needs:
     """What a plan needs on a machine."""
     found = Needs(machine=machine.title, states=calibration_bytes(plan), output=output_bytes(plan))
-    calibration, family = plan.recipe.calibration, plan.view.family
+    calibration = plan.recipe.calibration
+    family = plan.view.family
     if not plan.needs_batches or calibration is None:
         return found
     found.backbone = ""
@@ -113,7 +117,8 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
         if not machine.has_gpu:
             on_host[station.name] += device
         elif device > (found.device or 0):
-            found.device, found.device_station = device, station.name
+            found.device = device
+            found.device_station = station.name
             found.device_there = machine.device_bytes
     found.host_station, found.host = max(on_host.items(), key=lambda item: item[1])
     found.host_there = machine.host_bytes
@@ -166,7 +171,8 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     ):
         if needed is None or there is None or needed / SURE <= there:
             continue
-        cure, size = "Lower calibration.sequence_length", found.batch_size or 1
+        cure = "Lower calibration.sequence_length"
+        size = found.batch_size or 1
         smaller = largest_batch_size(plan, there, at_most=size)
         if 0 < smaller < size:
             cure = f"Set calibration.batch_size: {smaller}, lower calibration.sequence_length"

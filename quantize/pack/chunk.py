@@ -7,12 +7,12 @@ Easy to get wrong: the dtype. What a peer divides in BF16 is divided in BF16 her
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...recipes.errors import CheckpointError
+from ...recipes.frozen import frozen
 from ...recipes.schemes import Scheme
 from .search import Sweep
 
@@ -20,7 +20,7 @@ BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Chunk:
     """Some rows of a weight, what they fill, and buffers for the F32 stage.
 
@@ -77,9 +77,11 @@ class Chunk:
         is rounded to BF16. `zero` has the shape of `scale`: the groups' zero points, which are the
         sweep's classes.
         """
-        scaled, classes = self.in_units_of(scale.float()).view(-1, self.group_size), None
+        scaled = self.in_units_of(scale.float()).view(-1, self.group_size)
+        classes = None
         if zero is not None:
-            scaled, classes = scaled.add_(zero.view(-1, 1)), zero.flatten().long()
+            scaled = scaled.add_(zero.view(-1, 1))
+            classes = zero.flatten().long()
         chosen = sweep.errors(scaled, classes, self.counts(self.group_size)).argmin(-1)
         exact = self.scaled[: self.values.numel()].view(self.values.shape).copy_(self.values)
         return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
@@ -99,8 +101,12 @@ def magnitude_bits(values: Tensor) -> Tensor:
 def finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
     if int(amax_bits.max()) >= 0xFF << MANTISSA_BITS[dtype]:
-        rule, cure = "every value must be finite", "Get an intact checkpoint"
-        raise CheckpointError("weight", rule, got="NaN or Inf", cure=cure)
+        raise CheckpointError(
+            "weight",
+            "every value must be finite",
+            got="NaN or Inf",
+            cure="Get an intact checkpoint",
+        )
     return amax_bits.view(dtype)
 
 

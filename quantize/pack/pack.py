@@ -95,16 +95,19 @@ def pack(
             or not weight.numel()
             or weight.dtype not in (*BITS_DTYPE, torch.float16)
         ):
-            rule = "only a BF16, F16 or F32 matrix that is not empty can be quantized"
-            got = f"{weight.dtype} {tuple(weight.shape)}"
-            raise CheckpointError("weight", rule, got=got, cure="Keep this tensor")
-        if weight.shape[1] % scheme.k_multiple():
-            rule, cure = (
-                f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
-                "Keep this tensor",
+            raise CheckpointError(
+                "weight",
+                "only a BF16, F16 or F32 matrix that is not empty can be quantized",
+                got=f"{weight.dtype} {tuple(weight.shape)}",
+                cure="Keep this tensor",
             )
+        if weight.shape[1] % scheme.k_multiple():
+            cure = "Keep this tensor"
             raise RecipeError(
-                "weight", rule, got=f"K={weight.shape[1]}", cure=f"{cure} or choose another scheme"
+                "weight",
+                f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
+                got=f"K={weight.shape[1]}",
+                cure=f"{cure} or choose another scheme",
             )
     if not search or scheme.name not in SEARCHES[search]:
         search = ""
@@ -126,7 +129,8 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], search: str) -> dic
     rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
     if they differ.
     """
-    dtype, found = torch.bfloat16, []
+    dtype = torch.bfloat16
+    found = []
     for weight in weights:
         chunks = [magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight)]
         own = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
@@ -183,7 +187,8 @@ def chunk_of(
     importance: Tensor | None = None,
 ) -> Chunk:
     """Buffers for so many rows of a weight."""
-    size, device = num_rows * weight.shape[1], weight.device
+    size = num_rows * weight.shape[1]
+    device = weight.device
     return Chunk(
         scheme=scheme,
         values=weight,
@@ -239,7 +244,8 @@ def e2m1_codes(scaled: Tensor, chunk: Chunk) -> Tensor:
 
 def _nvfp4_kernel(chunk: Chunk) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
-    size, global_scale = chunk.group_size, chunk.out["weight_global_scale"]
+    size = chunk.group_size
+    global_scale = chunk.out["weight_global_scale"]
     amax = group_amax(chunk.values, size)
     local = _local_scale(amax, _E2M1_MAX, global_scale)
     scaled = chunk.in_units_of(local / global_scale)
@@ -283,7 +289,8 @@ def _nvfp4_error(chunk: Chunk, local: Tensor, global_scale: Tensor) -> Tensor:
 
 def _mxfp4_kernel(chunk: Chunk) -> None:
     """E2M1 codes, one power of two per group."""
-    values, size = chunk.values, chunk.group_size
+    values = chunk.values
+    size = chunk.group_size
     exponent = e8m0_exponents(group_amax(values, size))
     chunk.out["weight_scale"].copy_(exponent)
     quotient = values.unflatten(1, (-1, size)) / power_of_two(exponent, values.dtype).unsqueeze(-1)
@@ -322,7 +329,9 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _float8_kernel(chunk: Chunk) -> None:
     """E4M3 values, one scale a row, a block or, already there, a weight."""
-    values, weight, stored = chunk.values, chunk.out["weight"], chunk.out["weight_scale"]
+    values = chunk.values
+    weight = chunk.out["weight"]
+    stored = chunk.out["weight_scale"]
     if chunk.scheme.block:
         _float8_blocks(chunk, *chunk.scheme.block)
         return
@@ -341,7 +350,8 @@ def _float8_blocks(chunk: Chunk, rows: int, columns: int) -> None:
     The scale is rounded to the weight's dtype and stored wider, so a BF16 weight has the scales of
     its peer.
     """
-    values, width = chunk.values, chunk.values.shape[1]
+    values = chunk.values
+    width = chunk.values.shape[1]
     for top in range(0, len(values), rows):
         own = values[top : top + rows]
         amax = torch.nn.functional.pad(magnitude_bits(own).amax(0), (0, -width % columns))
@@ -364,11 +374,9 @@ def _swept_blocks(values: Tensor, scale: Tensor, columns: int, importance: Tenso
         columns: of a block.
         importance: F32 [K], or None.
     """
-    sweep, edge, counts = (
-        float8_sweep(columns, values.device),
-        (0, -values.shape[1] % columns),
-        None,
-    )
+    sweep = float8_sweep(columns, values.device)
+    edge = (0, -values.shape[1] % columns)
+    counts = None
     scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
     scaled = torch.nn.functional.pad(scaled, edge).view(-1, columns)
     if importance is not None:

@@ -19,7 +19,8 @@ def int_pack_kernel(chunk: Chunk) -> None:
     """Unsigned codes (offset binary), 32 // bits a word, first column in the low bits; one scale
     per group.
     """
-    packed, bits = chunk.out["weight_packed"], chunk.scheme.bits
+    packed = chunk.out["weight_packed"]
+    bits = chunk.scheme.bits
     if chunk.scheme.has_zero_point:
         codes = _shifted_codes(chunk)
     else:
@@ -41,13 +42,16 @@ def _int_codes(chunk: Chunk) -> Tensor:
     The scale is amax over half the count of codes (7.5 for 4 bits), so the largest positive value
     is clipped.
     """
-    values, size, half = chunk.values, chunk.group_size, 1 << (chunk.scheme.bits - 1)
+    values = chunk.values
+    size = chunk.group_size
+    half = 1 << (chunk.scheme.bits - 1)
     stored = chunk.out["weight_scale"]
     scale = linear_scale(group_amax(values, size), half - 0.5, stored.dtype)
     if chunk.search:
         scale, values = chunk.swept(integer_sweep(chunk.scheme.bits, size, values.device), scale)
     stored.copy_(scale)
-    grouped, per_group = values.unflatten(1, (-1, size)), scale.unsqueeze(-1)
+    grouped = values.unflatten(1, (-1, size))
+    per_group = scale.unsqueeze(-1)
     scaled = grouped.div_(per_group) if chunk.search else grouped / per_group
     # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.
     return scaled.round_().to(torch.int16).clamp_(-half, half - 1).flatten(1)
@@ -59,13 +63,20 @@ def _shifted_codes(chunk: Chunk) -> Tensor:
     A group's range includes 0, whose code is the zero point, and has 15 steps. A search makes the
     range narrower or wider around the same zero point.
     """
-    values, size, stored = chunk.values, chunk.group_size, chunk.out["weight_scale"]
+    values = chunk.values
+    size = chunk.group_size
+    stored = chunk.out["weight_scale"]
     group_amax(values, size)  # refuses NaN and Inf, which minima and maxima may lose
     grouped = values.unflatten(1, (-1, size))
-    low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
+    low = grouped.amin(-1).clamp_(max=0)
+    high = grouped.amax(-1).clamp_(min=0)
     if (high - low).isinf().any():
-        cure = "Give this module a scheme without zero points"
-        raise CheckpointError("weight", "the range of a group must be finite", got="Inf", cure=cure)
+        raise CheckpointError(
+            "weight",
+            "the range of a group must be finite",
+            got="Inf",
+            cure="Give this module a scheme without zero points",
+        )
     scale = divided(high - low, 15).to(stored.dtype)
     # Codes are around 0 here: 8 less than in the file. 0 / 0 in a group of zeros; the peer's
     # conversion makes 0 of it.

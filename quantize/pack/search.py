@@ -23,12 +23,14 @@ tests/quantize/test_search.py compares the errors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import count
 
 import torch
 from torch import Tensor
+
+from ...recipes.frozen import frozen
 
 # A sum of F32 integers is exact below this.
 _EXACT = 2.0**24
@@ -49,7 +51,7 @@ _CODE_OF_CLASS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sweep:
     """Candidates for the scale of a group, and what each value adds to their errors.
 
@@ -89,7 +91,8 @@ class Sweep:
         # Half a row more, since the cast to integers cuts off. Rows past either end are of scales
         # that rounded to 0.
         places = scaled.mul_(self.per_unit).add_(zero + 0.5).clamp_(0, len(self.table) - 1)
-        rows, bag = places.to(torch.int32), min(scaled.shape[1], _MOST_IN_A_BAG)
+        rows = places.to(torch.int32)
+        bag = min(scaled.shape[1], _MOST_IN_A_BAG)
         rest = (0, -scaled.shape[1] % bag)
         rows = torch.nn.functional.pad(rows, rest, value=int(self.first[0])).view(-1, bag)
         if counts is not None:
@@ -141,7 +144,8 @@ def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
     """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is
     never best.
     """
-    half, ratios = (2**bits - 1) / 2, _ratios(32, range(21, 45))
+    half = (2**bits - 1) / 2
+    ratios = _ratios(32, range(21, 45))
     if bits == 8:
         # A whole row loses little to its largest value, and wants a scale that is hardly smaller.
         ratios = _ratios(128, range(123, 147) if group <= _MOST_IN_A_BAG else range(120, 132))
@@ -217,7 +221,8 @@ def _sweep(
     per_unit = (levels - 1) / (high - low)
     zero = round(-low * per_unit)
     values = ((torch.arange(levels) - zero) / per_unit).view(1, -1, 1) - zeros
-    ratio, most = ratios.unsqueeze(1), _EXACT / min(group, _MOST_IN_A_BAG)
+    ratio = ratios.unsqueeze(1)
+    most = _EXACT / min(group, _MOST_IN_A_BAG)
     errors = (values - ratio * nearest(values / ratio)).square()
     table = (errors * (most / errors.max())).floor()
     if allowed is not None:

@@ -13,7 +13,6 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_tensor, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
@@ -46,7 +46,7 @@ class Calibrations(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PackedModule:
     """One module as it is written.
 
@@ -97,10 +97,12 @@ def packed_groups(
         modules: dict[HFName, list[Output]] = defaultdict(list)
         is_given = True
         for tensor in unit:
-            first, last = 0, len(tensor.outputs)
+            first = 0
+            last = len(tensor.outputs)
             if expert is not None:
                 last //= tensor.shape[0]
-                first, last = expert * last, (expert + 1) * last
+                first = expert * last
+                last = (expert + 1) * last
             for output in tensor.outputs[first:last]:
                 modules[HFName(output.name.rpartition(".")[0])].append(output)
                 is_given &= output.name in given or output.name.endswith(static)
@@ -172,11 +174,12 @@ def _importance(module: HFName, given: Calibrations) -> Tensor:
     name = importance_of(module)
     found = given.read(name)
     if not bool((found >= 0).all() & found.isfinite().all()):
-        rule, cure = (
+        raise CheckpointError(
+            name,
             "every value must be finite and not negative",
-            "Remove search: imatrix, or use search: mse",
+            got="NaN, Inf or a negative number",
+            cure="Remove search: imatrix, or use search: mse",
         )
-        raise CheckpointError(name, rule, got="NaN, Inf or a negative number", cure=cure)
     return found
 
 
@@ -206,7 +209,8 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
         highest = int(occupied.max())
         if highest - int(occupied.min()) > _TOP - _BOTTOM:
             return None
-    shift, found = _TOP - highest, []
+    shift = _TOP - highest
+    found = []
     global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=occupied.device)
     for (packed, _), exponent in zip(members, exponents, strict=True):
         # Powers of two become E4M3 without rounding.

@@ -9,16 +9,15 @@ folder of this name. A recipe's name comes first, and `./glm-4.7` names the fold
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.mtp_source import with_mtp_of
-from ...checkpoints.source import Source, open_source, page_of
+from ...checkpoints.source import Source, open_source, page_of, view_of
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
+from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
 from .own_code import refuse_no_draft
@@ -35,7 +34,7 @@ class NoSchemeError(RecipeError):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelWord:
     """What MODEL means.
 
@@ -83,13 +82,13 @@ def recipe_of_checkpoint(
     source = opened(word, mtp_source)
     raw = family_mapping(source)
     if scheme is None:
-        where, words = f"{source.where} ({raw['family']})", []
+        where = f"{source.where} ({raw['family']})"
+        words = []
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
         for name in fitting(source, raw):
             words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))
         if not words:
-            cure = "None fits: see `keepmtp ls schemes`"
-            raise RecipeError(where, rule, got="none", cure=cure)
+            raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
         raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
     raw["default"] = next(fitting(source, raw), raw["default"])
     file = _recipe_file(source, raw)
@@ -114,9 +113,14 @@ def family_mapping(source: Source) -> dict[str, Any]:
     Raises:
         RecipeError: config.json names no family of keepmtp.
     """
-    view = find_view(source.config, source.where, source.entries)
-    place = {"model": model_name(source.where), "source": source.where, "revision": source.revision}
-    return model_mapping(view, source.entries, **place)
+    view = view_of(source)
+    return model_mapping(
+        view,
+        source.entries,
+        model=model_name(source.where),
+        source=source.where,
+        revision=source.revision,
+    )
 
 
 def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
@@ -131,8 +135,12 @@ def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
 
 
 def _recipe_file(source: Source, raw: dict[str, Any]) -> RecipeFile:
-    flat = flat_recipes(raw, source.where)
-    return RecipeFile(path=Path(source.where), default=raw["default"], flat=flat, text=None)
+    return RecipeFile(
+        path=Path(source.where),
+        default=raw["default"],
+        flat=flat_recipes(raw, source.where),
+        text=None,
+    )
 
 
 def model_name(where: str) -> str:

@@ -24,11 +24,11 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any
 
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, view_of
 from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.family import INDEX, QUANTIZABLE_ROLES, HFName, Part, Role
+from ...recipes.frozen import frozen
 from ...recipes.model_file import flat_text, summary_of
 from ...recipes.schema import AUTO, BackboneAuto, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
@@ -52,7 +52,7 @@ Assignment = Mapping[str, str]
 """Unit -> word."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Option:
     """One word for a unit.
 
@@ -69,7 +69,7 @@ class Option:
     tensors: tuple[TensorPlan, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ChoiceUnit:
     """Modules that vLLM gives one scheme.
 
@@ -222,7 +222,8 @@ def refuse_budget(choices: Choices) -> None:
         return
     words = auto_of(choices.recipe).candidates
     alone = [f"{word} {choices.num_bytes(choices.uniform(word)):,}" for word in words]
-    size, bits = choices.num_bytes(choices.smallest), choices.bits(choices.smallest)
+    size = choices.num_bytes(choices.smallest)
+    bits = choices.bits(choices.smallest)
     raise RecipeError(
         choices.recipe.name,
         f"budget must leave room for the smallest plan, {size:,} bytes ({bits:.2f} bits)",
@@ -248,7 +249,7 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """
     if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
         return recipe
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     places = filter(None, map(view.place, source.entries))
     have = {place.role for place in places if place.part == "backbone"}
     return recipe.model_copy(
@@ -274,7 +275,9 @@ def _unit(
     base: Plan,
 ) -> ChoiceUnit:
     """A unit with the words that suit all of its tensors."""
-    first, options, refusals = tensors[0], list[Option](), list[RecipeError]()
+    first = tensors[0]
+    options = list[Option]()
+    refusals = list[RecipeError]()
     for word, decisions in words.items():
         made = []
         try:
@@ -292,12 +295,21 @@ def _unit(
             refusals.append(error)
             continue
         if tuple(made) not in [option.tensors for option in options]:
-            size, lines = sum(map(base.num_bytes_of, made)), sum(map(_line_bytes, made))
-            options.append(Option(word=word, num_bytes=size, line_bytes=lines, tensors=tuple(made)))
+            option = Option(
+                word=word,
+                num_bytes=sum(map(base.num_bytes_of, made)),
+                line_bytes=sum(map(_line_bytes, made)),
+                tensors=tuple(made),
+            )
+            options.append(option)
     if not options:
-        cause, cure = refusals[0], "Add bf16 to backbone_auto.candidates, or override these modules"
-        rule = f"a candidate must suit {first.module}, where {cause.rule}"
-        raise RecipeError(cause.where, rule, got=cause.got, cure=cure)
+        cause = refusals[0]
+        raise RecipeError(
+            cause.where,
+            f"a candidate must suit {first.module}, where {cause.rule}",
+            got=cause.got,
+            cure="Add bf16 to backbone_auto.candidates, or override these modules",
+        )
     return ChoiceUnit(
         name=name,
         part=first.part,
@@ -347,7 +359,9 @@ def _overrides(
     """One for all layers whose modules differ in the number of the layer alone."""
     layers: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
     for unit in choices.units:
-        word, tensors, templates = assignment[unit.name], unit.options[0].tensors, set[str]()
+        word = assignment[unit.name]
+        tensors = unit.options[0].tensors
+        templates = set[str]()
         if word == words[unit.part, unit.role]:
             continue
         number = _NUMBER.search(tensors[0].module)
@@ -364,7 +378,8 @@ def _overrides(
 
 def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
     """The plan of that recipe, which is the assignment, unit by unit."""
-    base, recipe = choices.base, found_recipe(choices, assignment)
+    base = choices.base
+    recipe = found_recipe(choices, assignment)
     plan = make_plan(
         recipe, base.source, shard_bytes=shard_bytes, trust_remote_code=base.trust_remote_code
     )

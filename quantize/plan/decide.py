@@ -44,7 +44,9 @@ class Decisions:
     """
 
     def __init__(self, recipe: Recipe, source: Source, view: FamilyView) -> None:
-        self.recipe, self.source, self.view = recipe, source, view
+        self.recipe = recipe
+        self.source = source
+        self.view = view
         self.matched: set[str] = set()
 
     def override(self, module: HFName) -> str | None:
@@ -81,9 +83,12 @@ class Decisions:
             # A part of such a table has one scale with all other parts.
             scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
             if scale not in self.source.entries:
-                where = f"{self.source.where}: {name}"
-                rule = f"a table in FP8 must have its scale {scale}"
-                raise CheckpointError(where, rule, got="no such tensor", cure="Check the download")
+                raise CheckpointError(
+                    f"{self.source.where}: {name}",
+                    f"a table in FP8 must have its scale {scale}",
+                    got="no such tensor",
+                    cure="Check the download",
+                )
             reason = "FP8 rows with one scale, which vLLM looks up as they are"
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         self._refuse_unreadable(weight, place)
@@ -94,17 +99,16 @@ class Decisions:
         if weight.form == "plain":
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         if word == "source" and self._can_stay_quantized(weight, place):
-            outputs, reason = (
-                renamed_outputs(weight, weight.scheme),
-                "as in the source, scales renamed",
-            )
+            outputs = renamed_outputs(weight, weight.scheme)
+            reason = "as in the source, scales renamed"
             return _planned(weight, place, "keep", reason, outputs, weight.scheme)
         if word == "source" and not place.row.why_kept:
-            rule, got = (
+            raise RecipeError(
+                self._group(place),
                 "`source` needs a form that compressed-tensors can say",
-                f"{weight.form} in {name}",
+                got=f"{weight.form} in {name}",
+                cure="Use bf16 or a scheme",
             )
-            raise RecipeError(self._group(place), rule, got=got, cure="Use bf16 or a scheme")
         return _planned(weight, place, "dequantize", reason, (Output(name, "BF16", weight.shape),))
 
     def other(self, entry: Entry) -> TensorPlan:
@@ -126,16 +130,19 @@ class Decisions:
         if (
             row.stacked and place.leaf == ""
         ):  # a 3-D expert parameter is a weight whose name has no `.weight`
-            parts = {"weight": entry}
-            return self.weight(
-                StoredWeight(module=name, form="plain", parts=parts, shape=entry.shape)
+            stack = StoredWeight(
+                module=name, form="plain", parts={"weight": entry}, shape=entry.shape
             )
+            return self.weight(stack)
         if not row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"):
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
-        rule = f"{place.leaf!r} must belong to a weight of {place.module}"
-        cure = "Check the download, or add the name to `keep` of the recipe"
-        raise CheckpointError(f"{self.source.where}: {name}", rule, got="no such weight", cure=cure)
+        raise CheckpointError(
+            f"{self.source.where}: {name}",
+            f"{place.leaf!r} must belong to a weight of {place.module}",
+            got="no such weight",
+            cure="Check the download, or add the name to `keep` of the recipe",
+        )
 
     # --- what the recipe says ---------------------------------------------------------------------
 
@@ -147,16 +154,20 @@ class Decisions:
         if not hits:
             return None
         place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
-        inputs, outputs = tuple(entry.name for entry in entries), tuple(map(same_output, entries))
+        inputs = tuple(entry.name for entry in entries)
+        outputs = tuple(map(same_output, entries))
         return TensorPlan(name, inputs, "keep", "recipe: keep", shape, outputs, place)
 
     def _place(self, name: HFName) -> Place:
         place = self.view.place(name)
         if place is None:
             family = self.view.family.model_type
-            rule = f"every tensor must be known to family {family}"
-            cure = f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe"
-            raise CheckpointError(self.source.where, rule, got=name, cure=cure)
+            raise CheckpointError(
+                self.source.where,
+                f"every tensor must be known to family {family}",
+                got=name,
+                cure=f"Add it to recipes/families/{family}.yaml, or to `keep` of the recipe",
+            )
         return place
 
     def _group(self, place: Place) -> str:
@@ -165,11 +176,16 @@ class Decisions:
 
     def _word(self, place: Place) -> tuple[str, str]:
         """The recipe's word for a module, and the reason to show."""
-        recipe, override = self.recipe, self.override(place.module)
+        recipe = self.recipe
+        override = self.override(place.module)
         if place.row.why_kept:
             if override in SCHEMES:
-                rule = f"{place.module} is never quantized ({place.row.why_kept})"
-                raise RecipeError(recipe.name, rule, got=override, cure="Remove the override")
+                raise RecipeError(
+                    recipe.name,
+                    f"{place.module} is never quantized ({place.row.why_kept})",
+                    got=override,
+                    cure="Remove the override",
+                )
             if place.part == "mtp" and recipe.mtp_policy == "source":
                 return "source", place.row.why_kept
             return "bf16", place.row.why_kept
@@ -179,12 +195,12 @@ class Decisions:
         if not isinstance(word, str):
             word = word.get(place.role)
         if word is None:
-            rule = f"{place.part} must say what happens to {place.role}"
-            got, cure = (
-                f"nothing, but the model has {place.module}",
-                f"Add `{place.role}: source` or a scheme",
+            raise RecipeError(
+                recipe.name,
+                f"{place.part} must say what happens to {place.role}",
+                got=f"nothing, but the model has {place.module}",
+                cure=f"Add `{place.role}: source` or a scheme",
             )
-            raise RecipeError(recipe.name, rule, got=got, cure=cure)
         return word, f"recipe: {place.part} {place.role}"
 
     # --- what can be done -------------------------------------------------------------------------
@@ -193,15 +209,16 @@ class Decisions:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme
         is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
         if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
-            rule = (
+            stored = [
+                f"{leaf} {each.dtype}{list(each.shape)}" for leaf, each in weight.parts.items()
+            ]
+            raise CheckpointError(
+                f"{self.source.where}: {place.module}.weight",
                 "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that "
-                "a scheme has"
+                "a scheme has",
+                got=", ".join(stored),
+                cure="Start from the original release",
             )
-            got = ", ".join(
-                f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()
-            )
-            where = f"{self.source.where}: {place.module}.weight"
-            raise CheckpointError(where, rule, got=got, cure="Start from the original release")
 
     def _separated(self, weight: StoredWeight, place: Place, reason: str) -> TensorPlan:
         """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number
@@ -232,14 +249,13 @@ class Decisions:
     ) -> TensorPlan:
         is_tuned = place.part == "mtp" and self.recipe.mtp == TUNED
         if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
-            outputs, reason = (
-                renamed_outputs(weight, scheme.name),
-                f"the source stores {scheme.name} already",
-            )
+            outputs = renamed_outputs(weight, scheme.name)
+            reason = f"the source stores {scheme.name} already"
             return _planned(weight, place, "keep", reason, outputs, scheme.name)
         for rule, got, otherwise in self._misfits(weight, place, scheme):
-            cure = f"Set {place.role}: {otherwise}"
-            raise RecipeError(self._group(place), rule, got=got, cure=cure)
+            raise RecipeError(
+                self._group(place), rule, got=got, cure=f"Set {place.role}: {otherwise}"
+            )
         outputs = packed_outputs(place, scheme.name, weight.shape)
         return _planned(weight, place, "quantize", reason, outputs, scheme.name)
 
@@ -249,7 +265,9 @@ class Decisions:
         """Why a module cannot take a scheme: the rule, the value, and what its group can have
         instead.
         """
-        shape, row, name = weight.shape, place.row, scheme.name
+        shape = weight.shape
+        row = place.row
+        name = scheme.name
         tensor = f"{place.module}.weight"
         if len(shape) != (3 if row.stacked else 2):
             yield f"{name} needs a matrix", f"shape {list(shape)} in {tensor}", "source"
@@ -258,12 +276,11 @@ class Decisions:
             into = f"{place.runtime.rpartition('.')[2]} of this family"
             rule = f"vLLM cannot load one scale a tensor into {into}"
             yield rule, f"{name} for {tensor}", "FP8_DYNAMIC, FP8_BLOCK or bf16"
-        rows, columns = shape[-2] // max(1, len(row.stacked)), shape[-1]
+        rows = shape[-2] // max(1, len(row.stacked))
+        columns = shape[-1]
         if columns % scheme.k_multiple():
-            rule, otherwise = (
-                f"K divisible by {scheme.k_multiple()}",
-                "bf16, or override this module",
-            )
+            rule = f"K divisible by {scheme.k_multiple()}"
+            otherwise = "bf16, or override this module"
             yield f"{name} needs {rule}", f"K={columns} in {tensor}", otherwise
         number = f"N={rows} in {tensor}"
         if rows % scheme.n_multiple():
@@ -297,10 +314,8 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
     plans = []
     for index in range(view.num_mtp_layers):
         for alias in view.family.aliases:
-            name, origin = (
-                HFName(view.mtp_stem(index) + alias.path),
-                entries.get(HFName(alias.source)),
-            )
+            name = HFName(view.mtp_stem(index) + alias.path)
+            origin = entries.get(HFName(alias.source))
             if name in entries or origin is None:
                 continue
             place = view.place(name)

@@ -34,34 +34,37 @@ def with_cache_scales(
     Raises:
         RecipeError: this family's attention has no place for them; it names the reason.
     """
-    found, scales, why = list[TensorPlan](), list[TensorPlan](), no_place(view)
+    found = list[TensorPlan]()
+    scales = list[TensorPlan]()
+    why = no_place(view)
     for tensor in tensors:
         if module := attention_of(tensor):
             names = scale_names(view, tensor.part, module)
             tensor = tensor._replace(cache=names)
             place = replace(tensor.place, module=module)
             for name in names:
-                scale = TensorPlan(
-                    name=name,
-                    inputs=(),
-                    fate="add",
-                    reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
-                    shape=(1,),
-                    outputs=(Output(name, "BF16", (1,)),),
-                    place=place,
-                    shares=f"{module}.kv_cache",
-                    calibrated="cache",
+                scales.append(
+                    TensorPlan(
+                        name=name,
+                        inputs=(),
+                        fate="add",
+                        reason="recipe: kv_cache; scale of an FP8 cache from calibration data",
+                        shape=(1,),
+                        outputs=(Output(name, "BF16", (1,)),),
+                        place=place,
+                        shares=f"{module}.kv_cache",
+                        calibrated="cache",
+                    )
                 )
-                scales.append(scale)
         found.append(tensor)
-    if not why and not any(
-        tensor.part == "backbone" for tensor in found if tensor.cache is not None
-    ):
+    if not why and "backbone" not in [each.part for each in found if each.cache is not None]:
         why = "no attention layer with a projection of keys"
     if why:
-        rule = f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}"
         raise RecipeError(
-            f"{recipe.name}: kv_cache", rule, got=why, cure="Remove kv_cache from the recipe"
+            f"{recipe.name}: kv_cache",
+            f"vLLM must have a place for scales of an FP8 cache in {view.family.model_type}",
+            got=why,
+            cure="Remove kv_cache from the recipe",
         )
     return found + scales
 

@@ -8,9 +8,8 @@ Easy to get wrong: which config.json. Tensors come from the release, but vLLM na
 config.json of the checkpoint that it serves. Both must call the same tensors the MTP block.
 """
 
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, view_of
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.families import find_view
 from ...recipes.family_view import FamilyView
 from ...recipes.schema import AUTO, validated
 from ...recipes.schemes import SCHEMES
@@ -41,26 +40,34 @@ def plan_mtp_alone(
         RecipeError: another word, or a scheme that a module of the block cannot take.
         CheckpointError: the release has no whole MTP block, or the two name it differently.
     """
-    released = find_view(source.config, source.where, source.entries)
+    released = view_of(source)
     entries = with_separate_mtp(source, released)
     refuse_missing_mtp(released, source, entries)
     block = [entry for name, entry in entries.items() if released.is_mtp(name)]
     for entry in block:
         if not view.is_mtp(entry.name):
-            rule = f"both must call {entry.name} a tensor of the MTP block"
-            cure = "Name the release that the checkpoint was made from"
             raise CheckpointError(
-                source.where, rule, got="another name in the checkpoint", cure=cure
+                source.where,
+                f"both must call {entry.name} a tensor of the MTP block",
+                got="another name in the checkpoint",
+                cure="Name the release that the checkpoint was made from",
             )
     if as_released:
         word = "bf16"
     if word == AUTO:
-        cure = "Say source, bf16 or a scheme; `keepmtp quantize` measures"
-        raise RecipeError("--mtp", "graft measures nothing", got=word, cure=cure)
+        raise RecipeError(
+            "--mtp",
+            "graft measures nothing",
+            got=word,
+            cure="Say source, bf16 or a scheme; `keepmtp quantize` measures",
+        )
     if word in SCHEMES and SCHEMES[word].needs_calibration:
-        rule = f"{word} has input scales that only batches give, and graft runs none"
-        cure = f"Use {SCHEMES[word].data_free}, which needs no data, or bf16"
-        raise RecipeError("--mtp", rule, got=word, cure=cure)
+        raise RecipeError(
+            "--mtp",
+            f"{word} has input scales that only batches give, and graft runs none",
+            got=word,
+            cure=f"Use {SCHEMES[word].data_free}, which needs no data, or bf16",
+        )
     raw = {
         "model": "graft",
         "variant": "mtp",

@@ -43,10 +43,11 @@ def refuse_no_draft(plan: Plan) -> None:
     family = plan.view.family
     is_calibrated = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
     if family.draft is None and (is_calibrated or plan.recipe.measures_mtp):
-        rule = "an MTP block that is calibrated or chosen must be one that can be run"
-        cure = "Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16"
         raise RecipeError(
-            plan.recipe.name, rule, got=f"{family.model_type}: {family.no_draft}", cure=cure
+            plan.recipe.name,
+            "an MTP block that is calibrated or chosen must be one that can be run",
+            got=f"{family.model_type}: {family.no_draft}",
+            cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16",
         )
 
 

@@ -24,6 +24,7 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView
+from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, added_aliases, matching_limit
@@ -43,7 +44,7 @@ Unit = tuple[TensorPlan, ...]
 """Tensors that are computed together, and written to one shard."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Shard:
     """One output file: its units, and its tensors in the order of their bytes."""
 
@@ -89,7 +90,8 @@ class Plan:
     @property
     def num_bytes_beside(self) -> int:
         """Bytes of config.json and the other files that the output gets."""
-        names, states = (*self.companions, "config.json"), self.source.states
+        names = (*self.companions, "config.json")
+        states = self.source.states
         return sum(states[name].num_bytes for name in names if name in states)
 
     @cached_property
@@ -145,12 +147,14 @@ class Plan:
         first files.
         """
         files: list[list[Unit]] = []
-        part, room = "", 0
+        part = ""
+        room = 0
         for unit in self.units:
             size = sum(map(self.num_bytes_of, unit))
             if unit[0].part != part or size > room:
                 files.append([])
-                part, room = unit[0].part, self.shard_bytes
+                part = unit[0].part
+                room = self.shard_bytes
             files[-1].append(unit)
             room -= size
         shards = []
@@ -223,14 +227,15 @@ def make_plan(
     assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where, source.entries)
     if recipe.family not in (family.model_type, *family.also):
-        rule, got = (
+        raise RecipeError(
+            recipe.name,
             f"family must be that of {source.where}",
-            f"{recipe.family!r} for a {family.model_type}",
+            got=f"{recipe.family!r} for a {family.model_type}",
+            cure="Choose another MODEL, or copy this recipe and change its family",
         )
-        cure = "Choose another MODEL, or copy this recipe and change its family"
-        raise RecipeError(recipe.name, rule, got=got, cure=cure)
     view = FamilyView(family=family, config=source.config)
-    entries, decisions = with_separate_mtp(source, view), Decisions(recipe, source, view)
+    entries = with_separate_mtp(source, view)
+    decisions = Decisions(recipe, source, view)
     tensors = decided(decisions, entries.values())
     _refuse_lost_layers(view, source, tensors)
     refuse_missing_mtp(view, source, [tensor.name for tensor in tensors])
@@ -253,8 +258,11 @@ def make_plan(
 
 def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     """The indexed tensors, and MTP tensors of files that the index forgot."""
-    separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
-    return {**source.entries, **separate}
+    entries = dict(source.entries)
+    for name, entry in source.unindexed.items():
+        if view.is_mtp(name):
+            entries[name] = entry
+    return entries
 
 
 def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:
@@ -278,38 +286,49 @@ def _refuse_lost_layers(view: FamilyView, source: Source, tensors: Iterable[Tens
     held = {tensor.layer for tensor in tensors if tensor.part == "backbone"}
     for index in range(view.num_layers):
         if index not in held:
-            rule = (
-                f"num_hidden_layers={view.num_layers} promises {view.disk_stem('backbone', index)}*"
+            raise CheckpointError(
+                f"{source.where}/config.json",
+                f"num_hidden_layers={view.num_layers} promises "
+                f"{view.disk_stem('backbone', index)}*",
+                got="no such tensor in any file",
+                cure="Download the checkpoint again",
             )
-            where, cure = f"{source.where}/config.json", "Download the checkpoint again"
-            raise CheckpointError(where, rule, got="no such tensor in any file", cure=cure)
 
 
 def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFName]) -> None:
     """config.json and the tensors' names must agree on the MTP layers, and every module of the
     block must be there.
     """
-    promised, found = view.num_mtp_layers, view.mtp_layers_of(names)
-    where, key = f"{source.where}/config.json", view.mtp_count_key
+    promised = view.num_mtp_layers
+    found = view.mtp_layers_of(names)
+    where = f"{source.where}/config.json"
+    key = view.mtp_count_key
     if extra := sorted(found - {*range(promised)}):
-        got = f"{promised}, but {view.mtp_stem(extra[0])}* exists"
         raise CheckpointError(
-            where, f"{key} must count the MTP layers on disk", got=got, cure="Correct config.json"
+            where,
+            f"{key} must count the MTP layers on disk",
+            got=f"{promised}, but {view.mtp_stem(extra[0])}* exists",
+            cure="Correct config.json",
         )
     if not promised:
         raise CheckpointError(where, f"{key} must promise an MTP block", got=promised, cure=_LOST)
     for index in range(promised):
         if index not in found:
-            rule = f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*"
-            raise CheckpointError(where, rule, got="no such tensor in any file", cure=_LOST)
+            raise CheckpointError(
+                where,
+                f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*",
+                got="no such tensor in any file",
+                cure=_LOST,
+            )
     present = {name.rpartition(".")[0] for name in names} | {*names}
     for module in view.required_mtp_modules(range(promised)):
         if module not in present:
-            rule, cure = (
+            raise CheckpointError(
+                source.where,
                 f"the MTP block must have {module}",
-                "Get the MTP block from the original release",
+                got="no such tensor in any file",
+                cure="Get the MTP block from the original release",
             )
-            raise CheckpointError(source.where, rule, got="no such tensor in any file", cure=cure)
 
 
 def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> None:
@@ -317,20 +336,24 @@ def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> No
     recipe = decisions.recipe
     for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep):
         if pattern not in decisions.matched:
-            rule = f"pattern {pattern!r} must match a module of the model"
-            cure = "Write the whole name as on disk, or `re:` and a regex of the whole name"
-            raise RecipeError(recipe.name, rule, got="no match", cure=cure)
+            raise RecipeError(
+                recipe.name,
+                f"pattern {pattern!r} must match a module of the model",
+                got="no match",
+                cure="Write the whole name as on disk, or `re:` and a regex of the whole name",
+            )
     have = {(tensor.part, tensor.role) for tensor in tensors}
     for part, groups in (("backbone", recipe.backbone), ("mtp", recipe.mtp_policy)):
         if isinstance(groups, str):
             continue
         for group in groups:
             if (part, group) not in have:
-                rule, cure = (
+                raise RecipeError(
+                    recipe.name,
                     f"{part} group {group} must match a module of the model",
-                    f"Remove {group} from {part}",
+                    got="no match",
+                    cure=f"Remove {group} from {part}",
                 )
-                raise RecipeError(recipe.name, rule, got="no match", cure=cure)
 
 
 def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
@@ -350,35 +373,39 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     """
     first: dict[VLLMName, TensorPlan] = {}
     for tensor in tensors:
-        where, scheme = f"{recipe.name}: {tensor.part} {tensor.role}", tensor.scheme
+        where = f"{recipe.name}: {tensor.part} {tensor.role}"
+        scheme = tensor.scheme
         if len(tensor.shape) < 2 or tensor.fate == "drop":
             continue
         other = first.setdefault(tensor.runtime, tensor)
         if other.scheme != scheme:
-            rule = (
+            raise RecipeError(
+                recipe.name,
                 f"vLLM fuses {other.module} and {tensor.module} into {tensor.runtime}, so they "
-                "need one scheme"
+                "need one scheme",
+                got=f"{other.scheme or 'plain'} and {scheme or 'plain'}",
+                cure="Give both the same scheme, or `bf16`",
             )
-            got, cure = (
-                f"{other.scheme or 'plain'} and {scheme or 'plain'}",
-                "Give both the same scheme, or `bf16`",
-            )
-            raise RecipeError(recipe.name, rule, got=got, cure=cure)
         is_absorbed = tensor.module.endswith(".kv_b_proj") and tensor.fate == "quantize"
         if is_absorbed and SCHEMES[scheme].needs_calibration:
-            rule = (
-                "vLLM reads kv_b_proj through an identity matrix, which static input scales distort"
+            raise RecipeError(
+                where,
+                "vLLM reads kv_b_proj through an identity matrix, "
+                "which static input scales distort",
+                got=f"{scheme} for {tensor.name}",
+                cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
             )
-            cure = "Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16"
-            raise RecipeError(where, rule, got=f"{scheme} for {tensor.name}", cure=cure)
         is_wordless = scheme not in ALGORITHMS or (
             tensor.role == "experts" and scheme in NOT_FOR_EXPERTS
         )
         if recipe.format == "modelopt" and scheme and is_wordless:
-            rule = f"vLLM's loader of modelopt checkpoints must have a word for {scheme}"
             words = ", ".join(word for word in ALGORITHMS if word not in NOT_FOR_EXPERTS)
-            cure = f"Use {words}, or format: compressed-tensors"
-            raise RecipeError(where, rule, got=f"none, for {tensor.name}", cure=cure)
+            raise RecipeError(
+                where,
+                f"vLLM's loader of modelopt checkpoints must have a word for {scheme}",
+                got=f"none, for {tensor.name}",
+                cure=f"Use {words}, or format: compressed-tensors",
+            )
 
 
 # --- what batches give ----------------------------------------------------------------------------
@@ -400,8 +427,9 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
         )
         is_neighbour = tensor.calibrated != "weights" and (tensor.part, tensor.layer) in rewritten
         if is_free and is_neighbour and tensor.role != "state":
-            reason = f"{tensor.reason}; {algorithm} may rescale it"
-            marked[number] = tensor._replace(may_change=True, reason=reason)
+            marked[number] = tensor._replace(
+                may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it"
+            )
     return marked
 
 
@@ -411,13 +439,16 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     Weights of a tuned block are rounded to nearest, whatever the algorithm.
     """
     tuned = recipe.mtp_tuned if tensor.part == "mtp" else None
-    reason, scheme = tensor.reason, tensor.scheme
+    reason = tensor.reason
+    scheme = tensor.scheme
     if tensor.fate == "quantize":
-        calibrated, is_weighted = "", False
+        calibrated = ""
+        is_weighted = False
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
             reason += f"; scales by {recipe.search}"
             if recipe.search == "imatrix":
-                calibrated, is_weighted = "scales", True
+                calibrated = "scales"
+                is_weighted = True
         if scheme in REWRITES[algorithm] and tuned is None:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"

@@ -13,16 +13,16 @@ VARIABLES".
 
 import os
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 
 if TYPE_CHECKING:  # it imports pydantic, which a progress bar does not need
     from ...recipes.schema import Calibration
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProcessPlace:
     """This process among all.
 
@@ -47,11 +47,15 @@ def place_of_process() -> ProcessPlace:
     def number(name: str, default: int) -> int:
         return int(os.environ.get(name) or default)
 
-    size, rank = number("WORLD_SIZE", 1), number("RANK", 0)
+    size = number("WORLD_SIZE", 1)
+    rank = number("RANK", 0)
     if size > 1:
-        local, local_size = number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", size)
-        return ProcessPlace(rank=rank, size=size, local=local, local_size=local_size)
-    size, is_step = number("SLURM_NTASKS", 1), "SLURM_STEP_ID" in os.environ
+        local = number("LOCAL_RANK", 0)
+        return ProcessPlace(
+            rank=rank, size=size, local=local, local_size=number("LOCAL_WORLD_SIZE", size)
+        )
+    size = number("SLURM_NTASKS", 1)
+    is_step = "SLURM_STEP_ID" in os.environ
     if size == 1 or "RANK" in os.environ or not (os.environ.get("MASTER_ADDR") and is_step):
         return ProcessPlace()
     counts: list[
@@ -61,7 +65,8 @@ def place_of_process() -> ProcessPlace:
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(repeat or 1)
     counts = counts[number("SLURM_NODEID", 0) :] or [size]
-    rank, local = number("SLURM_PROCID", 0), number("SLURM_LOCALID", 0)
+    rank = number("SLURM_PROCID", 0)
+    local = number("SLURM_LOCALID", 0)
     return ProcessPlace(rank=rank, size=size, local=local, local_size=counts[0], launcher="srun")
 
 
@@ -76,13 +81,20 @@ def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
         RecipeError: says how many there may be.
     """
     if calibration.samples < size:
-        rule, got = "every process must have a sequence of calibration text", calibration.samples
-        cure = "Raise calibration.samples, or start fewer processes"
-        raise RecipeError(where, rule, got=f"{got} samples for {size} processes", cure=cure)
+        got = calibration.samples
+        raise RecipeError(
+            where,
+            "every process must have a sequence of calibration text",
+            got=f"{got} samples for {size} processes",
+            cure="Raise calibration.samples, or start fewer processes",
+        )
     # modelopt sums its Hessians over none; auto-round's own processes each keep what was best on
     # their own text.
     instead = {"autoround": "gptq", "local-hessian": "mse"}.get(calibration.algorithm)
     if instead and size > 1:
-        rule = f"algorithm: {calibration.algorithm} must run in one process"
-        cure = f"Start one, or set calibration.algorithm: {instead}"
-        raise RecipeError(where, rule, got=f"{size} processes", cure=cure)
+        raise RecipeError(
+            where,
+            f"algorithm: {calibration.algorithm} must run in one process",
+            got=f"{size} processes",
+            cure=f"Start one, or set calibration.algorithm: {instead}",
+        )

@@ -10,8 +10,9 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ...recipes.frozen import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ...checkpoints.source import Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CalibrationStep:
     """One step of a long run, for people and as a JSON line."""
 
@@ -40,7 +41,7 @@ done since then.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunProgress:
     """Who is called while a checkpoint is made; None for nobody.
 

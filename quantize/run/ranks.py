@@ -19,7 +19,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ...recipes.errors import KeepMTPError, RecipeError
+from ...recipes.frozen import frozen
 from .processes import ProcessPlace, place_of_process
 
 TIMEOUT = timedelta(hours=2)  # a GPTQ layer of a large model may keep one rank busy for long
@@ -41,7 +41,7 @@ _LOST_DEVICE = (
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ranks:
     """This process among `size`.
 
@@ -181,18 +181,22 @@ def naming_lost_device(ranks: Ranks) -> Iterator[None]:
         is_lost = is_named or isinstance(error, torch.AcceleratorError)
         if not is_lost or isinstance(error, torch.OutOfMemoryError):
             raise  # a full device is another matter
-        where = f"{ranks.device} of {ranks} on {socket.gethostname()}"
-        cure = (
-            "Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on where "
-            "this run stopped, also with fewer processes if the algorithm is minmax or smoothquant"
-        )
-        raise RecipeError(where, "the GPU must work until the end", got=line, cure=cure) from error
+        raise RecipeError(
+            f"{ranks.device} of {ranks} on {socket.gethostname()}",
+            "the GPU must work until the end",
+            got=line,
+            cure="Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on "
+            "where this run stopped, also with fewer processes if the algorithm is minmax or "
+            "smoothquant",
+        ) from error
 
 
 def _peers_must_stay(got: str) -> RecipeError:
-    cure = "Read what the other processes said; the same command goes on where this run stopped"
     return RecipeError(
-        place_of_process().launcher, "all processes must stay until the end", got=got, cure=cure
+        place_of_process().launcher,
+        "all processes must stay until the end",
+        got=got,
+        cure="Read what the other processes said; the same command goes on where this run stopped",
     )
 
 
@@ -223,8 +227,12 @@ def _refuse_shared_gpu(ranks: Ranks) -> None:
 
 
 def _without_gpu(where: str, got: str) -> RecipeError:
-    cure = "Lower NPROC, or show each process another GPU"
-    return RecipeError(where, "every process must have a GPU of its own", got=got, cure=cure)
+    return RecipeError(
+        where,
+        "every process must have a GPU of its own",
+        got=got,
+        cure="Lower NPROC, or show each process another GPU",
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from ...checkpoints.values import typed
 from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, outputs_of
@@ -36,7 +37,7 @@ _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *C
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Statistics:
     """The headers of a folder of statistics; no tensor is held in memory.
 
@@ -93,7 +94,8 @@ class Statistics:
             CheckpointError: the file has become shorter since it was opened, or has other bytes
                 than were written.
         """
-        path, entry = self.path_of(name), self.entries[name]
+        path = self.path_of(name)
+        entry = self.entries[name]
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
         with open(path, "rb", buffering=0) as file:
             fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
@@ -117,14 +119,16 @@ def write_statistics(
         CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    apart, sums = dict[str, Tensor](), dict[str, str]()
+    apart = dict[str, Tensor]()
+    sums = dict[str, str]()
     storages: set[int] = set()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
-        apart[name], sums[name] = value, _sum(value.reshape(-1).view(torch.uint8))
+        apart[name] = value
+        sums[name] = _sum(value.reshape(-1).view(torch.uint8))
     save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
     sort_metadata(partial_path(path))
     complete(path)
@@ -165,15 +169,19 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     """
     if statistics is None:
         if plan.needs_calibration:
-            rule = f"{', '.join(plan.needs_calibration)} must be calibrated before it is written"
-            cure = "Run `keepmtp quantize`, which calibrates first, or use a data-free scheme"
-            raise RecipeError(plan.recipe.name, rule, got="no statistics", cure=cure)
+            raise RecipeError(
+                plan.recipe.name,
+                f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
+                got="no statistics",
+                cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
+            )
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
         allowed |= _taken(unit, statistics)
     for name, entry in statistics.entries.items():
-        path, wanted = statistics.path_of(name), allowed.get(name)
+        path = statistics.path_of(name)
+        wanted = allowed.get(name)
         if wanted is None:
             rule = "every tensor must be one that the plan takes from calibration"
             raise _refusal(path, rule, name)
@@ -198,9 +206,12 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
         required |= optional  # modules that share a global scale change together
     for name in sorted(required):
         if name not in statistics:
-            cure = _cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-"))
-            rule = f"calibration must give {name}"
-            raise CheckpointError(statistics.folder, rule, got="no such tensor", cure=cure)
+            raise CheckpointError(
+                statistics.folder,
+                f"calibration must give {name}",
+                got="no such tensor",
+                cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
+            )
     return required
 
 
@@ -211,12 +222,13 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
         if name.rpartition(".")[2] in _TENSOR_SCALES:
             scales[name] = value = statistics.read(name).item()
             if not 0 < value < math.inf:
-                rule = f"{name} must be a positive number"
-                cure = (
-                    "The activations or weights of this module are not finite: choose a "
-                    "data-free scheme for it"
+                raise CheckpointError(
+                    statistics.path_of(name),
+                    f"{name} must be a positive number",
+                    got=value,
+                    cure="The activations or weights of this module are not finite: choose a "
+                    "data-free scheme for it",
                 )
-                raise CheckpointError(statistics.path_of(name), rule, got=value, cure=cure)
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
@@ -228,9 +240,12 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
             module, _, leaf = name.rpartition(".")
             other = first.setdefault((module.rpartition(".")[0], leaf), name)
             if scales[other] != scales[name]:
-                rule = f"{other} and {name} must be equal: vLLM fuses their modules"
-                got, cure = f"{scales[other]} and {scales[name]}", _cure(statistics.path_of(name))
-                raise CheckpointError(statistics.folder, rule, got=got, cure=cure)
+                raise CheckpointError(
+                    statistics.folder,
+                    f"{other} and {name} must be equal: vLLM fuses their modules",
+                    got=f"{scales[other]} and {scales[name]}",
+                    cure=_cure(statistics.path_of(name)),
+                )
 
 
 def _read(path: Path) -> FileHeader:
@@ -249,11 +264,14 @@ def _cure(path: Path) -> str:
     """What to do about a file of statistics. A layer's inputs are gone once the next one is
     done, so all start anew.
     """
-    folder, what = path.parent.parent, "calibration starts anew"
+    folder = path.parent.parent
+    what = "calibration starts anew"
     if path.parent.name == "mtp":
-        folder, what = path.parent, "the MTP block is trained anew"
+        folder = path.parent
+        what = "the MTP block is trained anew"
     elif path.name.startswith("mtp-"):
-        folder, what = folder / "mtp", "the MTP block is calibrated anew"
+        folder = folder / "mtp"
+        what = "the MTP block is calibrated anew"
     return f"Remove {folder}, and run the same command again: {what}"
 
 

@@ -115,7 +115,8 @@ def finish(
     texts[RECORD] = record_of(plan, calibration).text()
     for name, text in texts.items():
         write_whole(partial / name, text)
-    source, other = plan.source, plan.source.mtp_source
+    source = plan.source
+    other = plan.source.mtp_source
     assert source.folder is not None
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), within(partial, name))
@@ -128,9 +129,12 @@ def finish(
         if is_file and name not in own and not name.startswith(f"{WORK}/"):
             strays.append(name)
     if strays:
-        rule = "an output must hold nothing but what this run wrote"
-        cure = "Move these files away, and run the same command again"
-        raise CheckpointError(partial, rule, got=listed(strays), cure=cure)
+        raise CheckpointError(
+            partial,
+            "an output must hold nothing but what this run wrote",
+            got=listed(strays),
+            cure="Move these files away, and run the same command again",
+        )
     cure = "Run the same command again: it compares what is written, and writes anew what differs"
     if plan.needs_calibration:
         kept = calibration_folder(final_path(partial))
@@ -187,7 +191,8 @@ def is_finished(plan: Plan, out: Path) -> bool:
         found = (record.calibration or {}).get("search")
         if not isinstance(found, dict) or found.get("asked") != asked(plan.recipe):
             return False
-    source, recipe = plan.source, plan.recipe.model_dump(mode="json", exclude=passed_over)
+    source = plan.source
+    recipe = plan.recipe.model_dump(mode="json", exclude=passed_over)
     carried = {name for name in (*plan.companions, *source.code) if (out / name).is_file()}
     return (
         all(record.recipe.whole.get(key) == value for key, value in recipe.items())
@@ -220,7 +225,8 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
     """Whether no file of a source folder, or of a dataset here, was written to since."""
     if plan.source.folder is None:
         return True
-    states, calibration = list(plan.source.states.values()), plan.recipe.calibration
+    states = list(plan.source.states.values())
+    calibration = plan.recipe.calibration
     for texts in calibration.mix if calibration else ():
         if (dataset := find_path(texts.dataset)) is not None:
             files = filter(Path.is_file, (dataset, *dataset.rglob("*")))
@@ -244,7 +250,8 @@ def refuse_place(source: Source, out: Path) -> None:
     """Refuse a path that cannot become an output made from `source`, whatever the disk has room
     for.
     """
-    found, faults = "", list[tuple[str, str]]()
+    found = ""
+    faults = list[tuple[str, str]]()
     if out.is_symlink():
         found = "a link"
     elif out.is_file():
@@ -281,13 +288,16 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     elif all(path.name == WORK for path in partial.iterdir()):
         return
     if not is_ours and is_held(partial):
-        cure = "Wait for it, or choose another OUT"
-        raise RecipeError(partial, _ONE_RUN, got="another run at work", cure=cure)
-    rule = (
+        raise RecipeError(
+            partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT"
+        )
+    raise RecipeError(
+        partial,
         "an unfinished output can only be resumed with the same recipe, source, calibration data "
-        "and keepmtp version"
+        "and keepmtp version",
+        got="another plan",
+        cure="Remove it, or choose another OUT",
     )
-    raise RecipeError(partial, rule, got="another plan", cure="Remove it, or choose another OUT")
 
 
 # --- what made it ---------------------------------------------------------------------------------
@@ -304,7 +314,8 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
         calibration: identifies the batches, such as the hash of their ids; counts only where the
             plan needs batches.
     """
-    source, needs = plan.source, bool(plan.needs_calibration)
+    source = plan.source
+    needs = bool(plan.needs_calibration)
     parts = {
         "recipe": plan.recipe.model_dump(
             mode="json", exclude={"evaluation", "gates"}
@@ -324,7 +335,8 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
 
 def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
-    source, other = plan.source, plan.source.mtp_source
+    source = plan.source
+    other = plan.source.mtp_source
     return Record.model_validate(
         {
             "keepmtp": __version__,
@@ -345,7 +357,8 @@ def _recorded(source: Source, files: Mapping[str, int]) -> dict[str, Any]:
 
 def _versions(plan: Plan, is_calibrated: object) -> dict[str, str]:
     """Of Python, and of the packages that compute."""
-    packages, calibration = ["torch", "numpy"], plan.recipe.calibration
+    packages = ["torch", "numpy"]
+    calibration = plan.recipe.calibration
     if is_calibrated and calibration is not None:
         packages += ["llmcompressor", "compressed-tensors", "transformers"]
         packages += ["nvidia-modelopt"] * (calibration.backend == "modelopt")

@@ -35,8 +35,11 @@ def refuse(plan: Plan, out: Path) -> None:
 
 def _refuse_missing_extra(plan: Plan) -> None:
     if plan.needs_batches:
-        otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
-        require_extra(f"calibration for {plan.recipe.name}", extra_of(plan), otherwise=otherwise)
+        require_extra(
+            f"calibration for {plan.recipe.name}",
+            extra_of(plan),
+            otherwise=f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches",
+        )
     require_extra("packing weights", "quantize")
 
 

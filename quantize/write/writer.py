@@ -42,6 +42,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..plan.tensor_plan import outputs_of
@@ -113,7 +114,8 @@ def write_shards(
     devices = [ranks.device]
     if ranks.size == 1:
         devices = _devices()
-    stop, torch_threads = threading.Event(), torch.get_num_threads()
+    stop = threading.Event()
+    torch_threads = torch.get_num_threads()
     given = statistics or Statistics(folder=folder, entries={})
     torch.set_num_threads(
         1
@@ -121,9 +123,13 @@ def write_shards(
     with ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = []
         for number, shard in enumerate(plan.shards[ranks.rank :: ranks.size]):
-            device = devices[number % len(devices)]
             job = _Job(
-                plan=plan, shard=shard, device=device, given=given, progress=progress, stop=stop
+                plan=plan,
+                shard=shard,
+                device=devices[number % len(devices)],
+                given=given,
+                progress=progress,
+                stop=stop,
             )
             jobs.append(pool.submit(job.write, folder))
         try:
@@ -147,7 +153,7 @@ def _source_bytes(plan: Plan, *units: tuple[TensorPlan, ...]) -> int:
     return sum(plan.entries[name].num_bytes for tensor in tensors for name in tensor.inputs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Job:
     """One shard of a plan, and what it is made with."""
 
@@ -160,7 +166,9 @@ class _Job:
 
     def write(self, folder: Path) -> None:
         """Write the shard under a temporary name, unit by unit, and rename it when it is whole."""
-        plan, shard, final = self.plan, self.shard, folder / self.shard.file
+        plan = self.plan
+        shard = self.shard
+        final = folder / self.shard.file
         where = plan.recipe.name
         layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
@@ -182,8 +190,12 @@ class _Job:
                 try:
                     self.run(unit, _Place(plan, file, layout.starts, sums))
                 except torch.OutOfMemoryError as error:  # finished shards are kept
-                    rule = f"{unit[0].name} must fit {self.device} while it is packed"
-                    raise RecipeError(where, rule, got="out of memory", cure=_FREE_IT) from error
+                    raise RecipeError(
+                        where,
+                        f"{unit[0].name} must fit {self.device} while it is packed",
+                        got="out of memory",
+                        cure=_FREE_IT,
+                    ) from error
         write_whole(kept, self._sum(layout.header, sums))
         complete(final)
 
@@ -193,7 +205,8 @@ class _Job:
         with open(path, "rb", buffering=0) as file:
             header = file.read(len(layout.header))
             for output in self.shard.outputs:  # in the order of their bytes
-                sums[output.name], left = hashlib.sha256(), output.num_bytes
+                sums[output.name] = hashlib.sha256()
+                left = output.num_bytes
                 while left and not self.stop.is_set():
                     block = file.read(min(_BLOCK_BYTES, left))
                     if not block:
@@ -208,7 +221,9 @@ class _Job:
         """A hash over the header of a shard, those of its tensors' bytes, and the source files that
         it was made from, as they were when the source was opened.
         """
-        digest, plan, files = hashlib.sha256(header), self.plan, set[str]()
+        digest = hashlib.sha256(header)
+        plan = self.plan
+        files = set[str]()
         for unit in self.shard.units:
             for tensor in unit:
                 files |= {plan.entries[name].file for name in tensor.inputs}
@@ -300,6 +315,7 @@ class _Place:
             )
 
     def _write(self, output: Output, raw: torch.Tensor, *, at: int) -> None:
-        name, view = self.plan.on_disk(output).name, raw.numpy().data
+        name = self.plan.on_disk(output).name
+        view = raw.numpy().data
         self.sums[name].update(view)
         write_at(self.file.fileno(), view, self.starts[name] + at)

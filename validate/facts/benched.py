@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from .served import AsServed, Drafts, Role, total
@@ -50,7 +50,7 @@ class Repetition(Drafts):
     number: Count
     at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$")]
     seconds: Seconds
-    requests: Annotated[int, Field(gt=0)]
+    requests: PositiveInt
     input_tokens: Count
     output_tokens: Count
     first_token: Latency
@@ -89,7 +89,7 @@ class BenchCell(Fact):
     """
 
     k: NumDrafts
-    concurrency: Annotated[int, Field(gt=0)]
+    concurrency: PositiveInt
     context: Count = 0
     repetitions: tuple[Repetition, ...] = ()
     error: str = ""
@@ -241,7 +241,8 @@ class Benched(Fact):
         """A sentence for each cell that accepts much and is slower than k=0 all the same."""
         said = []
         for cell in self.cells:
-            plain, share = self.cell(0, cell.load), cell.acceptance
+            plain = self.cell(0, cell.load)
+            share = cell.acceptance
             if plain is None or share is None or share < _HIGH_ACCEPTANCE:
                 continue
             if cell.fastest and plain.slowest and cell.fastest < plain.slowest:
@@ -312,9 +313,9 @@ class BenchFact(Fact):
     source: Benched | None = None
     prompts: str
     prompts_sha256: str
-    num_prompts: Annotated[int, Field(gt=0)]
-    output_tokens: Annotated[int, Field(gt=0)]
-    rounds: Annotated[int, Field(gt=0)] = 1
+    num_prompts: PositiveInt
+    output_tokens: PositiveInt
+    rounds: PositiveInt = 1
     seed: Count
     environment: Mapping[str, str]
 

@@ -28,7 +28,8 @@ def limits(successes: float, trials: float, confidence: float) -> tuple[float, f
     """(lower, upper) limit of a share: with `confidence` it is above the first, and likewise below
     the second.
     """
-    failures, inverse = trials - successes, _special().betaincinv
+    failures = trials - successes
+    inverse = _special().betaincinv
     lower = 0.0 if successes <= 0 else float(inverse(successes, failures + 1, 1 - confidence))
     upper = 1.0 if failures <= 0 else float(inverse(successes + 1, failures, confidence))
     return lower, upper
@@ -38,7 +39,8 @@ def ratio_limits(
     successes: float, trials: float, of_successes: float, of_trials: float, confidence: float
 ) -> tuple[float, float]:
     """One-sided limits of the first share divided by the second, which is above 0."""
-    one, other = successes / trials, of_successes / of_trials
+    one = successes / trials
+    other = of_successes / of_trials
     (low, high), (other_low, other_high) = (
         limits(successes, trials, confidence),
         limits(of_successes, of_trials, confidence),
@@ -59,7 +61,8 @@ def difference_limits(
     gained: float, lost: float, trials: float, confidence: float
 ) -> tuple[float, float]:
     """One-sided limits of the share gained less the share lost, both of the same trials."""
-    won, gone = gained / trials, lost / trials
+    won = gained / trials
+    gone = lost / trials
     (won_low, won_high), (gone_low, gone_high) = (
         limits(gained, trials, confidence),
         limits(lost, trials, confidence),
@@ -101,8 +104,12 @@ def refuse_without_scipy() -> None:
         RecipeError: says how scipy is installed.
     """
     if find_spec("scipy") is None:
-        cure = f"Run {install_command('report')}"
-        raise RecipeError("the limits of a measured share", "need scipy", got="no scipy", cure=cure)
+        raise RecipeError(
+            "the limits of a measured share",
+            "need scipy",
+            got="no scipy",
+            cure=f"Run {install_command('report')}",
+        )
 
 
 @cache

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -101,12 +101,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:

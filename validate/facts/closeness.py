@@ -13,7 +13,7 @@ tell the share of flips as well.
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Field, computed_field
+from pydantic import Field, PositiveInt, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from .served import AsServed, Role
@@ -136,11 +136,11 @@ class ClosenessFact(Fact):
     text_sha256: str
     against: str
     texts: Count
-    windows: Annotated[int, Field(gt=0)]
+    windows: PositiveInt
     window: Annotated[int, Field(gt=1)]
-    tokens: Annotated[int, Field(gt=0)]
-    top: Annotated[int, Field(gt=0)]
-    vocabulary: Annotated[int, Field(gt=0)]
+    tokens: PositiveInt
+    top: PositiveInt
+    vocabulary: PositiveInt
     outside: Share
     divergence: Figure
     stderr: Figure | None

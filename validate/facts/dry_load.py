@@ -306,5 +306,5 @@ def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
 
 def listed(words: Iterable[object]) -> str:
     """`a, b and c`."""
-    *most, last = [str(word) for word in words]
+    *most, last = map(str, words)
     return " and ".join(filter(None, (", ".join(most), last)))

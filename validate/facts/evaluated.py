@@ -15,7 +15,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
@@ -29,6 +29,7 @@ ARM_TITLES: Mapping[Arm, str] = {
     "checkpoint": "checkpoint",
     "plain": "checkpoint, MTP off",
 }
+Difference = Annotated[float, Field(ge=-1, le=1)]
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 
@@ -74,10 +75,10 @@ class PairedFact(Fact):
     """
 
     filter: str
-    difference: Annotated[float, Field(ge=-1, le=1)]
+    difference: Difference
     stderr: Figure
-    low: Annotated[float, Field(ge=-1, le=1)]
-    high: Annotated[float, Field(ge=-1, le=1)]
+    low: Difference
+    high: Difference
     confidence: Share
     both: Count
     only_source: Count
@@ -107,7 +108,7 @@ class EvaluatedFact(Drafts):
     as_served: AsServed
     reason: str
     scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
-    num_questions: Annotated[int, Field(gt=0)]
+    num_questions: PositiveInt
     num_truncated: Count
     num_empty: Count
     num_tokens: Count

@@ -118,8 +118,8 @@ def objection(
         kind: origin and runtime, where they are not as for most rules.
     """
     where, says, cure = (shortened(each, _MOST) for each in (where, says, cure))
-    words = {"rule": rule, "where": where, "says": says, "cure": cure, "severity": severity}
-    return Objection(Finding(**words, **kind), cause, times)
+    finding = Finding(rule=rule, where=where, says=says, cure=cure, severity=severity, **kind)
+    return Objection(finding, cause, times)
 
 
 def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Finding]:

@@ -54,7 +54,8 @@ def paired(
     changes = [after - before for before, after in pairs]
     # Half a question gained and half a one lost leave the sum of the changes as it is.
     total = len(pairs) + 4 * _ADDED
-    middle, square = sum(changes) / total, sum(change**2 for change in changes)
+    middle = sum(changes) / total
+    square = sum(change**2 for change in changes)
     stderr = sqrt((square + 2 * _ADDED) / total - middle**2) / sqrt(total)
     reach = _z(1 - (1 - confidence) / 2) * stderr
     return PairedFact(
@@ -95,10 +96,8 @@ def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple
     """
     num = fact.both + fact.only_source + fact.only_checkpoint + fact.neither
     if abs(fact.difference * num - (fact.only_checkpoint - fact.only_source)) > _WHOLE:
-        middle, reach = (
-            fact.difference * num / (num + 2),
-            _z(confidence) * fact.stderr / sqrt(times),
-        )
+        middle = fact.difference * num / (num + 2)
+        reach = _z(confidence) * fact.stderr / sqrt(times)
         return max(-1.0, middle - reach), min(1.0, middle + reach)
     return difference_limits(
         times * fact.only_checkpoint, times * fact.only_source, times * num, confidence

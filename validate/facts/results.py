@@ -136,8 +136,12 @@ def checkpoint_folder(evidence: Path) -> Path:
     """
     whole = Path(os.path.realpath(evidence))
     if whole.suffix != ".report":
-        rule = "an evidence folder is NAME.report, beside the checkpoint NAME"
-        raise CheckpointError(evidence, rule, got=whole.name, cure="Name the checkpoint's")
+        raise CheckpointError(
+            evidence,
+            "an evidence folder is NAME.report, beside the checkpoint NAME",
+            got=whole.name,
+            cure="Name the checkpoint's",
+        )
     return whole.with_suffix("")
 
 
@@ -209,17 +213,23 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     try:
         result = _FORMS[station].model_validate_json(text, context=station)
     except ValidationError as error:
-        rule = f"must be a result of version {SCHEMAS[station]}"
-        raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
+        raise CheckpointError(
+            path,
+            f"must be a result of version {SCHEMAS[station]}",
+            got=first_fault(error),
+            cure=cure,
+        ) from error
     if result.station != station:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
     # The file itself, not what was read of it: computed figures are not read.
     if (seal := seal_of(json.loads(text))) != result.seal:
-        rule = (
+        raise CheckpointError(
+            path,
             "must be as its station wrote it, with the SHA-256 "
-            f"{result.seal or 'that it has to name'}"
+            f"{result.seal or 'that it has to name'}",
+            got=f"{seal}: it was edited",
+            cure=cure,
         )
-        raise CheckpointError(path, rule, got=f"{seal}: it was edited", cure=cure)
     return result
 
 

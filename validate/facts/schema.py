@@ -26,7 +26,7 @@ are refused, so that a page never leaves out what it does not know.
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from ...checkpoints.fact import Count, Fact
 from ...checkpoints.identity import Identity
@@ -68,7 +68,7 @@ class ReasonFact(Fact):
     gate: str
     verdict: JudgementWord
     says: str
-    needed: Annotated[int, Field(gt=0)] | None = None
+    needed: PositiveInt | None = None
 
     @property
     def title(self) -> str:
@@ -141,16 +141,12 @@ class FullReport(Fact):
 
     @model_validator(mode="after")
     def _judges_a_score_that_is_there(self) -> "FullReport":
-        scores = self.evaluation.checkpoint.scores if self.evaluation else ()
-        names = {score.filter for score in scores}
-        wanted = (
-            self.evaluation.judged_filter(self.judgement.gates.filter)
-            if self.evaluation and self.judgement
-            else ""
-        )
-        if wanted and wanted not in names:
-            raise ValueError(
-                "judgement.gates.filter must be one of the evaluation's, "
-                f"{', '.join(sorted(names))}"
-            )
+        if self.evaluation and self.judgement:
+            names = {score.filter for score in self.evaluation.checkpoint.scores}
+            wanted = self.evaluation.judged_filter(self.judgement.gates.filter)
+            if wanted and wanted not in names:
+                raise ValueError(
+                    "judgement.gates.filter must be one of the evaluation's, "
+                    f"{', '.join(sorted(names))}"
+                )
         return self

@@ -6,10 +6,10 @@ Easy to get wrong: the rate is of this sitting. What an earlier run left on the 
 and not as fast.
 """
 
-from dataclasses import dataclass
+from ...recipes.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Step:
     """How far one checkpoint is.
 

@@ -31,7 +31,8 @@ _KILL_SECONDS = (
 
 def main() -> None:
     """Start the child and wait for its end or keepmtp's."""
-    lifeline, words = int(sys.argv[1]), sys.argv[2:]
+    lifeline = int(sys.argv[1])
+    words = sys.argv[2:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -52,7 +53,13 @@ def main() -> None:
             os.read(woken, 4096)
         status = _reaped().get(child)
     _end_all()
-    _leave(-signal.SIGKILL if status is None else status)
+    if status is None:
+        status = -signal.SIGKILL
+    if status < 0:  # end as the child did, so that a waiting parent sees the same
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(abs(status))
 
 
 def _become(words: list[str], parent: int, lifeline: int) -> None:
@@ -118,15 +125,6 @@ def _descendants() -> list[int]:
         found += own
         waiting += own
     return found
-
-
-def _leave(status: int) -> None:
-    """End as the child did, so that a waiting parent sees the same."""
-    if status < 0:
-        with suppress(OSError):  # SIGKILL has no handler
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(abs(status))
 
 
 if __name__ == "__main__":

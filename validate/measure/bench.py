@@ -152,7 +152,8 @@ def bench(
 
 def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     """The file of one checkpoint's repetitions, with what is in it already."""
-    form, prompts = form_of(model.source, setup.extra), []
+    form = form_of(model.source, setup.extra)
+    prompts = []
     for text in plan.sent(max(plan.concurrency), form):
         prompts.append([{"content": text}] if form == "chat" else text)
     header = BenchHeader(
@@ -171,7 +172,10 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
 def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Benched:
     """One checkpoint's whole matrix; servers are started only for what is missing."""
     file = open_matrix(model, plan, setup)
-    header, works, errors, left = file.header, [], dict[tuple[int, int], str](), 0
+    header = file.header
+    works = []
+    errors = dict[tuple[int, int], str]()
+    left = 0
     for k in reversed(plan.ks):  # so that each knows what those after it are asked
         missing = [place for place in plan.places(k) if place not in file.lines]
         if missing:
@@ -181,12 +185,13 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     cells = []
     for concurrency in plan.concurrency:
         for k in plan.ks:
-            error, found = errors.get((k, concurrency), ""), []
+            error = errors.get((k, concurrency), "")
+            found = []
             for number in range(plan.repeat):
                 if not error:
                     found.append(file.lines[MatrixPlace(k, concurrency, number)].repetition)
-            place = {"k": k, "concurrency": concurrency}
-            cells.append(BenchCell(**place, repetitions=tuple(found), error=error))
+            cell = BenchCell(k=k, concurrency=concurrency, repetitions=tuple(found), error=error)
+            cells.append(cell)
     served = figures.served(file)
     if served["reason"]:
         served["reason"] += f"; {_SPEED_OF_A_COPY}"
@@ -218,14 +223,17 @@ def _work(
         errors: gets a sentence for each (k, requests in flight) that failed.
         left: repetitions that later servers are asked.
     """
-    header, name = file.header, f"bench.{file.header.role}.k{k}"
+    header = file.header
+    name = f"bench.{file.header.role}.k{k}"
 
     @contextmanager
     def asking(server: Server) -> Iterator[Ask]:
-        log, warm = setup.log(f"{name}.client"), set[int]()
+        log = setup.log(f"{name}.client")
+        warm = set[int]()
 
         def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Repetition | None:
-            before, began = server.drafts(), datetime.now(UTC).strftime(TIME)
+            before = server.drafts()
+            began = datetime.now(UTC).strftime(TIME)
             told = {"texts": sent, "is_chat": header.form == "chat", "output_tokens": most}
             asked = _asked(server, header.form, place.concurrency)
             found = answered(told | {"asked": asked})
@@ -243,7 +251,8 @@ def _work(
             """A warm-up, once a load, whose answers are short and which no file holds; then the
             repetition.
             """
-            load, found = place.concurrency, None
+            load = place.concurrency
+            found = None
             sent = plan.sent(load, header.form)
             if load not in warm:
                 warm.add(load)
@@ -282,7 +291,8 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
         open(log, "wb") as printed,
         Child(words, environment=variables, stderr=printed, **pipes) as child,
     ):
-        given, said = child.process.stdin, child.process.stdout
+        given = child.process.stdin
+        said = child.process.stdout
         assert given and said
 
         def answered(asked: Any) -> Any:
@@ -297,7 +307,8 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
 
 def _asked(server: Server, form: RequestForm, concurrency: int) -> dict[str, Any]:
     """Parameters of vLLM's `benchmark`."""
-    address, (backend, endpoint) = str(server.client.base_url), _ENDPOINTS[form]
+    address = str(server.client.base_url)
+    (backend, endpoint) = _ENDPOINTS[form]
     return {
         "endpoint_type": backend,
         "api_url": f"{address}{endpoint}",
@@ -312,8 +323,8 @@ def _asked(server: Server, form: RequestForm, concurrency: int) -> dict[str, Any
 def _repetition(number: int, found: Any, **fields: Any) -> Repetition:
     """What vLLM's benchmark found."""
     for field, short in _TIMES.items():
-        median, p99 = found[f"median_{short}_ms"], found[f"p99_{short}_ms"]
-        fields[field] = Latency(median_ms=median, p99_ms=p99)
+        median = found[f"median_{short}_ms"]
+        fields[field] = Latency(median_ms=median, p99_ms=found[f"p99_{short}_ms"])
     return Repetition(
         number=number,
         seconds=found["duration"],

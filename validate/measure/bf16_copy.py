@@ -120,9 +120,12 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
-        rule = f"a BF16 copy of {source.where} needs {needed / 2**30:.1f} GiB of disk"
-        cure = "Choose another --out, or serve it on a GPU, where no copy is needed"
-        raise VLLMError(folder, rule, got=f"{free / 2**30:.1f} GiB", cure=cure)
+        raise VLLMError(
+            folder,
+            f"a BF16 copy of {source.where} needs {needed / 2**30:.1f} GiB of disk",
+            got=f"{free / 2**30:.1f} GiB",
+            cure="Choose another --out, or serve it on a GPU, where no copy is needed",
+        )
     return needed
 
 
@@ -146,10 +149,11 @@ def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
             continue
         has_order = not weight.parts.keys().isdisjoint(("weight_g_idx", "weight_zero_point"))
         if has_order or weight.form in (*NOT_COMPUTED, "fp8_sliced"):
-            where = f"{source.where}: {weight.module}"
-            got = f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}"
-            cure = "Run `keepmtp check` on it, or serve it on a GPU"
-            rule = "must lie in a form that can be dequantized"
-            raise CheckpointError(where, rule, got=got, cure=cure)
+            raise CheckpointError(
+                f"{source.where}: {weight.module}",
+                "must lie in a form that can be dequantized",
+                got=f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}",
+                cure="Run `keepmtp check` on it, or serve it on a GPU",
+            )
         weights.append(weight)
     return weights, kept

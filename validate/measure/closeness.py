@@ -18,7 +18,7 @@ memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +32,7 @@ from ...checkpoints.files import complete, partial_path, unwritable
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
+from ...recipes.frozen import frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, answer_missing
@@ -54,7 +55,7 @@ _MOST_SUM = 1.001
 _ARRAYS = ("ids", "logprobs", "following")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Depth:
     """How much is asked.
 
@@ -132,10 +133,14 @@ def measure(
 
 def vocabulary_of(source: Source) -> int:
     """Tokens that a model predicts."""
-    size = (source.config.get("text_config") or source.config).get("vocab_size")
+    size = source.text_config.get("vocab_size")
     if not isinstance(size, int) or size < 2:
-        where, cure = f"{source.where}: config.json", "Restore the config.json of the release"
-        raise RecipeError(where, "must have vocab_size", got=repr(size), cure=cure)
+        raise RecipeError(
+            f"{source.where}: config.json",
+            "must have vocab_size",
+            got=repr(size),
+            cure="Restore the config.json of the release",
+        )
     return size
 
 
@@ -163,7 +168,8 @@ def cut_windows(
         begin = ()
         if len(before) < window_size - 1 and ids[: len(before)] == before:
             begin = before
-        size, rest = window_size - len(begin), ids[len(begin) :]
+        size = window_size - len(begin)
+        rest = ids[len(begin) :]
         for at in range(0, len(rest), size):
             window = (*begin, *rest[at : at + size])[:left]
             if len(window) < 2:
@@ -171,12 +177,16 @@ def cut_windows(
             windows.append(window)
             left -= len(window)
     if not windows:
-        got, cure = "none of two tokens", "Name another file with --text, or raise --tokens"
-        raise RecipeError(text.path, "must hold text of some tokens", got=got, cure=cure)
+        raise RecipeError(
+            text.path,
+            "must hold text of some tokens",
+            got="none of two tokens",
+            cure="Name another file with --text, or raise --tokens",
+        )
     return windows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Run:
     """What one model is asked: the source for its predictions, the checkpoint for those that are
     compared with them.
@@ -199,7 +209,8 @@ class _Run:
     @property
     def work(self) -> Work:
         """The windows that are missing; then the first of them once more, alone."""
-        depth, top = self.depth, min(self.depth.top, vocabulary_of(self.model.source))
+        depth = self.depth
+        top = min(self.depth.top, vocabulary_of(self.model.source))
         return Work(
             name=f"closeness.{self.model.role}",
             file=self.file,
@@ -218,21 +229,28 @@ class _Run:
     def asking(self, server: Server) -> Iterator[Ask]:
         """Predictions for a window, kept or compared."""
         if self.file is self.source:
-            sizes = {"num_tokens": self.depth.tokens, "window_size": self.depth.window}
-            self.windows.extend(cut_windows(partial(tokens_of, server), self.text, **sizes))
+            windows = cut_windows(
+                partial(tokens_of, server),
+                self.text,
+                num_tokens=self.depth.tokens,
+                window_size=self.depth.window,
+            )
+            self.windows.extend(windows)
         else:
             self.windows.extend(windows_of(self.source))
         header = self.source.header
 
         def predict(number: int) -> Predicted:
-            sizes = {"top": header.top, "vocabulary": header.vocabulary}
-            return predictions(server, self.windows[number], **sizes)
+            return predictions(
+                server, self.windows[number], top=header.top, vocabulary=header.vocabulary
+            )
 
         if self.file is self.source and 0 in self.file.lines:  # a run that goes on
             self.again[:] = [0, kept(self.source, 0), predict]
 
         def ask(number: int) -> PredictedWindow | ComparedWindow:
-            predicted, ids = predict(number), self.windows[number]
+            predicted = predict(number)
+            ids = self.windows[number]
             self.again[:] = self.again or [number, predicted, predict]
             if self.file is self.source:
                 keep(self.source, number, predicted)
@@ -274,16 +292,20 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
     Raises:
         CheckpointError: the file is damaged, or gone.
     """
-    path, num = _path(file, number), len(file.lines[number].ids) - 1
+    path = _path(file, number)
+    num = len(file.lines[number].ids) - 1
     try:
         is_whole = file.header.top >= file.header.vocabulary
         predicted = Predicted(**load_file(path), is_whole=is_whole)
         if len(predicted.ids) != num:
             raise ValueError(f"{len(predicted.ids)} positions")
     except (OSError, SafetensorError, TypeError, ValueError) as error:
-        rule = f"must be what the source predicts at {num} positions"
-        cure = f"Remove {file.path}, and the source is asked again"
-        raise CheckpointError(path, rule, got=repr(error), cure=cure) from error
+        raise CheckpointError(
+            path,
+            f"must be what the source predicts at {num} positions",
+            got=repr(error),
+            cure=f"Remove {file.path}, and the source is asked again",
+        ) from error
     return predicted
 
 
@@ -319,17 +341,22 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     }
     reply = server.post("/v1/completions", asked, timeout=WINDOW_SECONDS)
     rows: Sequence[Mapping[str, Any]] = reply["choices"][0]["prompt_logprobs"][1:]
-    num, width = len(ids) - 1, min(top + 1, vocabulary)
+    num = len(ids) - 1
+    width = min(top + 1, vocabulary)
     names = np.full((num, width), NO_TOKEN, dtype=np.int32)
     logprobs = np.full((num, width), -np.inf, dtype=np.float32)
     following = np.empty(num, dtype=np.float32)
     for at, (row, after) in enumerate(zip(rows, ids[1:], strict=True)):
-        names[at, : len(row)] = [int(name) for name in row]
+        names[at, : len(row)] = list(map(int, row))
         logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
         following[at] = row[str(after)]["logprob"]
     if np.exp(logprobs.astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
-        got, cure = "a row whose probabilities sum to more than 1", "Leave out --logprobs-mode"
-        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
+        raise GateError(
+            "vllm serve",
+            "must give log-probabilities",
+            got="a row whose probabilities sum to more than 1",
+            cure="Leave out --logprobs-mode",
+        )
     is_whole = top >= vocabulary
     return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=is_whole)
 
@@ -374,7 +401,7 @@ about so much.
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Predicted:
     """What a model predicts after each token of a window but the last.
 
@@ -397,7 +424,7 @@ class Predicted:
         return set(self.ids[at][logprobs == logprobs.max()].tolist())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Apart:
     """A window's predictions compared.
 
@@ -420,7 +447,8 @@ def compare(source: Predicted, checkpoint: Predicted) -> Apart:
     """Compare two models' predictions on one window of the same tokens."""
     num = len(source.ids)
     assert num == len(checkpoint.ids), "one window"
-    nats, outside = np.zeros(num), np.zeros(num)
+    nats = np.zeros(num)
+    outside = np.zeros(num)
     choices = np.zeros((num, 2), np.int32)
     for at in range(num):
         shared, mine, theirs = np.intersect1d(
@@ -435,7 +463,8 @@ def compare(source: Predicted, checkpoint: Predicted) -> Apart:
             outside[at] = max(_LEAST_REST, 1 - p.sum())
             rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
             nats[at] += outside[at] * np.log(outside[at] / rest)
-        one, other = source.first(at), checkpoint.first(at)
+        one = source.first(at)
+        other = checkpoint.first(at)
         choices[at] = min(one & other or one), min(one & other or other)
     is_flip = choices[:, 0] != choices[:, 1]
     return Apart(nats=nats.clip(min=0), is_flip=is_flip, outside=outside, choices=choices)

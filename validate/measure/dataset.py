@@ -11,7 +11,6 @@ like a weak model. So each row is read here first, and one that cannot be used i
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -23,6 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
@@ -49,7 +49,7 @@ _KINDS: Mapping[str, tuple[str, str]] = {
 """What a field may be: a pattern of its text, and words; `raw` is left to lm-eval."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rows:
     """What is asked, and what shots are drawn from; the same rows of a file, where no row is its
     own shot.
@@ -88,7 +88,8 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
 
 
 def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Row]]:
-    where, subset = protocol.dataset_name, TASKS[protocol.task].subset
+    where = protocol.dataset_name
+    subset = TASKS[protocol.task].subset
     cure = f"Correct evaluation.dataset_revision, or name {_a_file(protocol.task)} (--dataset)"
     try:
         found: Any = datasets.load_dataset(where, subset, revision=protocol.dataset_revision)
@@ -96,13 +97,19 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
         got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300]
         if "gated" in f"{error!r} {error.__cause__!r} {error.__context__!r}".lower():
             cure = f"Accept its terms on the Hub and set HF_TOKEN. {cure}"
-        rule, got = "must be a dataset that can be read", got or type(error).__name__
-        raise RecipeError(where, rule, got=got, cure=cure) from error
+        got = got or type(error).__name__
+        raise RecipeError(
+            where, "must be a dataset that can be read", got=got, cure=cure
+        ) from error
     splits = {}
     for name in names:
         if name not in found:
-            rule = f"must have the splits {' and '.join(dict.fromkeys(names))}"
-            raise RecipeError(where, rule, got=", ".join(map(str, found)), cure=cure)
+            raise RecipeError(
+                where,
+                f"must have the splits {' and '.join(dict.fromkeys(names))}",
+                got=", ".join(map(str, found)),
+                cure=cure,
+            )
         rows = enumerate(found[name].to_list())
         splits[name] = [_row(row, f"{where} {name} row {at}", protocol) for at, row in rows]
     return splits
@@ -114,10 +121,15 @@ def _a_file(task: str) -> str:
 
 
 def _file_rows(protocol: Evaluation) -> list[Row]:
-    path, cure = find_path(str(protocol.dataset)), f"Name {_a_file(protocol.task)} in each row"
+    path = find_path(str(protocol.dataset))
+    cure = f"Name {_a_file(protocol.task)} in each row"
     if path is None or not path.is_file():
-        where = f"evaluation.dataset {protocol.dataset}"
-        raise RecipeError(where, "must be a file", got="no such file", cure=cure)
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset}",
+            "must be a file",
+            got="no such file",
+            cure=cure,
+        )
     if path.suffix == ".jsonl":
         values = read_lines(path, cure=cure)
     else:
@@ -134,10 +146,12 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
 
 def _row(row: object, where: str, protocol: Evaluation) -> Row:
     """The row's fields that the task reads, each as it must be."""
-    cure, form = "Mend the row, or name another dataset", TASKS[protocol.task].fields
+    cure = "Mend the row, or name another dataset"
+    form = TASKS[protocol.task].fields
     if not isinstance(row, Mapping):
-        rule = f"must be an object with {' and '.join(form)}"
-        raise RecipeError(where, rule, got=_short(row), cure=cure)
+        raise RecipeError(
+            where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure
+        )
     for field, kind in form.items():
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"
@@ -145,8 +159,9 @@ def _row(row: object, where: str, protocol: Evaluation) -> Row:
         if kind == "solution" and protocol.dataset is not None:
             kind = "whole solution"
         if not _matches(row[field], kind):
-            rule = f"{field} must {_KINDS[kind][1]}"
-            raise RecipeError(where, rule, got=_short(row[field]), cure=cure)
+            raise RecipeError(
+                where, f"{field} must {_KINDS[kind][1]}", got=_short(row[field]), cure=cure
+            )
     return {field: row[field] for field in form}
 
 
@@ -162,24 +177,32 @@ def _matches(value: Any, kind: str) -> bool:
 
 
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
-    row, num_asked = TASKS[protocol.task], len(rows.asked)
-    most, of = len(rows.shown) - rows.is_shared, ""  # no question is its own example
+    row = TASKS[protocol.task]
+    num_asked = len(rows.asked)
+    most = len(rows.shown) - rows.is_shared
+    of = ""  # no question is its own example
     if row.max_shots is not None:
         most = row.max_shots
     elif row.group:
         shown = Counter(each[row.group] for each in rows.shown)
         for group in sorted({each[row.group] for each in rows.asked}, reverse=True):
             if shown[group] <= most:
-                most, of = shown[group], f" of {group}"
+                most = shown[group]
+                of = f" of {group}"
     if protocol.shots > most:
-        rule = f"{protocol.task} has {most} examples{of} at most"
-        cure = f"Use --shots {most}, or a longer dataset"
-        raise RecipeError("evaluation.shots", rule, got=protocol.shots, cure=cure)
+        raise RecipeError(
+            "evaluation.shots",
+            f"{protocol.task} has {most} examples{of} at most",
+            got=protocol.shots,
+            cure=f"Use --shots {most}, or a longer dataset",
+        )
     if min(num_asked, protocol.limit or num_asked) < 2:
-        where = f"evaluation.dataset {protocol.dataset_name}"
-        rule = "must be asked two questions or more, to have a standard error"
-        cure = "Raise --limit, or name a longer dataset"
-        raise RecipeError(where, rule, got=min(num_asked, 1), cure=cure)
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset_name}",
+            "must be asked two questions or more, to have a standard error",
+            got=min(num_asked, 1),
+            cure="Raise --limit, or name a longer dataset",
+        )
 
 
 def _short(value: object) -> str:

@@ -52,7 +52,8 @@ def correct(samples: Samples, name: str) -> tuple[bool, ...]:
 
 def counted(samples: Samples) -> dict[str, Any]:
     """Fields of an `EvaluatedFact`."""
-    answers, sittings = samples.lines.values(), [*samples.sittings.values()]
+    answers = samples.lines.values()
+    sittings = [*samples.sittings.values()]
     found = {
         "role": samples.header.role,
         "sha256": samples.header.checkpoint_sha256,
@@ -82,7 +83,8 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
         drafted: finished answers with MTP on, to the same questions.
         filters: lm-eval's, of the task.
     """
-    numbers, readings = range(plain.header.num), {}
+    numbers = range(plain.header.num)
+    readings = {}
     for name in filters:
         readings[name] = correct(plain, name), correct(drafted, name)
     texts = [(plain.lines[number].text, drafted.lines[number].text) for number in numbers]
@@ -92,29 +94,30 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     for name, (off, on) in readings.items():
         both, only_plain, only_drafting, neither = outcomes(off, on)
         parted = [number for number in numbers if off[number] != on[number]]
-        switch = SwitchFact(
-            reads=name,
-            both=both,
-            only_plain=only_plain,
-            only_drafting=only_drafting,
-            neither=neither,
-            chance=sign_test(only_plain, only_drafting),
-            questions=tuple(parted[:MOST_NAMED]),
+        switches.append(
+            SwitchFact(
+                reads=name,
+                both=both,
+                only_plain=only_plain,
+                only_drafting=only_drafting,
+                neither=neither,
+                chance=sign_test(only_plain, only_drafting),
+                questions=tuple(parted[:MOST_NAMED]),
+            )
         )
-        switches.append(switch)
     changed = [number for number in numbers if texts[number][0] != texts[number][1]]
-    shown = tuple(_shown(number, texts[number]) for number in changed[:MOST_SHOWN])
-    return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=shown)
-
-
-def _shown(question: int, texts: tuple[str, str]) -> ChangedAnswer:
-    """Both texts from a little before they part to a little after."""
-    pairs = enumerate(zip_longest(*texts))
-    at = next(at for at, (one, other) in pairs if one != other)
-    start, end, cut = max(0, at - _BEFORE), at + _AFTER, []
-    for text in texts:
-        cut.append("..." * (start > 0) + text[start:end] + "..." * (len(text) > end))
-    return ChangedAnswer(question=question, plain=cut[0], drafting=cut[1])
+    shown = []
+    for number in changed[:MOST_SHOWN]:
+        # Both texts from a little before they part to a little after.
+        pairs = enumerate(zip_longest(*texts[number]))
+        at = next(at for at, (one, other) in pairs if one != other)
+        start = max(0, at - _BEFORE)
+        end = at + _AFTER
+        cut = []
+        for text in texts[number]:
+            cut.append("..." * (start > 0) + text[start:end] + "..." * (len(text) > end))
+        shown.append(ChangedAnswer(question=number, plain=cut[0], drafting=cut[1]))
+    return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=tuple(shown))
 
 
 # --- closeness ------------------------------------------------------------------------------------
@@ -126,7 +129,8 @@ def closeness(file: ComparedFile) -> dict[str, Any]:
     sizes = [len(line.nats) for line in lines]
     flips = [len(line.flips) for line in lines]
     ordered = sorted(value for line in lines for value in line.nats)
-    num, histogram = len(ordered), [0] * (len(HISTOGRAM_EDGES) + 1)
+    num = len(ordered)
+    histogram = [0] * (len(HISTOGRAM_EDGES) + 1)
     for value in ordered:
         histogram[bisect_right(HISTOGRAM_EDGES, value)] += 1
     worst = sorted((line.worst for line in lines), key=lambda each: (-each.nats, each.window))
@@ -152,7 +156,8 @@ def predicted(file: ComparedFile) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the lines give of the source's `PredictedFact` and of the checkpoint's: bytes, and
     perplexity per token of the text.
     """
-    lines, header = file.lines.values(), file.header
+    lines = file.lines.values()
+    header = file.header
     num = sum(len(line.nats) for line in lines)
     before = math.exp(math.fsum(line.source_nll for line in lines) / num)
     after = math.exp(math.fsum(line.checkpoint_nll for line in lines) / num)
@@ -172,7 +177,7 @@ def servers(file: LineFile[Any, Any]) -> tuple[SourceSitting, ...]:
 
 def sum_of(windows: Sequence[Sequence[int]]) -> str:
     """SHA-256 of all token ids."""
-    return hashlib.sha256(json.dumps([list(each) for each in windows]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(list(map(list, windows))).encode()).hexdigest()
 
 
 def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:
@@ -182,7 +187,8 @@ def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:
     The windows are the independent draws: the ratio estimator's error with clusters of unequal size
     (W. G. Cochran, Sampling Techniques, 1977, 2.11).
     """
-    num, size = len(sizes), sum(sizes)
+    num = len(sizes)
+    size = sum(sizes)
     if num < 2:
         return None
     mean = math.fsum(sums) / size
@@ -197,7 +203,8 @@ def _effective(counts: Sequence[int], sizes: Sequence[int]) -> float:
     positive counts estimated from survey data", Survey Methodology 24 (1998), 193-201.
     """
     num = sum(sizes)
-    share, stderr = sum(counts) / num, _stderr(counts, sizes)
+    share = sum(counts) / num
+    stderr = _stderr(counts, sizes)
     if not stderr or share in (0.0, 1.0):
         return float(num)
     return min(float(num), max(1.0, share * (1 - share) / stderr**2))

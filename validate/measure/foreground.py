@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import IO
 
 import httpx
@@ -25,6 +24,7 @@ import httpx
 from ...checkpoints.fact import Figure, NumDrafts
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import VLLMError
+from ...recipes.frozen import frozen
 from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
@@ -53,7 +53,7 @@ Tell = Callable[[str], None]
 """Called with a line for people."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Address:
     """Where a server listens."""
 
@@ -91,7 +91,7 @@ class ServerLife(Drafts):
     doubt: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Expected:
     """Draft counters that were measured before, and the command that did so."""
 
@@ -105,8 +105,9 @@ def refuse_our_words(extra: Sequence[str]) -> None:
     Raises:
         RecipeError: names the first such word.
     """
-    rule = "keepmtp serve says this to vLLM itself, or needs it"
-    refuse_options("keepmtp serve", extra, _OURS, rule=rule)
+    refuse_options(
+        "keepmtp serve", extra, _OURS, rule="keepmtp serve says this to vLLM itself, or needs it"
+    )
 
 
 def refuse_taken(address: Address) -> None:
@@ -122,7 +123,8 @@ def refuse_taken(address: Address) -> None:
         try:
             tried.bind((address.host, address.port))
         except OSError as error:
-            where, got = f"{address.host}:{address.port}", error.strerror or str(error)
+            where = f"{address.host}:{address.port}"
+            got = error.strerror or str(error)
             cure = "Name an address of this machine with --host"
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 cure = f"Choose another --port, such as {address.port % 60_000 + 1024}"
@@ -152,11 +154,13 @@ def serve_until_stopped(
         log: where everything goes that the server prints.
         tell: called when it is healthy, and with its acceptance where that has changed.
     """
-    start, grace = time.monotonic(), _STOP_SECONDS
+    start = time.monotonic()
+    grace = _STOP_SECONDS
     shutdown = value_of(words, "--shutdown-timeout")
     if shutdown.replace(".", "", 1).isdigit():  # what is no number is for vLLM to refuse
         grace += float(shutdown)
-    is_healthy, drafts = False, Drafts()
+    is_healthy = False
+    drafts = Drafts()
     with ScratchFolder("keepmtp-server-") as private:
         variables = server_environment(vllm, private)
         if key := os.environ.get("VLLM_API_KEY"):
@@ -189,9 +193,12 @@ def serve_until_stopped(
 
 def doubt(drafts: Drafts, expected: Expected | None) -> str:
     """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
-    share, least, against = first_share(drafts), _LEAST, ""
+    share = first_share(drafts)
+    least = _LEAST
+    against = ""
     if expected is not None and (usual := first_share(expected.drafts)) is not None:
-        least, against = usual / 2, f"; {expected.measured_by} measured {usual:.1%}"
+        least = usual / 2
+        against = f"; {expected.measured_by} measured {usual:.1%}"
     if share is None or drafts.drafts < ENOUGH_DRAFTS or share >= least:
         return ""
     found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"
@@ -247,18 +254,22 @@ def _watch(
     drafted.
     """
     said_at = asked_at = time.monotonic()
-    drafts, said, doubted = Drafts(), Drafts(), ""
+    drafts = Drafts()
+    said = Drafts()
+    doubted = ""
     while True:
         is_over = child.process.poll() is not None or stop.wait(_WAIT_SECONDS)
         now = time.monotonic()
         if every and (is_over or now - asked_at >= min(_POLL_SECONDS, every)):
-            asked_at, text = now, _get(client, "/metrics")
+            asked_at = now
+            text = _get(client, "/metrics")
             drafts = drafts if text is None else read_counters(text)
         if is_over:
             return drafts
         if drafts != said and now - said_at >= every:
             tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
-            said, said_at = drafts, now
+            said = drafts
+            said_at = now
             if not doubted and (doubted := doubt(drafts, expected)):
                 tell(f"warning: {doubted}")
 

@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import Identity
 from ...checkpoints.scratch import ScratchFolder
-from ...checkpoints.source import Source, small_bytes
+from ...checkpoints.source import Source, small_bytes, view_of
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
+from ...recipes.frozen import frozen
 from ..facts.evaluated import ARM_TITLES, Arm
 from ..facts.served import AsServed, Drafts, Role, counters
 from ..facts.step import Step
@@ -56,7 +56,7 @@ Ask = Callable[[Any], Any]
 """From a place to its line; None where a server has refused it. Called by several threads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Model:
     """One checkpoint: its role, its files on this machine, and their identity."""
 
@@ -70,7 +70,7 @@ class Model:
         return "source" if self.role == "source" else "checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Setup:
     """How to serve, and where to write.
 
@@ -118,7 +118,7 @@ class Setup:
         return (self.out / "logs" / f"{name}.log").absolute()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Work:
     """What one server is asked.
 
@@ -154,7 +154,7 @@ class Work:
     task: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Host:
     """Serves one checkpoint: its own files, or a BF16 copy where this CPU has no kernel for them.
 
@@ -178,7 +178,9 @@ class Host:
             ServerFailed: it did not come up, died, refused a request, or was silent. What it has
                 answered is kept.
         """
-        first, room, at_once = works[0], 0, 0
+        first = works[0]
+        room = 0
+        at_once = 0
         for work in works:
             room = max(room, work.max_model_len)
             at_once = max(at_once, work.max_num_seqs or work.concurrency)
@@ -199,9 +201,12 @@ class Host:
 
     def _ask(self, work: Work, server: Server, ask: Ask) -> None:
         """Ask what one work lacks, several at once, and write each answer down as it comes."""
-        missing, file = work.missing(), work.file
-        before, number = server.drafts(), len(file.sittings) + 1
-        waiting, flying = iter(missing), dict[Future[Any], Any]()
+        missing = work.missing()
+        file = work.file
+        before = server.drafts()
+        number = len(file.sittings) + 1
+        waiting = iter(missing)
+        flying = dict[Future[Any], Any]()
         done = num_tokens = 0
         failed: tuple[Any, ServerFailed] | None = None
 
@@ -209,16 +214,17 @@ class Host:
             """Write down how the server is doing, and return when."""
             seconds = round(time.monotonic() - start, 3)
             with suppress(ServerFailed):  # one that dies fails an answer too, which says more
-                sitting = Sitting(
-                    sitting=number,
-                    as_served=self.as_served,
-                    reason=self.reason,
-                    seconds_to_health=server.seconds_to_health,
-                    seconds=seconds,
-                    repeated=repeated,
-                    **counters(read().since(before)),
+                file.add(
+                    Sitting(
+                        sitting=number,
+                        as_served=self.as_served,
+                        reason=self.reason,
+                        seconds_to_health=server.seconds_to_health,
+                        seconds=seconds,
+                        repeated=repeated,
+                        **counters(read().since(before)),
+                    )
                 )
-                file.add(sitting)
             return time.monotonic()
 
         start = time.monotonic()
@@ -247,18 +253,20 @@ class Host:
                     num_tokens += line.num_tokens
                 if time.monotonic() - noted > NOTE_SECONDS:
                     noted = note(server.drafts_now)
-                seconds, left = time.monotonic() - start, len(missing) - done + work.others
-                step = Step(
-                    role=self.model.role,
-                    doing="",
-                    done=len(file.lines),
-                    total=len(file.lines) + left,
-                    tokens_per_second=num_tokens / seconds,
-                    eta_seconds=left * seconds / done,
-                    unit=work.unit,
-                    task=work.task,
+                seconds = time.monotonic() - start
+                left = len(missing) - done + work.others
+                self.watch(
+                    Step(
+                        role=self.model.role,
+                        doing="",
+                        done=len(file.lines),
+                        total=len(file.lines) + left,
+                        tokens_per_second=num_tokens / seconds,
+                        eta_seconds=left * seconds / done,
+                        unit=work.unit,
+                        task=work.task,
+                    )
                 )
-                self.watch(step)
         finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
             pool.shutdown(wait=False, cancel_futures=True)
         if failed is None:
@@ -268,9 +276,12 @@ class Host:
         note(server.drafts_now)
         place, failure = failed
         left = len(missing) - done + work.others
-        cure = f"nothing is lost: the same command asks only the {left} that are missing"
-        asked = f"{work.title(place)} for the {ARM_TITLES[self.model.role]}"
-        raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
+        raise ServerFailed(
+            failure.words,
+            failure.log,
+            asked=f"{work.title(place)} for the {ARM_TITLES[self.model.role]}",
+            cure=f"nothing is lost: the same command asks only the {left} that are missing",
+        ) from failure
 
 
 @contextmanager
@@ -290,7 +301,8 @@ def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
         return
     with ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out) as scratch:
         watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
-        folder, why = write_copy(source, scratch / "copy").absolute(), f"{reason}; {UNTRIED}"
+        folder = write_copy(source, scratch / "copy").absolute()
+        why = f"{reason}; {UNTRIED}"
         yield Host(**fields, folder=folder, as_served=COPY, reason=why)
 
 
@@ -321,13 +333,21 @@ def refuse_drafts(source: Source, k: int, *, option: str) -> None:
     Raises:
         RecipeError: no MTP block, or a k that is no multiple of its layers.
     """
-    num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
+    num_layers = view_of(source).num_mtp_layers
     if k and not num_layers:
-        rule, cure = "must have an MTP block to draft with", "Draft nothing, or name another"
-        raise RecipeError(source.where, rule, got="none", cure=cure)
+        raise RecipeError(
+            source.where,
+            "must have an MTP block to draft with",
+            got="none",
+            cure="Draft nothing, or name another",
+        )
     if k not in ks_up_to(k, num_layers):
-        rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError(option, rule, got=k, cure=f"Use {option} {num_layers}")
+        raise RecipeError(
+            option,
+            f"with {num_layers} MTP layers vLLM drafts a multiple of them",
+            got=k,
+            cure=f"Use {option} {num_layers}",
+        )
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:
@@ -363,6 +383,5 @@ def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int)
             size = CHAT_TOKENS + TURN_TOKENS * len(turns) + sum(map(len, turns))
         longest = max(longest, size)
     longest += max_tokens + 16
-    config = source.config.get("text_config") or source.config
-    most = config.get("max_position_embeddings")
+    most = source.text_config.get("max_position_embeddings")
     return min(longest, most) if isinstance(most, int) else longest

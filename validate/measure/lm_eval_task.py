@@ -21,7 +21,6 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -37,6 +36,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from ...recipes.errors import RecipeError
 from ...recipes.extras import install_command
+from ...recipes.frozen import frozen
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, mean_of_questions
@@ -50,7 +50,7 @@ _CURE = "Mend the row, or name another dataset"
 _UNSCORED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Question:
     """One request.
 
@@ -79,7 +79,7 @@ class Question:
         return self.prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Questions:
     """All requests of a protocol.
 
@@ -126,9 +126,12 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
         try:
             tasks, rows = _open_tasks(protocol)
         except (ImportError, AssertionError) as error:
-            rule, where = "needs keepmtp's `evaluate` extra", f"evaluation.task {protocol.task}"
-            cure = f"Run {install_command('evaluate')}"
-            raise RecipeError(where, rule, got=str(error).rstrip("."), cure=cure) from error
+            raise RecipeError(
+                f"evaluation.task {protocol.task}",
+                "needs keepmtp's `evaluate` extra",
+                got=str(error).rstrip("."),
+                cure=f"Run {install_command('evaluate')}",
+            ) from error
         for task in tasks.values():
             task.build_all_requests(
                 limit=None if row.group else protocol.limit,  # sub-tasks' rows are cut before
@@ -143,15 +146,16 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
     for run in range(protocol.repeats):
         for request in one_run:
             prompt, given = request.args
-            question = Question(
-                number=len(items),
-                run=run,
-                prompt=prompt,
-                is_chat=protocol.api == "chat",
-                sha256=_sum(prompt),
-                stop=tuple(given["until"]),
+            items.append(
+                Question(
+                    number=len(items),
+                    run=run,
+                    prompt=prompt,
+                    is_chat=protocol.api == "chat",
+                    sha256=_sum(prompt),
+                    stop=tuple(given["until"]),
+                )
             )
-            items.append(question)
     dataset = "\n".join(json.dumps([*each.values()]) for each in rows)
     return Questions(
         protocol=protocol, items=tuple(items), dataset_sha256=_sum(dataset), tasks=tasks
@@ -170,7 +174,8 @@ def scores(
     Returns: each of the task's scores, the mean over questions and runs; and by its name what each
         answer gets, by number.
     """
-    row, num = TASKS[asked.protocol.task], asked.num_asked
+    row = TASKS[asked.protocol.task]
+    num = asked.num_asked
     right: dict[str, list[bool]] = {name: [] for name in row.scores}
     requests = [(task, request) for task in asked.tasks.values() for request in task.instances]
     for run in range(asked.protocol.repeats):
@@ -192,23 +197,28 @@ def scores(
 
 def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
     """Refuse what cannot be scored here, before anything is read or started."""
-    row, where = TASKS[protocol.task], f"evaluation.task {protocol.task}"
+    row = TASKS[protocol.task]
+    where = f"evaluation.task {protocol.task}"
     if row.runs_code and not runs_code:
-        rule = "runs the programs that the model writes, so the command line must allow it"
-        cure = (
-            "Add --run-model-code: only bubblewrap keeps them from your files and network "
-            "(docs/tasks.md)"
+        raise RecipeError(
+            where,
+            "runs the programs that the model writes, so the command line must allow it",
+            got="no --run-model-code",
+            cure="Add --run-model-code: only bubblewrap keeps them from your files and network "
+            "(docs/tasks.md)",
         )
-        raise RecipeError(where, rule, got="no --run-model-code", cure=cure)
     if "nltk" in row.packages:
         import nltk
 
         try:  # lm-eval would download it while it imports, or fail on an answer hours later
             nltk.data.find("tokenizers/punkt_tab")
         except LookupError as error:
-            rule = "needs NLTK's punkt_tab, which tells sentences apart"
-            cure = "Run python -m nltk.downloader punkt_tab"
-            raise RecipeError(where, rule, got="no punkt_tab", cure=cure) from error
+            raise RecipeError(
+                where,
+                "needs NLTK's punkt_tab, which tells sentences apart",
+                got="no punkt_tab",
+                cure="Run python -m nltk.downloader punkt_tab",
+            ) from error
 
 
 def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
@@ -228,10 +238,12 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
     rows = read_rows(protocol, asked="test", shown="validation")
     turns = zip_longest(*_by_group(row.group, rows.asked).values())
     mixed = [each for turn in turns for each in turn if each is not None]
-    tasks, in_order = {}, []
+    tasks = {}
+    in_order = []
     for group, asked in _by_group(row.group, mixed[: protocol.limit]).items():
-        shown = _by_group(row.group, rows.shown).get(group, [])
-        of_group = Rows(asked=asked, shown=shown, is_shared=False)
+        of_group = Rows(
+            asked=asked, shown=_by_group(row.group, rows.shown).get(group, []), is_shared=False
+        )
         tasks[group] = _task(protocol, _config(protocol, group), of_group)
         in_order += asked
     return tasks, in_order
@@ -262,12 +274,16 @@ def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
 
     mmlu_pro's "computer science" is in ..._computer_science.yaml.
     """
-    row, name = TASKS[protocol.task], group.replace(" ", "_")
+    row = TASKS[protocol.task]
+    name = group.replace(" ", "_")
     path = Path(lm_eval.tasks.__path__[0], f"{row.lm_eval_file(protocol.api, name)}.yaml")
     if group and not (name.isidentifier() and path.is_file()):
-        where = f"evaluation.dataset {protocol.dataset_name}"
-        rule = f"{row.group} must be a sub-task of lm-eval's {protocol.task}"
-        raise RecipeError(where, rule, got=repr(group), cure=_CURE)
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset_name}",
+            f"{row.group} must be a sub-task of lm-eval's {protocol.task}",
+            got=repr(group),
+            cure=_CURE,
+        )
     if "langdetect" in row.packages:
         from langdetect import DetectorFactory
 
@@ -312,11 +328,14 @@ def _dataset(
     choices are drawn.
     """
     try:
-        found = Dataset.from_list([dict(row) for row in rows])
+        found = Dataset.from_list(list(map(dict, rows)))
     except (pyarrow.ArrowException, OverflowError) as error:
-        where = f"evaluation.dataset {protocol.dataset_name}"
-        rule = "each field must have one type in all rows, and numbers of 64 bits"
-        raise RecipeError(where, rule, got=str(error).rstrip("."), cure=_CURE) from error
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset_name}",
+            "each field must have one type in all rows, and numbers of 64 bits",
+            got=str(error).rstrip("."),
+            cure=_CURE,
+        ) from error
     if process is None:
         return found
     state = random.getstate()
@@ -336,10 +355,12 @@ def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
             try:
                 task.process_results(request.doc, [""])
             except _UNSCORED as error:
-                where = f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}"
-                got = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-                rule = "must be one that lm-eval can score"
-                raise RecipeError(where, rule, got=got, cure=_CURE) from error
+                raise RecipeError(
+                    f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}",
+                    "must be one that lm-eval can score",
+                    got=" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."),
+                    cure=_CURE,
+                ) from error
 
 
 def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -72,12 +72,11 @@ def fence() -> tuple[str, ...]:
         return words
     if _works(()):
         return ()
-    cure = "Use another Python, or leave the task out"
     raise RecipeError(
         _FLAG,
         "this Python must be able to run a program",
         got=f"{sys.executable} cannot",
-        cure=cure,
+        cure="Use another Python, or leave the task out",
     )
 
 
@@ -108,12 +107,11 @@ def passes(program: str, test: str, fence: Sequence[str]) -> bool:
         with Child([*words, "0"], stdin=theirs, stdout=subprocess.DEVNULL, **given):
             theirs.close()  # the test's process then sees where the program's ends
             if not ours.recv(1):
-                rule, cure = (
-                    "a process must start for each program",
-                    "Run the command again: the answers are kept",
-                )
                 raise RecipeError(
-                    _FLAG, rule, got="one that ended before its program began", cure=cure
+                    _FLAG,
+                    "a process must start for each program",
+                    got="one that ended before its program began",
+                    cure="Run the command again: the answers are kept",
                 )
             with suppress(BrokenPipeError):
                 ours.sendall(f"{program!a}\n".encode())

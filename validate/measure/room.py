@@ -66,22 +66,27 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         return
     ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
     if ranks > len(gpus):
-        rule, cure = (
+        raise VLLMError(
+            "vllm serve",
             f"{ranks} ranks need as many GPUs",
-            "Ask for fewer, or set CUDA_VISIBLE_DEVICES",
+            got=len(gpus),
+            cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES",
         )
-        raise VLLMError("vllm serve", rule, got=len(gpus), cure=cure)
     share = _share(extra)
-    needed, usable = _gib_of(source) / ranks, min(_usable(gpus[:ranks], share))
+    needed = _gib_of(source) / ranks
+    usable = min(_usable(gpus[:ranks], share))
     if needed > usable:
         size = _fewest(source, _usable(gpus[:1], share) * _SIZES[-1])
         cure = "Use GPUs with more memory"
         if size is not None:
             cure = f"Add -- --tensor-parallel-size {size}"
             cure += f", on a machine with {size} GPUs" * (size > len(gpus))
-        rule = f"its weights need {needed:.0f} GiB on each of {ranks} GPUs"
-        got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
-        raise VLLMError(source.where, rule, got=got, cure=cure)
+        raise VLLMError(
+            source.where,
+            f"its weights need {needed:.0f} GiB on each of {ranks} GPUs",
+            got=f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}",
+            cure=cure,
+        )
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
@@ -145,7 +150,7 @@ def _fewest(source: Source, usable: Sequence[float]) -> int | None:
 
     It divides the attention heads: vLLM refuses others.
     """
-    heads = (source.config.get("text_config") or source.config).get("num_attention_heads")
+    heads = source.text_config.get("num_attention_heads")
     for size in _SIZES[: len(usable).bit_length()]:
         is_split = not isinstance(heads, int) or heads % size == 0
         if is_split and _gib_of(source) / size <= _WEIGHTS_SHARE * min(usable[:size]):

@@ -11,11 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
+from ...recipes.frozen import frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, hosting, room_for
@@ -26,7 +26,7 @@ from .texts import PROMPTS
 _WARM_UP_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Check:
     """What to ask: `ks` are speculative tokens a step, ascending, starting with 0."""
 
@@ -57,7 +57,8 @@ def serve_check(
         VLLMError: no room for a BF16 copy.
         CheckpointError: outputs that cannot be read, or weights that cannot be copied.
     """
-    start, original = time.monotonic(), None
+    start = time.monotonic()
+    original = None
     with setup.alone():
         if source is not None:
             original = serve(source, setup=setup, check=check, watch=watch)
@@ -116,7 +117,8 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
         num=len(check.prompts),
         **setup.asked_of(model),
     )
-    name, warm = f"serve.{model.role}.k{k}", list[Output]()
+    name = f"serve.{model.role}.k{k}"
+    warm = list[Output]()
     file = setup.open(name, header)
 
     @contextmanager
@@ -155,7 +157,8 @@ def _run(
     file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
 ) -> Run:
     """What one server's file says, against the run without drafting."""
-    lines, sittings = [file.lines[at] for at in range(file.header.num)], [*file.sittings.values()]
+    lines = [file.lines[at] for at in range(file.header.num)]
+    sittings = [*file.sittings.values()]
     outputs = [Output(**line.model_dump(exclude={"prompt", "seconds"})) for line in lines]
     rate = sum(line.num_tokens for line in lines) / sum(line.seconds for line in lines)
     against = {}

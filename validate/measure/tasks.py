@@ -10,14 +10,13 @@ Answers carry all of that in their file's first line; a run goes on with those t
 own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 from ...checkpoints.identity import file_sha256
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, view_of
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
@@ -52,9 +51,12 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     """
     refuse_drafts(source, protocol.k, option="-k")
     if protocol.api == "chat" and not has_template(source, extra):
-        rule = "needs a chat template for evaluation.api chat"
-        cure = "Use --api completions or -- --chat-template FILE"
-        raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
+        raise RecipeError(
+            source.where,
+            "needs a chat template for evaluation.api chat",
+            got="none beside the weights",
+            cure="Use --api completions or -- --chat-template FILE",
+        )
 
 
 def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
@@ -66,13 +68,14 @@ def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> N
     """
     if not protocol.prefix_caching or vllm.build != "cpu":
         return
-    if find_view(source.config, source.where, source.entries).has_linear_attention:
-        rule = (
+    if view_of(source).has_linear_attention:
+        raise RecipeError(
+            source.where,
             "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
-            "linear attention"
+            "linear attention",
+            got="evaluation.prefix_caching",
+            cure="Use --no-prefix-caching",
         )
-        got, cure = "evaluation.prefix_caching", "Use --no-prefix-caching"
-        raise RecipeError(source.where, rule, got=got, cure=cure)
 
 
 def evaluate(
@@ -114,7 +117,11 @@ def evaluate(
         refuse_prefix_caching(checkpoint.source, each.protocol, setup.vllm)
     with setup.alone():
         for model in models:
-            answer_missing(model, _works(model, tasks, setup), setup, watch)
+            works = []
+            for each in tasks:
+                if _is_asked(model, each) and (work := work_of(model, each, setup)).missing():
+                    works.append(work)
+            answer_missing(model, works, setup, watch)
         first, *others = [_task_fact(each, models, setup, confidence) for each in tasks]
     return EvaluationFact(**dict(first), tasks=tuple(others))
 
@@ -125,13 +132,16 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
     Args:
         timeout: seconds for one answer; 0: ten minutes, and a second for each of its tokens.
     """
-    protocol, file = questions.protocol, opened(model, questions, setup)
-    limit, prompts = timeout or 600.0 + protocol.max_tokens, [each.sent for each in questions.items]
+    protocol = questions.protocol
+    file = opened(model, questions, setup)
+    limit = timeout or 600.0 + protocol.max_tokens
+    prompts = [each.sent for each in questions.items]
 
     def asking(server: Server) -> nullcontext:
         return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
 
-    k, words = protocol.k, ("--enable-prefix-caching",) * protocol.prefix_caching
+    k = protocol.k
+    words = ("--enable-prefix-caching",) * protocol.prefix_caching
     if model.role == "plain":
         k = 0
     return Work(
@@ -158,14 +168,6 @@ def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
         **setup.asked_of(model),
     )
     return setup.open(f"{questions.protocol.task}.{model.role}", header)
-
-
-def _works(model: Model, tasks: Sequence[Questions], setup: Setup) -> Iterator[Work]:
-    for questions in tasks:
-        if _is_asked(model, questions):
-            work = work_of(model, questions, setup)
-            if work.missing():
-                yield work
 
 
 def _is_asked(model: Model, questions: Questions) -> bool:
@@ -203,7 +205,11 @@ def _task_fact(
     questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
 ) -> TaskFact:
     """What one task gave, once all have answered it; finishes the files."""
-    protocol, files, facts, pairs, drafted = questions.protocol, {}, {}, [], None
+    protocol = questions.protocol
+    files = {}
+    facts = {}
+    pairs = []
+    drafted = None
     for model in models:
         if not _is_asked(model, questions):
             continue

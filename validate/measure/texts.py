@@ -21,7 +21,6 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 from ...checkpoints.json_file import read_lines, read_text
 from ...checkpoints.record import Record
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path
 from ..facts.benched import RequestForm
 
@@ -55,8 +55,7 @@ HELD_OUT: Mapping[str, str] = {
 """The text for a model that ships with keepmtp, by its name in the recipe."""
 FORMS = (
     '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, '
-    '{"messages": [...]} or '
-    '{"tokens": [...]}'
+    '{"messages": [...]} or {"tokens": [...]}'
 )
 _CURE = f"Give a .txt file, which is one text, or a .jsonl file with {FORMS} a line"
 _PROMPTS_CURE = (
@@ -83,7 +82,7 @@ class Prompt(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Prompts:
     """All prompts of a file; `sha256` of them in its order."""
 
@@ -122,12 +121,20 @@ def _prompt(row: Any, where: str) -> Prompt:
         ):
             item = Prompt(said, said)
         case _:
-            rule = "must begin with a text of the user"
-            raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=_PROMPTS_CURE)
+            raise RecipeError(
+                where,
+                "must begin with a text of the user",
+                got=json.dumps(row)[:60],
+                cure=_PROMPTS_CURE,
+            )
     if not said.strip() or _PLACEHOLDER in said:
-        cure = "Fetch it with the dataset's prepare.py"
         got = said[:60] or "an empty one"
-        raise RecipeError(where, "must hold the prompt itself", got=got, cure=cure)
+        raise RecipeError(
+            where,
+            "must hold the prompt itself",
+            got=got,
+            cure="Fetch it with the dataset's prepare.py",
+        )
     return item
 
 
@@ -144,7 +151,7 @@ def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> lis
 # --- held-out texts -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HeldOut:
     """The texts of one file.
 
@@ -179,8 +186,12 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
     if not rows:
         raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
     against = _refuse_calibrated(file, rows, record)
-    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    return HeldOut(path=name, sha256=sha256, texts=tuple(text for _, text in rows), against=against)
+    return HeldOut(
+        path=name,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        texts=tuple(text for _, text in rows),
+        against=against,
+    )
 
 
 def text_file(path: Path | None, model: str) -> tuple[str, Path]:
@@ -211,8 +222,12 @@ def _rows(file: Path) -> Iterator[tuple[str, Text]]:
     for where, row in read_lines(file, cure=_CURE):
         text = _text_of(row)
         if not text or (isinstance(text, str) and not text.strip()):
-            rule, got = f"must be an object with {FORMS}", json.dumps(row)[:60]
-            raise RecipeError(where, rule, got=got, cure="Mend the line")
+            raise RecipeError(
+                where,
+                f"must be an object with {FORMS}",
+                got=json.dumps(row)[:60],
+                cure="Mend the line",
+            )
         yield where, text
 
 
@@ -244,7 +259,8 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
     data = (record.calibration or {}).get("data") if record else None
     if not isinstance(data, dict):
         return ""
-    said, rule = [], "must be text that the checkpoint was not calibrated on"
+    said = []
+    rule = "must be text that the checkpoint was not calibrated on"
     cure = "Name another --text"
     for each in (data, *(data.get("also") or ())):
         name = each.get("dataset")
@@ -254,8 +270,7 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
             said.append(f"Whether a text is in {name}, {why}")
             continue
         if file.samefile(used):
-            got = "the very file that it was calibrated on"
-            raise RecipeError(file, rule, got=got, cure=cure)
+            raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
         known = {_sum(text): where for where, text in _rows(used)}
         for where, text in rows:
             if (at := known.get(_sum(text))) is not None:

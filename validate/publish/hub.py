@@ -96,7 +96,8 @@ class Hub:
         hub_client.install()
         # its warnings quote the server's, which may hold the token
         hf_logging.set_verbosity_error()
-        self._token, self.watch = token, watch
+        self._token = token
+        self.watch = watch
         self._api = HfApi(token=token)
 
     def sign_in(self) -> None:
@@ -112,8 +113,12 @@ class Hub:
 
         name, role = self._ask("the Hub", ask)
         if role == "read":
-            rule, got = "the token must be allowed to write", f"{name}'s token for reading"
-            raise HubError("the Hub", rule, got=got, cure=_NEW_TOKEN)
+            raise HubError(
+                "the Hub",
+                "the token must be allowed to write",
+                got=f"{name}'s token for reading",
+                cure=_NEW_TOKEN,
+            )
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
         """What a repository holds, at `revision` or now; None if there is none that this token may
@@ -131,8 +136,12 @@ class Hub:
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
             if info.id.lower() != repo.lower():
-                got, cure = f"{repo}, which is {info.id}", "Name the repository as it is called now"
-                raise HubError("--repo", "must be the repository's own name", got=got, cure=cure)
+                raise HubError(
+                    "--repo",
+                    "must be the repository's own name",
+                    got=f"{repo}, which is {info.id}",
+                    cure="Name the repository as it is called now",
+                )
             blobs = {}
             for file in self._api.list_repo_tree(repo, recursive=True, revision=info.sha):
                 if not isinstance(
@@ -224,21 +233,19 @@ class Hub:
                     raise root from None
                 pause = _pause(root, wait)
                 if pause is None:
-                    raise self._refusal(repo, root) from error
+                    rule = "the Hub must answer"
+                    cure = AGAIN
+                    if isinstance(root, HfHubHTTPError):
+                        rule, cure = _RULES.get(root.response.status_code, (rule, cure))
+                    elif isinstance(root, (ValueError, *_OTHER_FORM)):
+                        rule = "the Hub's answer must have its usual form"
+                        cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
+                    raise HubError(repo, rule, got=self._words(root), cure=cure) from error
                 self.watch(f"{repo}: {self._words(root)}; trying again in {pause} s")
             finally:
                 PATIENCE.until = None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
-
-    def _refusal(self, repo: str, root: BaseException) -> HubError:
-        rule, cure = "the Hub must answer", AGAIN
-        if isinstance(root, HfHubHTTPError):
-            rule, cure = _RULES.get(root.response.status_code, (rule, cure))
-        elif isinstance(root, (ValueError, *_OTHER_FORM)):
-            rule = "the Hub's answer must have its usual form"
-            cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
-        return HubError(repo, rule, got=self._words(root), cure=cure)
 
     def _words(self, root: BaseException) -> str:
         """The Hub's words on one line: without the token, and without the query of a URL, because

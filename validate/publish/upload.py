@@ -12,7 +12,6 @@ branch's files once they are checked.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +24,7 @@ from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import is_repo_id
 from ...recipes.errors import GateError, RecipeError
+from ...recipes.frozen import frozen
 from .hub import AGAIN, Blob, Hub, Remote
 from .upload_set import LocalFile, Parcel
 
@@ -35,7 +35,7 @@ HUBS_OWN = (".gitattributes",)
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Published:
     """What a repository holds now; `num_bytes` are of the files that it lacked before.
 
@@ -60,11 +60,19 @@ def check_name(repo: str) -> None:
             here.
     """
     if not is_repo_id(repo) or not repo.isascii():
-        rule = "must be ORG/NAME with letters, digits, and single - _ . between them"
-        raise RecipeError("--repo", rule, got=repr(repo), cure="Name it as on the Hub")
+        raise RecipeError(
+            "--repo",
+            "must be ORG/NAME with letters, digits, and single - _ . between them",
+            got=repr(repo),
+            cure="Name it as on the Hub",
+        )
     if Path(repo).is_dir():
-        rule = "must not be a folder here, which would be checked in its place"
-        raise RecipeError("--repo", rule, got=repo, cure="Run this from another folder")
+        raise RecipeError(
+            "--repo",
+            "must not be a folder here, which would be checked in its place",
+            got=repo,
+            cure="Run this from another folder",
+        )
 
 
 def compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
@@ -93,12 +101,12 @@ def refuse_overwriting(repo: str, found: Mapping[str, FileState]) -> None:
     """
     strange = [f"another {name}" for name in named(found, "differs")] + named(found, "other")
     if strange:
-        cure = (
-            "Take another --repo, or add --update: its history keeps what is replaced, and "
-            "nothing is deleted"
-        )
         raise RecipeError(
-            repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure
+            repo,
+            "must be empty or hold this checkpoint",
+            got=listed(strange),
+            cure="Take another --repo, or add --update: its history keeps what is replaced, and "
+            "nothing is deleted",
         )
 
 
@@ -139,15 +147,18 @@ def publish(
     found = compare(parcel, before)
     if not update:
         refuse_overwriting(repo, found)
-    missing, others = named(found, "new", "differs"), named(found, "other")
+    missing = named(found, "new", "differs")
+    others = named(found, "other")
     if strange := [name for name in others if name.endswith(_WEIGHTS)]:
-        rule, cure = (
+        raise RecipeError(
+            repo,
             "must hold no weights of another checkpoint: a server would read them",
-            "Delete them there first",
+            got=listed(strange),
+            cure="Delete them there first",
         )
-        raise RecipeError(repo, rule, got=listed(strange), cure=cure)
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
-    branch, commit = "main", before.commit
+    branch = "main"
+    commit = before.commit
     if missing:
         if not before.is_private:
             branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
@@ -196,7 +207,8 @@ def _upload(
     """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
     with ScratchFolder("keepmtp-publish-") as folder:
         for name in names:
-            path, local = Path(folder, name), parcel.files[name]
+            path = Path(folder, name)
+            local = parcel.files[name]
             path.parent.mkdir(parents=True, exist_ok=True)
             if local.content is None:
                 path.symlink_to(local.path.resolve())
@@ -222,8 +234,12 @@ def _refuse_other_head(hub: Hub, checked: Remote, cure: str) -> Remote:
     """The repository as it is now, if its newest commit is the one that was checked."""
     now = _must_be_there(hub, checked.repo)
     if now.commit != checked.commit:
-        got = f"commit {now.commit} after {checked.commit}"
-        raise HubError(checked.repo, "nobody else may write to it meanwhile", got=got, cure=cure)
+        raise HubError(
+            checked.repo,
+            "nobody else may write to it meanwhile",
+            got=f"commit {now.commit} after {checked.commit}",
+            cure=cure,
+        )
     return now
 
 
@@ -260,11 +276,12 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
     strange = set(named(found, "other")) - set(others)
     wrong += [f"{name} is there, which was not sent" for name in sorted(strange)]
     if wrong:
-        where, cure = (
+        raise GateError(
             f"{remote.repo} at {remote.commit}",
-            "Run the same command with --update to send them again",
+            "must hold the bytes that were sent",
+            got=listed(wrong),
+            cure="Run the same command with --update to send them again",
         )
-        raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure=cure)
 
 
 def _is_same(local: LocalFile, there: Blob) -> bool:

@@ -13,7 +13,6 @@ import hashlib
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.companions import companions_among
@@ -27,14 +26,14 @@ from ...checkpoints.identity import (
 )
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
-from ...recipes.families import find_view
+from ...recipes.frozen import frozen
 from ..check.runtime_view import RuntimeView
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..report import card, report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LocalFile:
     """A file to send; `path` on this machine.
 
@@ -49,7 +48,7 @@ class LocalFile:
     content: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Parcel:
     """What may be sent: these files and no other, by their path in the repository."""
 
@@ -99,13 +98,17 @@ def prepare(
     # else later.
     for name, content in card.verified_files(folder, repository=repo).items():
         if name in files:
-            got, cure = "one of the checkpoint's", "Move it away and check again"
             raise CheckpointError(
-                folder / name, "the card has a file of this name", got=got, cure=cure
+                folder / name,
+                "the card has a file of this name",
+                got="one of the checkpoint's",
+                cure="Move it away and check again",
             )
-        sha256 = hashlib.sha256(content).hexdigest()
         files[name] = LocalFile(
-            path=place / name, num_bytes=len(content), sha256=sha256, content=content
+            path=place / name,
+            num_bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            content=content,
         )
     return Parcel(
         folder=folder, report=verified, identity=identity, files=dict(sorted(files.items()))
@@ -130,23 +133,30 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     card.refuse_no_record(folder)
     evidence = report_folder(folder)
     if not (evidence / report.JSON_FILE).is_file():
-        got, cure = f"no {report.JSON_FILE}", f"Run {measured_anew(folder)}"
-        raise CheckpointError(evidence, "must hold the checkpoint's report", got=got, cure=cure)
+        raise CheckpointError(
+            evidence,
+            "must hold the checkpoint's report",
+            got=f"no {report.JSON_FILE}",
+            cure=f"Run {measured_anew(folder)}",
+        )
     verified = report.verify(evidence)
     _refuse_red(verified, evidence)
     card.refuse_none(card.card_folder(folder), folder)
     identity = verified.identity
     assert identity is not None, "verify() has made it"
     if unknown := companions_among(identity.files).left:
-        cure = f"Move it away, and measure again: {measured_anew(folder)}"
         raise CheckpointError(
-            folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure
+            folder,
+            "only known files of a checkpoint are published",
+            got=listed(unknown),
+            cure=f"Move it away, and measure again: {measured_anew(folder)}",
         )
     return verified, identity
 
 
 def _refuse_red(verified: FullReport, evidence: Path) -> None:
-    judgement, got = verified.judgement, verified.verdict.says.rstrip(".")
+    judgement = verified.judgement
+    got = verified.verdict.says.rstrip(".")
     assert judgement is not None, "verify() has made it"
     if judgement.verdict == "pass" and verified.verdict.ok:
         return
@@ -154,9 +164,13 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
         if reason.verdict == judgement.verdict != "pass":
             got = f"{judgement.title} ({reason.says.rstrip('.')})"
             break
-    cure = f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story"
     where = evidence / report.JSON_FILE
-    raise GateError(where, "only a checkpoint that passes is published", got=got, cure=cure)
+    raise GateError(
+        where,
+        "only a checkpoint that passes is published",
+        got=got,
+        cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
+    )
 
 
 def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
@@ -166,13 +180,15 @@ def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
     from ..check.values import check_values  # imports torch
 
     opened = open_source(folder)
-    runtime = RuntimeView(
-        source=opened, view=find_view(opened.config, opened.where, opened.entries)
-    )
+    runtime = RuntimeView.of(opened)
     for worst in check_values(runtime, "unpacked", reading=reading).findings:
         if worst.severity == "error":
-            rule = "what is published must hold values that a model can compute with"
-            raise GateError(folder, rule, got=f"{worst.where} {worst.says}", cure=worst.cure)
+            raise GateError(
+                folder,
+                "what is published must hold values that a model can compute with",
+                got=f"{worst.where} {worst.says}",
+                cure=worst.cure,
+            )
 
 
 def _refuse_links(folder: Path) -> None:
@@ -182,7 +198,9 @@ def _refuse_links(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_symlink() and not is_hidden:
-            got = f"a link to {os.readlink(path)}"
             raise CheckpointError(
-                path, "only the folder's own files are published", got=got, cure="Put a copy there"
+                path,
+                "only the folder's own files are published",
+                got=f"a link to {os.readlink(path)}",
+                cure="Put a copy there",
             )

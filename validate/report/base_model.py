@@ -9,19 +9,19 @@ and headers of both are equal. So of a local folder nothing is known but what it
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...checkpoints.source import Source, file_sizes, is_repo_id, open_source
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.model_file import shipped_path
 
 NONE = "none"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BaseModel:
     """What a card says of its base model.
 
@@ -48,7 +48,8 @@ def base_model_of(record: Record, named: str | None) -> BaseModel | None:
         record: of the checkpoint.
         named: by the author; `none`: there is no base model on the Hub.
     """
-    name, commit = record.source.name, record.source.revision
+    name = record.source.name
+    commit = record.source.revision
     was_read = bool(_COMMIT.fullmatch(commit)) and is_repo_id(name)
     if was_read and named in (None, name):
         return BaseModel(name=name, is_proven=True, says=f"Read from the Hub at commit `{commit}`.")
@@ -85,9 +86,11 @@ def refuse_unknown(source: Source) -> None:
 
 def unknown(where: object, got: str) -> CheckpointError:
     """The refusal that asks for the base model."""
-    cure = "Name it with --base-model ORG/NAME, or say --base-model none"
     return CheckpointError(
-        where, "a card names a base model that was read or is stated", got=got, cure=cure
+        where,
+        "a card names a base model that was read or is stated",
+        got=got,
+        cure="Name it with --base-model ORG/NAME, or say --base-model none",
     )
 
 

@@ -7,11 +7,12 @@ hashes that its folder keeps are of files with today's sizes and times. No byte 
 700 GB would take an hour.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...checkpoints.identity import remembered
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import CheckpointError
+from ...recipes.frozen import frozen
 from ..facts.benched import words_of
 from ..facts.dry_load import versions_in_short
 from ..facts.results import report_folder
@@ -21,7 +22,7 @@ from .drafted import counts_bench
 from .report import JSON_FILE, read_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BestK:
     """A number of tokens to draft in a step.
 
@@ -46,7 +47,8 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU
     alone.
     """
-    evaluation, layers = report.evaluation, max(1, report.facts.num_mtp_layers)
+    evaluation = report.evaluation
+    layers = max(1, report.facts.num_mtp_layers)
     if report.bench and counts_bench(report.bench, device=device):
         rows = report.bench.checkpoint.recommended
         first = min(rows, key=lambda each: (each.concurrency, each.context))
@@ -58,8 +60,12 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
             return BestK(k=first.k, why=why, measured=drafts, measured_by="keepmtp bench")
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
-        mine = evaluation.checkpoint
-        return BestK(k=evaluation.protocol.k, why=why, measured=mine, measured_by="keepmtp eval")
+        return BestK(
+            k=evaluation.protocol.k,
+            why=why,
+            measured=evaluation.checkpoint,
+            measured_by="keepmtp eval",
+        )
     best = BestK(k=layers, why="one for each MTP layer")
     for run in report.serve.checkpoint.drafting if report.serve else ():
         if run.draft_tokens:
@@ -87,7 +93,8 @@ def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
 
 def _report_of(opened: Source) -> tuple[FullReport | None, str]:
     """The report of these bytes, or why the one that is there does not count, as a clause."""
-    folder, path = None, small_file(opened, JSON_FILE)
+    folder = None
+    path = small_file(opened, JSON_FILE)
     if opened.folder:
         folder = report_folder(opened.folder)
         path = folder / JSON_FILE

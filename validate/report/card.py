@@ -95,7 +95,8 @@ def build(
     base = base_model_of(record, base_model)
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
-    inherited, where = {}, "keepmtp card"
+    inherited = {}
+    where = "keepmtp card"
     if source:
         where = str(source / README)
         theirs = read_front_matter(source)
@@ -123,9 +124,11 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
         CheckpointError: no README.md in it.
     """
     if not (folder / README).is_file():
-        cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}`"
         raise CheckpointError(
-            folder, "must hold the checkpoint's card", got=f"no {README}", cure=cure
+            folder,
+            "must hold the checkpoint's card",
+            got=f"no {README}",
+            cure=f"Run `keepmtp card {shlex.quote(str(checkpoint))}`",
         )
 
 
@@ -171,8 +174,7 @@ def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     front = read_front_matter(folder)
     stated = front.get("base_model") and str(front["base_model"])
     refuse_no_id(stated)
-    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
-    base = base_model_of(record, stated)
+    base = base_model_of(read_record(checkpoint / RECORD, cure=_OF_OTHERS), stated)
     if base is None or base.name != (stated or ""):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
@@ -254,8 +256,12 @@ def _refuse_strange(folder: Path) -> None:
         if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES:
             strange.append(path)
     if strange:
-        rule, cure = "must be a card's folder, or not there", "Choose another --out, or move it"
-        raise RecipeError(folder, rule, got=strange[0], cure=cure)
+        raise RecipeError(
+            folder,
+            "must be a card's folder, or not there",
+            got=strange[0],
+            cure="Choose another --out, or move it",
+        )
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -100,19 +100,22 @@ def metadata_of(
         values[key] = ["no" if each is False else str(each) for each in said]
         strange = [word for word in values[key] if not form.fullmatch(word)]
         if strange:
-            place, cure = f"{where}: {key}", "Mend the card"
+            place = f"{where}: {key}"
+            cure = "Mend the card"
             if key == "license" and license_id is not None:
-                place, cure = "--license", "Choose one like apache-2.0"
+                place = "--license"
+                cure = "Choose one like apache-2.0"
             raise RecipeError(place, "must have the Hub's form", got=repr(strange[0]), cure=cure)
-    language = tuple(values.pop("language"))
     return Metadata(
-        **{key: next(iter(words), "") for key, words in values.items()}, language=language
+        **{key: next(iter(words), "") for key, words in values.items()},
+        language=tuple(values.pop("language")),
     )
 
 
 def front_matter(told: CardFacts) -> str:
     """The card's YAML for the Hub, without its fences."""
-    metadata, schemes = told.metadata, [name.lower() for name in told.schemes()]
+    metadata = told.metadata
+    schemes = [name.lower() for name in told.schemes()]
     roots = [re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name) for name in schemes]
     tags = [told.report.facts.dialect, *roots, *(name.replace("_", "-") for name in schemes)]
     tags += ["mtp", "speculative-decoding", "vllm"]

@@ -9,9 +9,9 @@ Easy to get wrong: a card may only have numbers of the report, and numbers compu
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ...checkpoints.record import Record
+from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import versions_in_short
 from ..facts.schema import FullReport
@@ -28,7 +28,7 @@ MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Metadata:
     """What the front matter says and nobody measured; "" or () where it is not known."""
 
@@ -40,7 +40,7 @@ class Metadata:
     language: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CardFacts:
     """Everything a card is made from.
 

@@ -9,7 +9,6 @@ pyplot. Neither is used: figures are made by hand, and parsing is off.
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -17,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
 from ..facts.benched import Benched, words_of
 from ..facts.schema import FullReport
@@ -31,7 +31,7 @@ _SOURCE, _OWN, _LIMIT = "#98a4b3", "#0b6fb8", "#b3261e"
 _STYLE = {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 10}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Chart:
     """A picture; `alt` is what a screen reader says instead of it."""
 

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 
 from ...checkpoints.identity import Identity
 from ...checkpoints.record import RECORD, read_record
-from ...checkpoints.source import Source, small_file
+from ...checkpoints.source import Source, small_file, view_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
-from ...recipes.families import find_view
 from ..check.check import examine
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
@@ -40,7 +39,8 @@ def check_data(
         absent = {"sizes": f"No sizes: {unread}", "calibration": f"Not known: {unread}"}
         return check.model_copy(update={"absent": absent})
     calibration, why = calibration_of(opened)
-    sizes, absent = (), {"calibration": why} if why else {}
+    sizes = ()
+    absent = {"calibration": why} if why else {}
     try:
         sizes = sizes_by_group(opened, source)
     except RecipeError as unknown:
@@ -71,7 +71,8 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
     Raises:
         RecipeError: no family table for the model type.
     """
-    after, before = _measured(checkpoint), _measured(source) if source else None
+    after = _measured(checkpoint)
+    before = _measured(source) if source else None
     rows = [
         GroupSize(
             part=part,
@@ -123,7 +124,7 @@ def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 def _measured(source: Source) -> defaultdict[tuple[str, str], list[int]]:
     """Bytes of each tensor, by part and group."""
-    view = find_view(source.config, source.where, source.entries)
+    view = view_of(source)
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)

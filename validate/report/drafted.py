@@ -6,14 +6,13 @@ In: draft counters of servers, a speed matrix. Out: a `Drafted` for each station
 Easy to get wrong: two stations measured two things. The one that also asked the source comes first.
 """
 
-from dataclasses import dataclass
-
+from ...recipes.frozen import frozen
 from ..facts.benched import BenchFact
 from ..facts.evaluated import EvaluationFact
 from ..facts.served import Drafts, ServeCheck
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Drafted:
     """Draft counters of a served checkpoint, and of its source over the same questions or prompts.
 
@@ -44,7 +43,8 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
     """
     found = []
     if evaluation:
-        mine, theirs = evaluation.checkpoint, evaluation.source
+        mine = evaluation.checkpoint
+        theirs = evaluation.source
         found.append(
             Drafted(
                 what=f"{mine.num_questions:,} questions of {evaluation.protocol.title}",

@@ -110,9 +110,11 @@ def decided_in(
         try:
             read[key] = TypeAdapter(form).validate_python(recipe.get(key) or {})
         except ValidationError as error:
-            rule = f"recipe.{key} must be as a recipe has it"
             raise CheckpointError(
-                where or record, rule, got=first_fault(error), cure=cure
+                where or record,
+                f"recipe.{key} must be as a recipe has it",
+                got=first_fault(error),
+                cure=cure,
             ) from error
     return read["gates"], listed(read["evaluation"])
 
@@ -212,7 +214,8 @@ def _acceptance(
         says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
         return unmeasured("acceptance", says)
     where = f"On {measured.what} with k={measured.k}"
-    mine, theirs = measured.checkpoint.acceptance, measured.source.acceptance
+    mine = measured.checkpoint.acceptance
+    theirs = measured.source.acceptance
     if mine is None:
         says = f"{where}, the checkpoint drafted nothing, and the source did."
         return ReasonFact(gate="acceptance", verdict="regression", says=says)
@@ -242,7 +245,8 @@ def _share_kept(
 
     def bounds(times: float) -> tuple[float, float]:
         assert measured.source is not None, "the caller asks for a source"
-        ours, others = times * trials(measured.checkpoint), times * trials(measured.source)
+        ours = times * trials(measured.checkpoint)
+        others = times * trials(measured.source)
         return ratio_limits(mine * ours, ours, theirs * others, others, confidence)
 
     return Estimate(
@@ -291,7 +295,8 @@ def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     """The drop of the first task's score, paired by question; the gate has the task's name."""
     if evaluation is None:
         return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
-    gate, source = evaluation.protocol.task, evaluation.source
+    gate = evaluation.protocol.task
+    source = evaluation.source
     if source is None:
         says = "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
         return unmeasured(gate, says)
@@ -306,7 +311,8 @@ def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
 
 def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact:
     """One task's score against its source's, which was asked."""
-    name, pair = task.judged_filter(gates.filter), task.pair(gates.filter)
+    name = task.judged_filter(gates.filter)
+    pair = task.pair(gates.filter)
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
 
@@ -419,7 +425,8 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
     that of a share is Clopper and Pearson's over as many independent positions as would tell as
     much (Korn and Graubard). A divergence from a part of the vocabulary is a lower bound.
     """
-    confidence, found = gates.confidence, []
+    confidence = gates.confidence
+    found = []
     if gates.max_divergence is None and gates.max_flips is None:
         return
     if fact is None or fact.stderr is None:

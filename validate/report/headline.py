@@ -34,13 +34,12 @@ def verdict_of(
         if reason.verdict == "regression":
             says = f"It fails its gate for {reason.gate}: {reason.says}"
             return VerdictFact(ok=False, label="Not ready", says=says)
-    says, label = (
-        f"Nothing in config.json and the headers is in vLLM {vllm}'s way",
-        "No fault found",
-    )
+    says = f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
+    label = "No fault found"
     tried = "it was neither dry-loaded nor served"
     if check.dry:
-        where, label = places(newest(check.dry), is_named=True), "Loads"
+        where = places(newest(check.dry), is_named=True)
+        label = "Loads"
         says = f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {where}"
         tried = "no server was run"
     warnings = sum(fact.severity == "warning" for fact in check.findings)
@@ -61,5 +60,6 @@ def verdict_of(
         if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
             label = "Loads and drafts"
     elif serve or evaluation or bench:
-        label, tried = "Served", "a server ran"
+        label = "Served"
+        tried = "a server ran"
     return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")

@@ -45,7 +45,7 @@ def code(text: str) -> Md:
     line = _line(text).replace("|", "\\|")
     if not line:
         return Md("")
-    fence = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
+    fence = _fence(line, 1)
     pad = " " if line.startswith("`") or line.endswith("`") else ""
     return Md(f"{fence}{pad}{line}{pad}{fence}")
 
@@ -60,7 +60,8 @@ def ticked(words: str) -> Md:
         if spot % 2:
             spaced.append(code(part))
             continue
-        before, after = part[:1].isspace(), part[-1:].isspace() and not part.isspace()
+        before = part[:1].isspace()
+        after = part[-1:].isspace() and not part.isspace()
         spaced.append(f"{' ' * before}{escaped(part)}{' ' * after}")
     return Md("".join(spaced))
 
@@ -73,7 +74,7 @@ def quoted(text: str) -> Md:
 def fenced(text: str, language: str) -> Md:
     """A block of code as it is; characters that cannot be seen are shown as `\\x1b`."""
     text = "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
-    fence = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    fence = _fence(text, 3)
     return Md(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
 
@@ -87,3 +88,8 @@ def _line(text: str) -> str:
     shown as `\\x1b`.
     """
     return printable(" ".join(text.split()))
+
+
+def _fence(text: str, least: int) -> str:
+    """More backticks than the text has in a row."""
+    return "`" * max(least, max(map(len, re.findall("`+", text)), default=0) + 1)

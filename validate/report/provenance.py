@@ -10,7 +10,6 @@ what is there.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
-from ...recipes.families import find_view
+from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
 from ..measure.room import least_gpus
@@ -33,7 +32,7 @@ _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _MOST_GPUS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModuleGroup:
     """Modules of one kind.
 
@@ -89,8 +88,7 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     Raises:
         RecipeError: no family table for its model type.
     """
-    view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
-    runtime = RuntimeView(source=checkpoint, view=view)
+    runtime = RuntimeView.of(checkpoint)
     policies = {"backbone": record.recipe.backbone, "mtp": record.recipe.mtp}
     if isinstance(record.recipe.mtp, str):
         policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)
@@ -104,7 +102,8 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
         stored.append((module, scheme, weight.weight.dtype))
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for name, scheme, dtype in stored:
-        place, reason = runtime.placed.get(name), ""
+        place = runtime.placed.get(name)
+        reason = ""
         if place and not scheme:
             reason = place.row.why_kept or "a bias, not a matrix" * (place.leaf == "bias")
         key = ("backbone", "unknown")

@@ -114,9 +114,11 @@ def from_results(folder: Path) -> FullReport:
         if result := read_result(folder, station):
             found[station] = result
     if "check" not in found:
-        cure = f"Run `{command('check', folder)}`"
         raise CheckpointError(
-            folder, "a report starts with the static check", got="no check.json", cure=cure
+            folder,
+            "a report starts with the static check",
+            got="no check.json",
+            cure=f"Run `{command('check', folder)}`",
         )
     check = found["check"]
     measured = {_PARTS.get(name, name): found[name].data for name in found}
@@ -168,12 +170,16 @@ def verify(folder: Path) -> FullReport:
     read_json(path)
     full = from_results(folder)
     # The file itself, not what was read of it: computed figures are not read.
-    written, wanted = json.loads(path.read_bytes()), full.model_dump(mode="json", by_alias=True)
+    written = json.loads(path.read_bytes())
+    wanted = full.model_dump(mode="json", by_alias=True)
     for part, value in wanted.items():
         if written.get(part) != value:
-            rule = "must be as the result files make it"
-            cure = f"Run `keepmtp report {shlex.quote(str(folder))}`"
-            raise CheckpointError(f"{path}: {part}", rule, got="something else", cure=cure)
+            raise CheckpointError(
+                f"{path}: {part}",
+                "must be as the result files make it",
+                got="something else",
+                cure=f"Run `keepmtp report {shlex.quote(str(folder))}`",
+            )
     return full
 
 
@@ -224,13 +230,17 @@ def read_json(path: Path) -> FullReport:
     try:
         return FullReport.model_validate_json(raw)
     except ValidationError as error:
-        cure = "Run the check again with this keepmtp"
-        rule = f"a report is a {JSON_FILE} of version 6"
-        raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
+        raise CheckpointError(
+            path,
+            f"a report is a {JSON_FILE} of version 6",
+            got=first_fault(error),
+            cure="Run the check again with this keepmtp",
+        ) from error
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
-    mine, station = result.checkpoint.sha256, result.station
+    mine = result.checkpoint.sha256
+    station = result.station
     if mine != identity.sha256:
         raise CheckpointError(
             file_of(folder, station),
@@ -242,7 +252,8 @@ def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None
 
 def _refuse_other_answers(folder: Path, measured: Mapping[str, Any]) -> None:
     """Refuse a file of answers or of compared windows that is not the one that was counted."""
-    evaluation, closeness = measured.get("evaluation"), measured.get("closeness")
+    evaluation = measured.get("evaluation")
+    closeness = measured.get("closeness")
     counted: list[tuple[Station, Any]] = []
     for task in evaluation.by_task if evaluation else ():
         for arm in task.arms:
@@ -253,9 +264,12 @@ def _refuse_other_answers(folder: Path, measured: Mapping[str, Any]) -> None:
         path = folder / fact.samples
         got = _sum_of(path)
         if got != fact.samples_sha256:
-            rule = f"must be the file that was counted, {fact.samples_sha256}"
-            cure = f"Run `{command(station, folder)}` again"
-            raise CheckpointError(path, rule, got=got, cure=cure)
+            raise CheckpointError(
+                path,
+                f"must be the file that was counted, {fact.samples_sha256}",
+                got=got,
+                cure=f"Run `{command(station, folder)}` again",
+            )
 
 
 def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:

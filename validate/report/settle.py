@@ -12,9 +12,9 @@ answered the same questions.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+from ...recipes.frozen import frozen
 from ..facts.evaluated import TaskFact
 from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit
@@ -26,7 +26,7 @@ named.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Estimate:
     """A figure from samples.
 
@@ -80,7 +80,8 @@ def settle(
     if verdict(_MOST_TIMES) != end:
         says += " It is so near the limit that no number of samples tells."
         return ReasonFact(gate=gate, verdict=found, says=says)
-    low, high = 1.0, float(_MOST_TIMES)
+    low = 1.0
+    high = float(_MOST_TIMES)
     for _ in range(20):
         middle = math.sqrt(low * high)
         if verdict(middle) == end:
@@ -105,7 +106,7 @@ def unmeasured(gate: str, says: str) -> ReasonFact:
     return ReasonFact(gate=gate, verdict="infeasible", says=says)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Recovery:
     """A share of the source's score; 1 loses nothing.
 
@@ -141,7 +142,8 @@ def recovery(task: TaskFact, wanted: str) -> Recovery | None:
         task: what it gave.
         wanted: the recipe's filter.
     """
-    pair, name = task.pair(wanted), task.judged_filter(wanted)
+    pair = task.pair(wanted)
+    name = task.judged_filter(wanted)
     if task.source is None or pair is None or not (before := task.source.score(name).value):
         return None
     num = pair.both + pair.only_source + pair.only_checkpoint + pair.neither

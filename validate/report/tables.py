@@ -11,10 +11,10 @@ hide that where the answer comes early: so each task has both shares of answers 
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
+from ...recipes.frozen import frozen
 from ..facts.benched import Benched, BenchFact, RecommendedK, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
@@ -30,7 +30,7 @@ _ASKED = (">asked", ">cut", ">empty")
 _CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Table:
     """Words in rows, as many in each as there are columns; a head that begins with `>` is of
     numbers.
@@ -47,15 +47,18 @@ def held_out(fact: CalibrationFact) -> Table:
     """A row for each model that was measured on held-out text, without a server."""
     rows = []
     for row in fact.rows:
-        shares, length, divergence = "-", None, "-"
+        shares = "-"
+        length = None
+        divergence = "-"
         if row.acceptance:
-            shares = " ".join(percent(share) for share in row.acceptance.shares)
+            shares = " ".join(map(percent, row.acceptance.shares))
             length = row.acceptance.length
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
         rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
-    columns = ("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length")
-    return Table(columns=columns, rows=rows)
+    return Table(
+        columns=("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length"), rows=rows
+    )
 
 
 def plans(search: SearchFact) -> Table:
@@ -65,8 +68,7 @@ def plans(search: SearchFact) -> Table:
         losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", percent(plan.kept)
         title = f"{plan.title}{', chosen' * plan.chosen}"
         rows.append((title, f"{plan.bytes:,}", f"{plan.bits:.2f}", *losses))
-    columns = ("", ">bytes", ">bits", ">predicted", ">divergence", ">kept")
-    return Table(columns=columns, rows=rows)
+    return Table(columns=("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows=rows)
 
 
 def candidates(fact: CalibrationFact) -> Table:
@@ -82,8 +84,7 @@ def candidates(fact: CalibrationFact) -> Table:
         kept = percent(each.kept), percent(each.kept_at_least)
         length = figure(each.acceptance.length)
         rows.append((each.title, size_in_words(each.bytes), *kept, length, verdict))
-    columns = ("policy", ">size", ">kept", ">at least", ">length", "verdict")
-    return Table(columns=columns, rows=rows)
+    return Table(columns=("policy", ">size", ">kept", ">at least", ">length", "verdict"), rows=rows)
 
 
 def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
@@ -143,15 +144,18 @@ def scores(task: TaskFact) -> Table:
 
 def differences(task: TaskFact) -> Table:
     """The checkpoint less its source, on the same questions, by every filter."""
-    rows, interval = [], ">interval"
+    rows = []
+    interval = ">interval"
     for pair in task.paired:
         interval = f">{100 * pair.confidence:g} % interval"
         difference = f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}"
         counts = pair.both, pair.only_source, pair.only_checkpoint, pair.neither
         told = difference, f"{signed(pair.low)} to {signed(pair.high)}"
         rows.append((pair.filter, *told, *map("{:,}".format, counts)))
-    columns = ("right by", ">difference", interval, ">both", ">source", ">this", ">neither")
-    return Table(columns=columns, rows=rows)
+    return Table(
+        columns=("right by", ">difference", interval, ">both", ">source", ">this", ">neither"),
+        rows=rows,
+    )
 
 
 def drafts(task: TaskFact) -> Table:
@@ -174,11 +178,14 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
         return None
     rows = []
     for task in evaluation.by_task:
-        name, before, cut = task.judged_filter(wanted), "-", _cut(task.checkpoint)
+        name = task.judged_filter(wanted)
+        before = "-"
+        cut = _cut(task.checkpoint)
         if task.source:
             before = percent(task.source.score(name).value)  # 80 columns have room for one error
             cut = f"{_cut(task.source)} / {cut}"
-        score, kept = _score(task.checkpoint.score(name)), _recovery(recovery(task, wanted))
+        score = _score(task.checkpoint.score(name))
+        kept = _recovery(recovery(task, wanted))
         rows.append((f"{task.protocol.title}, {name}", before, score, kept, cut))
     rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))
     return Table(columns=("task", ">source", ">checkpoint", ">recovery", ">cut"), rows=rows)
@@ -217,7 +224,8 @@ def servers(serve: ServeCheck) -> Table:
         for run in served.runs:
             cells = ("failed", *("-",) * 6)
             if run.loaded:
-                rate, same = f"{run.tokens_per_second:,.1f}", "-"
+                rate = f"{run.tokens_per_second:,.1f}"
+                same = "-"
                 if run.partings is not None:
                     same = f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
                 start = f"{run.seconds_to_health:.0f} s"
@@ -277,8 +285,10 @@ def cells(benched: Benched) -> Table:
             told = (rate, over, *times, *_accepted(cell.drafts)[1:])
         name = "best " * (cell.k == best[cell.load])
         rows.append((words_of(cell.load), f"{name}{cell.k}", *told))
-    columns = ("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:])
-    return Table(columns=columns, rows=rows)
+    return Table(
+        columns=("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:]),
+        rows=rows,
+    )
 
 
 def speed_notes(bench: BenchFact) -> Iterator[str]:
@@ -328,9 +338,8 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
 def closeness_in_short(fact: ClosenessFact) -> str:
     """The sentence of the card."""
     return (
-        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the "
-        "most likely token "
-        f"differs at {_flips(fact)}"
+        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the most "
+        f"likely token differs at {_flips(fact)}"
     )
 
 
@@ -365,16 +374,14 @@ def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
     """What a reader should know, a sentence or two each."""
     yield (
         f"Text: {fact.text}, in windows of at most {fact.window:,} tokens. ±: one standard error, "
-        "over windows; in "
-        "brackets the 95 % interval, by Korn and Graubard."
+        "over windows; in brackets the 95 % interval, by Korn and Graubard."
     )
     if fact.against:
         yield fact.against
     if not fact.is_exact:
         yield (
             f"The rest of the vocabulary, {percent(fact.outside)} of the source's probability, "
-            "counts as one token, so "
-            "the divergence is a lower bound."
+            "counts as one token, so the divergence is a lower bound."
         )
     for one in fact.predicted:
         if one.as_served != "native":
@@ -382,8 +389,7 @@ def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
         if one.repeated:
             yield (
                 f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
-                "token from itself: less "
-                "than that is rounding."
+                "token from itself: less than that is rounding."
             )
 
 

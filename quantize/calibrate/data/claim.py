@@ -91,7 +91,9 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     Raises:
         RecipeError: the folder is another run's, or is not the same for all ranks.
     """
-    parts, stamp, before = _parts(plan, data, ranks.size), folder / "fingerprint", _parts_of(folder)
+    parts = _parts(plan, data, ranks.size)
+    stamp = folder / "fingerprint"
+    before = _parts_of(folder)
     # On the CPU it would take days, and round elsewhere.
     now = {**parts, "device": {"type": ranks.device.type}}
     if plan.may_calibrate_mtp:  # of a pass without them the layers are gone that compute them

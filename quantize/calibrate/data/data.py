@@ -31,6 +31,7 @@ from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
+from ....recipes.frozen import frozen
 from ....recipes.model_file import find_path
 from ....recipes.schema import Calibration, Texts, TextsOfMix
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders, one_line
@@ -52,7 +53,7 @@ _UNREADABLE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CalibrationData:
     """What a calibrated run computes with.
 
@@ -92,11 +93,16 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model
             has no embedding for.
     """
-    length, mix = calibration.sequence_length, calibration.mix
-    longest = _text_config(source).get("max_position_embeddings")
+    length = calibration.sequence_length
+    mix = calibration.mix
+    longest = source.text_config.get("max_position_embeddings")
     if longest is not None and length > longest:
-        rule = f"must be at most the model's max_position_embeddings, {longest}"
-        raise RecipeError("calibration.sequence_length", rule, got=length, cure="Lower it")
+        raise RecipeError(
+            "calibration.sequence_length",
+            f"must be at most the model's max_position_embeddings, {longest}",
+            got=length,
+            cure="Lower it",
+        )
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
@@ -173,10 +179,13 @@ def _draw(
     """So many sequences of one dataset at the revision that was read, to calibrate on and to
     measure on.
     """
-    where, length = f"calibration.dataset {texts.dataset}", calibration.sequence_length
+    where = f"calibration.dataset {texts.dataset}"
+    length = calibration.sequence_length
     dataset, revision = open_split(texts, where)
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
-    used, held, calibrated_on = _Part(), _Part(), set[str]()
+    used = _Part()
+    held = _Part()
+    calibrated_on = set[str]()
     for part, num_tokens in ((used, num_used * length), (held, num_held * length)):
         while len(part.ids) < num_tokens and (found := next(rows, None)) is not None:
             number, row, ids = found
@@ -202,7 +211,8 @@ def _draw(
         del part.ids[num_tokens:], part.written[num_tokens:]
     num_found = len(used.ids) // length + len(held.ids) // length
     if num_found < num_used + num_held:
-        read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
+        read = len(used.numbers) + len(held.numbers)
+        blank = used.num_blank + held.num_blank
         raise RecipeError(
             where,
             f"must hold {num_used} + {num_held} sequences of {length} tokens (samples + held_out)",
@@ -228,7 +238,7 @@ def _encoded(
     rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
 ) -> Iterator[tuple[int, DataRow, list[int]]]:
     """Rows with their numbers and token ids; none for a blank one."""
-    vocab_size = _text_config(encoding.source).get("vocab_size")
+    vocab_size = encoding.source.text_config.get("vocab_size")
     for number, row in rows:
         text = row
         if isinstance(row, str | Answered):
@@ -241,13 +251,20 @@ def _encoded(
         except KeepMTPError:
             raise
         except UNENCODABLE as error:
-            rule, cure = "must suit the model's chat format", "Mend the row, or name a column"
             got = one_line(error) or type(error).__name__
-            raise RecipeError(f"{where}: row {number}", rule, got=got, cure=cure) from error
+            raise RecipeError(
+                f"{where}: row {number}",
+                "must suit the model's chat format",
+                got=got,
+                cure="Mend the row, or name a column",
+            ) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
-            rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
-            got, cure = f"{max(ids)} in row {number}", "Use the release's own tokenizer"
-            raise CheckpointError(encoding.source.where, rule, got=got, cure=cure)
+            raise CheckpointError(
+                encoding.source.where,
+                f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}",
+                got=f"{max(ids)} in row {number}",
+                cure="Use the release's own tokenizer",
+            )
         yield number, row, ids
 
 
@@ -256,7 +273,8 @@ def _encoded(
 
 def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
-    name, path = texts.dataset, find_path(texts.dataset)
+    name = texts.dataset
+    path = find_path(texts.dataset)
     reader = _READERS.get(Path(name).suffix)
     is_local = reader or texts.dataset_revision == "local" or name.count("/") > 1
     got = ""
@@ -276,23 +294,37 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
         with open_regular(path, where) as file:
             start = file.read(_START_BYTES).removeprefix(BOM_UTF8).lstrip()[:4]
         if start and start[:1] not in b"{[":  # pyarrow 26 crashes on rows that are null
-            got, rule = start.decode("latin1"), "must begin with an object, or a list of them"
-            raise RecipeError(where, rule, got=got, cure="Mend the file")
+            raise RecipeError(
+                where,
+                "must begin with an object, or a list of them",
+                got=start.decode("latin1"),
+                cure="Mend the file",
+            )
     given: tuple[Any, ...] = str(path or name), texts.subset
-    revision, options = "local", {}
+    revision = "local"
+    options = {}
     if path is None:
         revision = options["revision"] = dataset_commit(name, texts.dataset_revision, where)
     elif path.is_file():
-        given, options = (reader,), {"data_files": str(path)}
+        given = (reader,)
+        options = {"data_files": str(path)}
     try:
         splits = load_dataset(*given, streaming=True, **options)
     except (StopIteration, *_UNREADABLE) as error:  # the first, where it looks for a first row
-        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
-        rule, got = "must be a dataset that can be read", one_line(error) or "no rows"
-        raise RecipeError(where, rule, got=got, cure=cure) from error
+        got = one_line(error) or "no rows"
+        raise RecipeError(
+            where,
+            "must be a dataset that can be read",
+            got=got,
+            cure="Give calibration.subset if it names several here, or else Parquet or JSON files",
+        ) from error
     if texts.split not in splits:
-        rule = f"split must be one of {', '.join(map(str, splits))}"
-        raise RecipeError(where, rule, got=repr(texts.split), cure="Correct calibration.split")
+        raise RecipeError(
+            where,
+            f"split must be one of {', '.join(map(str, splits))}",
+            got=repr(texts.split),
+            cure="Correct calibration.split",
+        )
     return splits[texts.split], revision
 
 
@@ -306,19 +338,28 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
         try:
             row = next(rows, None)
         except _UNREADABLE as error:
-            rule, cure = f"row {number} must be readable", "Mend the file, or download it again"
-            raise RecipeError(where, rule, got=one_line(error), cure=cure) from error
+            raise RecipeError(
+                where,
+                f"row {number} must be readable",
+                got=one_line(error),
+                cure="Mend the file, or download it again",
+            ) from error
         if row is None:
             return
         for name in columns:
             if name not in row:
-                rule = f"a column must be one of {', '.join(row)}"
-                raise RecipeError(where, rule, got=repr(name), cure="Correct calibration.column")
+                raise RecipeError(
+                    where,
+                    f"a column must be one of {', '.join(row)}",
+                    got=repr(name),
+                    cure="Correct calibration.column",
+                )
         yield number, _value(row, texts, f"{where}: row {number}")
 
 
 def _value(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
-    value, prompt = row[texts.column], row.get(texts.prompt_column or "")
+    value = row[texts.column]
+    prompt = row.get(texts.prompt_column or "")
     if texts.prompt_column is None:
         if isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value))):
             return value
@@ -350,10 +391,6 @@ def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[i
     while window := list(islice(rows, SHUFFLED_ROWS)):
         order.shuffle(window)
         yield from window
-
-
-def _text_config(source: Source) -> Mapping[str, Any]:
-    return source.config.get("text_config") or source.config
 
 
 def ids_sha256(numbers: Sequence[int]) -> str:

@@ -82,7 +82,8 @@ class Encoders:
             spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)
             # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces
             # alone without length.
-            first, offsets = len(row.prompt), spans["offset_mapping"]
+            first = len(row.prompt)
+            offsets = spans["offset_mapping"]
             written = [start >= first and end > first for start, end in offsets]
             # The end belongs to the answer, whether the tokenizer or `encode` has added it.
             if ids[-1] == self.tokenizer.eos_token_id:

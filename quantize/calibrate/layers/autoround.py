@@ -52,7 +52,8 @@ def autoround(model: Any, work: LayerWork) -> Iterator[None]:
         model: its modules have their schemes (`work.attach`).
         work: on the layer; what is not within a decoder layer is rounded to nearest.
     """
-    modifier, layers = LayerAutoRound(**work.knobs), tuned_layers(model, work.rewritten)
+    modifier = LayerAutoRound(**work.knobs)
+    layers = tuned_layers(model, work.rewritten)
     for layer, names in layers.items():
         modules = {model.get_submodule(name): name for name in names}
         modifier._layers[model.get_submodule(layer)] = modules
@@ -113,7 +114,8 @@ class LayerAutoRound(AutoRoundModifier):
 
     def get_unquantized_layer_names(self, wrapped_model: nn.Module) -> list[str]:
         """Every other linear layer, by its whole name: a part of one would match others."""
-        own, found = self._layers[wrapped_model], []
+        own = self._layers[wrapped_model]
+        found = []
         for name, module in wrapped_model.named_modules():
             if isinstance(module, nn.Linear) and module not in own:
                 found.append(_WRAPPED + name)
@@ -149,10 +151,12 @@ class LayerAutoRound(AutoRoundModifier):
     ) -> None:
         for module, name in self._layers[model].items():
             if not isinstance(getattr(module, "scale", None), Tensor):
-                rule = "AutoRound must tune every module that it is given"
-                cure = "Give this module another scheme in overrides, or another algorithm to all"
                 raise CheckpointError(
-                    name, rule, got="a module that auto-round passed over", cure=cure
+                    name,
+                    "AutoRound must tune every module that it is given",
+                    got="a module that auto-round passed over",
+                    cure="Give this module another scheme in overrides, "
+                    "or another algorithm to all",
                 )
         super()._postprocess_qparams(model, llmc_registered_qparams)
 

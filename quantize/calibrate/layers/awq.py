@@ -71,7 +71,8 @@ def rescaling(
         modifier = BoundedAWQ(**work.knobs)
         modifier._batches = batches
     else:
-        modifier.resolved_mappings_, modifier.scales_ = [], {}
+        modifier.resolved_mappings_ = []
+        modifier.scales_ = {}
     for each in smoothings:
         smooth = model.get_submodule(each.smooth)
         balance = list(map(model.get_submodule, each.balance))
@@ -144,7 +145,8 @@ class BoundedAWQ(AWQModifier):
     def _groups(self) -> list[list[ResolvedMapping]]:
         """Mappings within experts whose caches fit together; one at least."""
         groups: list[list[ResolvedMapping]] = []
-        room, left = host_room(), 0
+        room = host_room()
+        left = 0
         for mapping in self._waiting:
             _, count = self._smooth_activation_stats[mapping.smooth_name]
             weight: Any = mapping.parent.weight

@@ -21,7 +21,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback, progress_since
 from ...run.ranks import Ranks
@@ -82,7 +82,8 @@ def calibrate_backbone(
         states=States(folder / "states", ranks),
     )
     backbone.states.tidy()
-    first, started = backbone.states.num_done(), time.monotonic()
+    first = backbone.states.num_done()
+    started = time.monotonic()
     for index in range(first, len(skeleton)):
         with fitting(plan, f"decoder layer {index} and a batch", device):
             _calibrate_layer(backbone, index)
@@ -98,7 +99,8 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     """Observe, rewrite and serve one layer, while the next is read; its states are whole once its
     statistics are.
     """
-    skeleton, plan = backbone.skeleton, backbone.skeleton.plan
+    skeleton = backbone.skeleton
+    plan = backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
     with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
@@ -121,7 +123,7 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
             backbone.run("mtp", index, outputs, serving(model))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Backbone:
     """A backbone pass, finished or at a layer.
 
@@ -198,7 +200,7 @@ class Backbone:
         write_statistics(path, tensors, metadata)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Batches:
     """This rank's batches of one stream as inputs of one layer: arguments of the model's forward,
     read one at a time in each iteration.
@@ -216,11 +218,11 @@ class Batches:
 
     def batches(self) -> Iterator[Batch]:
         """The same, with the states that the layer reads."""
-        run, state = self.run, None
+        run = self.run
+        state = None
         for first, last in self.ranges():
             if self.index:
-                device = run.skeleton.device
-                state = run.states.read(self.index, self.stream, first, last, device)
+                state = run.states.read(self.index, self.stream, first, last, run.skeleton.device)
             yield Batch(ids=self.ids[first:last], state=state, first=first)
 
     def ranges(self) -> list[tuple[int, int]]:

@@ -68,13 +68,17 @@ class CacheRanges:
         Raises:
             CheckpointError: naming the module that handed nothing to a cache.
         """
-        found, args = {}, QuantizationArgs.model_validate(dict(FP8_CACHE))
+        found = {}
+        args = QuantizationArgs.model_validate(dict(FP8_CACHE))
         for name in self._modules:
             largest = self._largest.get(name)
             if largest is None:
-                rule = "attention must hand its keys to a cache during calibration"
-                cure = "Remove kv_cache: keepmtp cannot observe this class"
-                raise CheckpointError(name, rule, got="none", cure=cure)
+                raise CheckpointError(
+                    name,
+                    "attention must hand its keys to a cache during calibration",
+                    got="none",
+                    cure="Remove kv_cache: keepmtp cannot observe this class",
+                )
             if has_others():
                 dist.all_reduce(largest, dist.ReduceOp.MAX)
             for leaf, value in zip(CACHE_LEAVES, largest.cpu().bfloat16().split(1), strict=True):
@@ -113,7 +117,8 @@ class _Between:
     """Stands before an attention module's cache, or in its place where it has none."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], KeysValues], cache: Any):
-        self._change, self._cache = change, cache
+        self._change = change
+        self._cache = cache
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
         keys, values = self._change(keys, values)

@@ -58,9 +58,11 @@ def gptq(model: Any, work: LayerWork) -> Iterator[None]:
     # One at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory.
     modifier = GPTQModifier(batched_quantization=None, **work.knobs)
     modifier._module_names = names
-    rank, size = 0, 1
+    rank = 0
+    size = 1
     if has_others():
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
     owner = {module: turn % size for turn, module in enumerate(names)}
     # Those whose Hessian is the same: one sum, divided by one number of samples.
     groups: dict[tuple[_Sum, int], list[nn.Module]] = defaultdict(list)
@@ -111,7 +113,8 @@ class Hessians:
             CheckpointError: it has shared its first input with others, and not this one.
         """
         value = args[0]
-        identity, own = input_identity(value), self.sums.get(module)
+        identity = input_identity(value)
+        own = self.sums.get(module)
         if own is None:  # that of a module which has seen this one input and no more
             own = self._newest.get(identity)
             if own is None or own.calls[own.leader] != 1:
@@ -151,9 +154,12 @@ class Hessians:
                 dist.all_reduce(own.matrix)
 
     def _parted(self, module: nn.Module, own: _Sum) -> CheckpointError:
-        rule = f"GPTQ needs it to read what {self._name_of[own.leader]} reads in every batch"
-        cure = "Set calibration.algorithm: awq or minmax"
-        return CheckpointError(self._name_of[module], rule, got="another input", cure=cure)
+        return CheckpointError(
+            self._name_of[module],
+            f"GPTQ needs it to read what {self._name_of[own.leader]} reads in every batch",
+            got="another input",
+            cure="Set calibration.algorithm: awq or minmax",
+        )
 
 
 @contextmanager

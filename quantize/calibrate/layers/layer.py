@@ -19,7 +19,6 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from loguru import logger as loguru_logger
 from torch import Tensor
 
 from ....checkpoints.values import TORCH_DTYPES
+from ....recipes.frozen import frozen
 from ....recipes.schemes import RESCALING, SCHEMES, SWEEPS
 from .awq import rescaling
 from .caches import CacheRanges
@@ -45,7 +45,7 @@ for _name in ("llmcompressor", "compressed_tensors"):
     loguru_logger.disable(_name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Calibrated:
     """The results of one layer's calibration.
 
@@ -83,7 +83,8 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
         CheckpointError: naming the module that was never called, or whose activations are not
             finite.
     """
-    before, rescaled = small_parameters(model), dict[str, Tensor]()
+    before = small_parameters(model)
+    rescaled = dict[str, Tensor]()
     smoothings: tuple[Smoothing, ...] = ()
     if work.rewritten and work.algorithm in RESCALING:
         smoothings = smoothings_of(model, batches, work)
@@ -93,7 +94,8 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
             if key != f"{name}.weight" or name not in work.schemes:
                 rescaled[key] = value.detach().clone()
     attach(model, work)
-    observed, caches = Observed(model, work), CacheRanges(model, work.scaled_caches)
+    observed = Observed(model, work)
+    caches = CacheRanges(model, work.scaled_caches)
     with calibrating(model), norm_calibration_context(model):
         with (
             _algorithm(model, work, smoothings, batches),
@@ -141,13 +143,15 @@ def _tensors(model: Any, work: LayerWork, kept: Mapping[str, Tensor]) -> dict[st
     """Those of `kept` parameters that have changed; what the modules add: packed tensors, or input
     scales only.
     """
-    now, found = dict(model.named_parameters()), {}
+    now = dict(model.named_parameters())
+    found = {}
     for name, value in kept.items():
         if not torch.equal(now[name], value):
             found[name] = now[name].detach().cpu().clone()
     rewritten = {*work.rewritten}
     for name, scheme_name in work.schemes.items():
-        module, scheme = model.get_submodule(name), SCHEMES[scheme_name]
+        module = model.get_submodule(name)
+        scheme = SCHEMES[scheme_name]
         freeze_module_quantization(module)
         state: Any = {
             key: value for key, value in get_direct_state_dict(module).items() if value is not None

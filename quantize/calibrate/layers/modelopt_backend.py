@@ -53,7 +53,8 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
         model: its modules have their schemes (`work.attach`).
         work: on the layer, by one of `SWEEPS`.
     """
-    modules, hessians = modules_of(model, work.rewritten), dict[str, Any]()
+    modules = modules_of(model, work.rewritten)
+    hessians = dict[str, Any]()
     if work.algorithm == "local-hessian":
         for name, module in modules.items():
             hessians[name] = _LocalHessianAccumulator(*module.weight.shape, block_size=16)
@@ -61,7 +62,8 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
     def accumulate(name: str, _module: object, args: tuple[Tensor, ...]) -> None:
         hessians[name].accumulate(args[0])
 
-    hooks, grouped = {}, dict[str, Sequence[str]]()
+    hooks = {}
+    grouped = dict[str, Sequence[str]]()
     for name in hessians:
         hooks[modules[name]] = partial(accumulate, name)
     with hooked_before(hooks):

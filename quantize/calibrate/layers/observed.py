@@ -74,7 +74,8 @@ class Observed:
 
     def __init__(self, model: Any, work: LayerWork):
         """Of the modules that are quantized; inputs of the weighted ones are squared, too."""
-        self._model, self._work = model, work
+        self._model = model
+        self._work = work
         self.modules = modules_of(model, work.schemes)
         self.ends = {
             name: module.weight.new_full((2,), -math.inf) for name, module in self.modules.items()
@@ -135,9 +136,12 @@ class Observed:
             self._routed[name] = torch.stack([counts[name] for _, counts in of_ranks]).sum(0)
         for name, tokens in self._tokens.items():
             if not tokens:
-                rule = "every quantized module must be called during calibration"
-                cure = "Keep it in the recipe"
-                raise CheckpointError(name, rule, got="a module without a token", cure=cure)
+                raise CheckpointError(
+                    name,
+                    "every quantized module must be called during calibration",
+                    got="a module without a token",
+                    cure="Keep it in the recipe",
+                )
         if has_others() and self.ends:
             total = torch.stack([*self.ends.values()]).float()  # which every back-end reduces
             dist.all_reduce(total, dist.ReduceOp.MAX)
@@ -155,7 +159,8 @@ class Observed:
             self.ends |= dict.fromkeys(group, common)
         for name, module in self.modules.items():
             args: QuantizationArgs = module.quantization_scheme.input_activations
-            low, high = -self.ends[name][:1], self.ends[name][1:]
+            low = -self.ends[name][:1]
+            high = self.ends[name][1:]
             if not SCHEMES[self._work.schemes[name]].extra:
                 continue
             if args.strategy == QuantizationStrategy.TENSOR_GROUP:

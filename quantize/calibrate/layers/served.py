@@ -144,7 +144,8 @@ def served_rows(
                 units[piece.tensor.unit][piece.tensor.name] = piece.tensor
         if not (name.endswith("weight") and scheme_of(pieces[0])):
             continue
-        module, first = name.rpartition(".")[0], 0
+        module = name.rpartition(".")[0]
+        first = 0
         weight = model.get_submodule(f"{path}{module}").weight.data
         for piece in pieces:
             rows = slice(first, first + piece.tensor.shape[-2] // max(1, len(piece.tensor.stacked)))
@@ -166,7 +167,8 @@ def served_rows(
 
     for members in units.values():
         unit = [*members.values()]
-        scheme, reads = SCHEMES[unit[0].scheme], read
+        scheme = SCHEMES[unit[0].scheme]
+        reads = read
         outputs = {output.name for tensor in unit for output in tensor.outputs}
         # Calibration rewrites some; and a plain tensor may be of another dtype on disk.
         is_rewritten = any(".weight" in name and name in given for name in outputs)

@@ -17,7 +17,6 @@ alone.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancesto
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ....recipes.frozen import frozen
 from ...run.ranks import gathered
 from ..model.hooks import hooked, modules_of
 from .forwards import calibrating, restore, small_parameters
@@ -44,7 +44,7 @@ _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"), ("w3", "w2"))
 Arguments = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Smoothing:
     """`smooth`'s output channels are divided by a scale that `balance`'s input channels are
     multiplied by.
@@ -71,7 +71,8 @@ def smoothings_of(
             none whose bytes come from elsewhere.
     """
     batch = next(iter(batches))
-    before, found = small_parameters(model), list[Smoothing]()
+    before = small_parameters(model)
+    found = list[Smoothing]()
     rewritten = {*work.rewritten}
     untouchable = {*work.frozen, *work.schemes.keys() - rewritten}
     with calibrating(model), norm_calibration_context(model):

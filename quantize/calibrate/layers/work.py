@@ -10,7 +10,7 @@ without it.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme, initialize_module_for_quantization
@@ -21,13 +21,14 @@ from torch import Tensor
 from ....recipes.conventions import CACHE_LEAVES
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from ...plan.plan import Plan
 from ..model.binding import EXPERT, Binding, scheme_of
 from ..model.hooks import modules_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LayerWork:
     """The work on one layer or block.
 
@@ -66,12 +67,14 @@ class LayerWork:
         the largest of the experts; CUTLASS and b12x keep one an expert, which may be the same) and
         quantization/utils/fp8_utils.py (process_fp8_input_tensor_strategy_moe, all back-ends).
         """
-        frozen, weighted = set[str](), set[str]()
+        frozen = set[str]()
+        weighted = set[str]()
         caches: dict[str, tuple[HFName, ...]] = {}
         fused: dict[object, list[str]] = defaultdict(list)
         experts: dict[object, list[str]] = defaultdict(list)
         for name, pieces in binding.items():
-            module, tensor = f"{path}{name}".rpartition(".")[0], pieces[0].tensor
+            module = f"{path}{name}".rpartition(".")[0]
+            tensor = pieces[0].tensor
             # A rescaled expert could not be put back into its stack alone.
             if not any(
                 p.tensor.calibrated or (p.tensor.may_change and p.expert is None) for p in pieces
@@ -145,9 +148,12 @@ class LayerWork:
                 continue
             pieces = self.binding[f"{module.removeprefix(self.path)}.weight"]
             if len(pieces) > 1 and not suffix.startswith("input_"):
-                rule = "weights that transformers joins cannot be rewritten"
-                cure = "Set calibration.algorithm: minmax, or override this module"
-                raise CheckpointError(pieces[0].tensor.name, rule, got=module, cure=cure)
+                raise CheckpointError(
+                    pieces[0].tensor.name,
+                    "weights that transformers joins cannot be rewritten",
+                    got=module,
+                    cure="Set calibration.algorithm: minmax, or override this module",
+                )
             found |= {HFName(f"{piece.module}.{suffix}"): value for piece in pieces}
         return found
 

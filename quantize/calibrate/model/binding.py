@@ -16,7 +16,6 @@ WeightConverter).
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, cast
 
@@ -30,6 +29,7 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ...pack.unit import load, load_expert
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
@@ -41,7 +41,7 @@ _DATA_FREE = "Use a data-free scheme for this model (`keepmtp ls models`)"
 _IN_LAYER = re.compile(r"^(?:.*?\.)??layers\.\d+\.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Piece:
     """A tensor of the plan, or a part of it.
 
@@ -75,7 +75,7 @@ Binding = Mapping[str, tuple[Piece, ...]]
 """Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Names:
     """How one model class renames what is on disk."""
 
@@ -102,8 +102,12 @@ class Names:
                 continue
             for step in transform.operations:
                 if not isinstance(step, Concatenate) or step.dim:
-                    rule = "only concatenation can be undone after calibration"
-                    raise CheckpointError(name, rule, got=type(step).__name__, cure=_DATA_FREE)
+                    raise CheckpointError(
+                        name,
+                        "only concatenation can be undone after calibration",
+                        got=type(step).__name__,
+                        cure=_DATA_FREE,
+                    )
             return renamed, transform.source_patterns.index(pattern)
         return name, 0
 
@@ -154,18 +158,27 @@ def bind(
     Raises:
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
-    state, owner = module.state_dict(), f"transformers' {type(module).__name__}"
+    state = module.state_dict()
+    owner = f"transformers' {type(module).__name__}"
     turned: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for tensor in tensors:
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                rule = f"{owner} must have a parameter for {tensor.name}"
-                raise CheckpointError(where, rule, got=f"none called {target}", cure=_DATA_FREE)
+                raise CheckpointError(
+                    where,
+                    f"{owner} must have a parameter for {tensor.name}",
+                    got=f"none called {target}",
+                    cure=_DATA_FREE,
+                )
             turned[target].append((turn, piece))
     for target in state.keys() - turned.keys():
-        rule, got = f"every parameter of {owner} must be on disk", f"nothing for {target}"
-        raise CheckpointError(where, rule, got=got, cure=f"Check the download. {_DATA_FREE}")
+        raise CheckpointError(
+            where,
+            f"every parameter of {owner} must be on disk",
+            got=f"nothing for {target}",
+            cure=f"Check the download. {_DATA_FREE}",
+        )
     return {
         target: tuple(piece for _, piece in sorted(found, key=itemgetter(0)))
         for target, found in turned.items()
@@ -209,7 +222,8 @@ def fill(
     Raises:
         CheckpointError: a shape on disk is not the parameter's.
     """
-    state, values = module.state_dict(), {}
+    state = module.state_dict()
+    values = {}
     last: tuple[object, Sequence[Tensor]] = None, ()
     for name, pieces in binding.items():
         parts = []
@@ -227,8 +241,11 @@ def fill(
         if len(parts) > 1:
             value = torch.cat(parts)
         if value.shape != state[name].shape:
-            rule = f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}"
-            got, cure = list(value.shape), "Check config.json"
-            raise CheckpointError(plan.source.where, rule, got=got, cure=cure)
+            raise CheckpointError(
+                plan.source.where,
+                f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}",
+                got=list(value.shape),
+                cure="Check config.json",
+            )
         values[name] = value.to(device=device, dtype=dtype_of(name, state[name], value))
     module.load_state_dict(values, strict=True, assign=True)

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from transformers import (
 from ....checkpoints.source import read
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
+from ....recipes.frozen import frozen
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from .binding import Binding, Names, bind, fill, linear_experts
@@ -46,7 +46,7 @@ _CHUNK_BYTES = 2**24
 _NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Batch:
     """Some sequences as inputs of a decoder layer.
 
@@ -76,7 +76,8 @@ class StandIn(nn.Module):
         super().__init__()
         # In a tuple it is no submodule: its parameters, all meta, must not be found among the
         # model's.
-        self._held, self._like = (real,), like
+        self._held = (real,)
+        self._like = like
         self.answer: LayerState | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -111,7 +112,8 @@ class Skeleton:
             RecipeError: transformers has no class for this architecture.
             CheckpointError: names or shapes on disk are not those of the class.
         """
-        self.plan, self.device = plan, device
+        self.plan = plan
+        self.device = device
         self.model = on_meta(plan)
         linear_experts(self.model)
         self.names = Names.of(self.model)
@@ -119,7 +121,8 @@ class Skeleton:
         self.layer_path = next(
             name for name, module in self.model.named_modules() if module is self._layers
         )
-        self._real, self._like = list(self._layers), [1]
+        self._real = list(self._layers)
+        self._like = [1]
         for index, layer in enumerate(self._real):
             self._layers[index] = StandIn(layer, self._like)
         self._head: Any = self.model.get_output_embeddings()
@@ -244,14 +247,16 @@ class Skeleton:
         """Loads the language model without its layers and its head; a vision tower stays without
         weights.
         """
-        decoder, view = self.model.get_decoder(), self.plan.view
+        decoder = self.model.get_decoder()
+        view = self.plan.view
         inside = next(f"{n}." for n, module in self.model.named_modules() if module is decoder)
         # A checkpoint's own code may keep its MTP block in here.
         for name, child in decoder.named_children():
             paths = [f"{inside}{name}.{path}" for path, _ in child.named_parameters()]
             if any(view.is_mtp(HFName(path.removeprefix("."))) for path in paths):
                 setattr(decoder, name, nn.ModuleList())
-        state, stem = decoder.state_dict(), view.layout.layers.disk.partition("layers.")[0]
+        state = decoder.state_dict()
+        stem = view.layout.layers.disk.partition("layers.")[0]
 
         def path_of(tensor: TensorPlan) -> tuple[str, int]:
             path, turn = self.names.rename(tensor.name)
@@ -292,20 +297,28 @@ def on_meta(plan: Plan) -> PreTrainedModel:
 
     Raises: RecipeError: it cannot be calibrated, or transformers has no class for it.
     """
-    calibration, family = plan.recipe.calibration, plan.view.family
+    calibration = plan.recipe.calibration
+    family = plan.view.family
     is_foreign = calibration is not None and calibration.model_code == "checkpoint"
     cure = f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})"
     if family.no_backbone and not is_foreign:
-        rule = "calibration must be able to run the backbone layer by layer"
-        got = f"{family.model_type}: {family.no_backbone}"
-        raise RecipeError(plan.source.where, rule, got=got, cure=cure)
+        raise RecipeError(
+            plan.source.where,
+            "calibration must be able to run the backbone layer by layer",
+            got=f"{family.model_type}: {family.no_backbone}",
+            cure=cure,
+        )
     try:
         model = _from_config(plan, is_foreign=is_foreign)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         rule = "calibration needs a class in transformers for this architecture"
         cure += ", or calibration.model_code: checkpoint if the checkpoint brings its own"
-        got = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RecipeError(plan.source.where, rule, got=got, cure=cure) from error
+        raise RecipeError(
+            plan.source.where,
+            rule,
+            got=next(iter(str(error).strip().splitlines()), type(error).__name__),
+            cure=cure,
+        ) from error
     return model.eval()
 
 
@@ -348,9 +361,12 @@ def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     for module in model.modules():
         if count and isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    rule = f"calibration needs a backbone, and its decoder layers in {type(model).__name__}"
-    cure = "Use a data-free scheme (`keepmtp ls models`)"
-    raise CheckpointError(plan.source.where, rule, got=f"no list of {count} layers", cure=cure)
+    raise CheckpointError(
+        plan.source.where,
+        f"calibration needs a backbone, and its decoder layers in {type(model).__name__}",
+        got=f"no list of {count} layers",
+        cure="Use a data-free scheme (`keepmtp ls models`)",
+    )
 
 
 def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
@@ -375,7 +391,8 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
     try:
         model = on_meta(plan)
         linear_experts(model)
-        names, modules = Names.of(model), decoder_layers(model, plan)
+        names = Names.of(model)
+        modules = decoder_layers(model, plan)
         for index, tensors in sorted(layers.items()):
             # The first decoder layer with each set of names and shapes.
             stem = plan.view.disk_stem("backbone", index)

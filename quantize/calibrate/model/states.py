@@ -67,7 +67,8 @@ class States:
     """
 
     def __init__(self, folder: Path, ranks: Ranks):
-        self._folder, self._ranks = folder, ranks
+        self._folder = folder
+        self._ranks = ranks
 
     def num_done(self) -> int:
         """How many layers have left their states."""
@@ -130,7 +131,9 @@ class States:
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        folder, parts, got = self._folder / f"{index:05d}", [], f"no row {first}"
+        folder = self._folder / f"{index:05d}"
+        parts = []
+        got = f"no row {first}"
         place = first
         for path in sorted(folder.glob(f"{stream}-*.safetensors")):
             start, end = map(int, path.stem.split("-")[1:])
@@ -146,11 +149,16 @@ class States:
             except (SafetensorError, OSError) as error:
                 got = f"{path.name}: {error}"
                 break
-            place, got = end, f"no row {end}"
+            place = end
+            got = f"no row {end}"
         if place < last:
-            rule = f"rows {first} to {last - 1} of {stream} must be there"
             cure = f"Remove {self._folder.parent}, and run the same command again"
-            raise CheckpointError(folder, rule, got=got, cure=f"{cure}: calibration starts anew")
+            raise CheckpointError(
+                folder,
+                f"rows {first} to {last - 1} of {stream} must be there",
+                got=got,
+                cure=f"{cure}: calibration starts anew",
+            )
         whole: list[Tensor | None] = []
         for of_files in zip(*parts, strict=True):
             if of_files[0] is None:
@@ -164,7 +172,8 @@ class NextStates:
     """States that are being written. State: the files that a thread has yet to write."""
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor):
-        self._folder, self._pool = folder, pool
+        self._folder = folder
+        self._pool = pool
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, stream: Stream, first: int, state: Sequence[Tensor | None]) -> None:

@@ -10,7 +10,7 @@ refused before it is drawn.
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ....checkpoints.fact import Count, Fact, Figure, Share
 from ....recipes.schema import TextsOfMix
@@ -299,7 +299,7 @@ class CalibrationFact(MtpFact):
     """
 
     algorithm: str
-    sequence_length: Annotated[int, Field(gt=0)]
+    sequence_length: PositiveInt
     data: DataFact
     processes: Count
     batch_size: Count | None = None

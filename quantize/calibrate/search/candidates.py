@@ -177,7 +177,9 @@ def watching(
         binding: of the layer or block, for any plan.
         path: its path in the model, with a dot; "" for the model itself.
     """
-    searched, seen, hooks = _unit_of(choices), dict[str, Seen](), []
+    searched = _unit_of(choices)
+    seen = dict[str, Seen]()
+    hooks = []
     for name, pieces in binding.items():
         if pieces[0].tensor.name in searched:
             module = name.rpartition(".")[0]
@@ -234,7 +236,9 @@ def unit_errors(
         plan = choices.plan(choices.uniform(word))
         own = rebound(binding, plan)
         for served in served_rows(model, plan, own, path, input_scales(own, largest)):
-            unit, module, rows = unit_of.get(served.tensor.name), served.module, served.rows
+            unit = unit_of.get(served.tensor.name)
+            module = served.module
+            rows = served.rows
             if unit is None or unit.option(word).word != word:
                 continue
             weight_NK = model.get_submodule(f"{path}{module}").weight.data[rows]
@@ -252,7 +256,8 @@ def unit_errors(
             for (inputs, grads), at_inputs_TK in zip(
                 seen[module].chunks(), at_inputs[place], strict=True
             ):
-                rounded_TK, grads_TN = rounding(inputs).to(dtype), grads[:, rows].to(dtype)
+                rounded_TK = rounding(inputs).to(dtype)
+                grads_TN = grads[:, rows].to(dtype)
                 moved_T = ((grads_TN @ change_NK).float() * rounded_TK).sum(dim=-1)
                 moved_T += (at_inputs_TK.float() * (rounded_TK - inputs.to(dtype))).sum(dim=-1)
                 error += float(moved_T.double().square().sum())

@@ -85,7 +85,8 @@ def search(
     # A search of something else has a folder of its own, and loses nothing.
     folder = folder / ranks.of_first(lambda: search_fingerprint(plan, data, ranks.size)[:16])
     key = asked(plan.recipe)[:16]
-    kept, plans = folder / f"found-{key}.json", folder / f"plans-{key}"
+    kept = folder / f"found-{key}.json"
+    plans = folder / f"plans-{key}"
     found = ranks.of_first(lambda: json.loads(kept.read_text()) if kept.is_file() else None)
     if found is None:
         assignment, fact = _found(SearchRun(choices, data, folder, ranks, progress), plans)
@@ -99,7 +100,8 @@ def search(
 
 
 def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
-    choices, recipe = run.choices, run.choices.recipe
+    choices = run.choices
+    recipe = run.choices.recipe
     sensitivities = run.sensitivities()
     tried = plans_to_try(choices, sensitivities)
     plans = list(map(choices.plan, tried.values()))
@@ -158,7 +160,8 @@ def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
 ) -> dict[str, str]:
     """The best words by sensitivities, with these for some units."""
-    words, units = [], []
+    words = []
+    units = []
     for unit in choices.units:
         own = [o for o in unit.options if fixed.get(unit.name, o.word) == o.word]
         words.append([option.word for option in own])
@@ -185,7 +188,9 @@ def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> lis
 
     Returns: the number of each unit's option.
     """
-    costs, losses, unit_of = [], [], []
+    costs = []
+    losses = []
+    unit_of = []
     for number, options in enumerate(units):
         cheapest, _ = min(options)
         room -= cheapest
@@ -235,7 +240,8 @@ def measure_plans(
     Raises:
         NothingCounts: no slot of the text counts, and acceptance decides.
     """
-    skeleton, ranks = run.skeleton, run.ranks
+    skeleton = run.skeleton
+    ranks = run.ranks
     sides: list[tuple[Plan | None, Stream, Backbone]] = []
     for number, plan in enumerate((None, *plans)):
         place = folder / f"{number:02d}"
@@ -244,7 +250,8 @@ def measure_plans(
         own = Backbone(folder=place, skeleton=skeleton, data=run.data, ranks=ranks, states=states)
         sides.append((plan, "served" if plan else "source", own))
     for index in range(min(side.states.num_done() for *_, side in sides), len(skeleton)):
-        binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
+        binding = skeleton.bind_layer(index)
+        path = f"{skeleton.layer_path}.{index}."
         with skeleton.layer(index, index + 1):
             for plan, stream, backbone in sides:
                 if backbone.states.num_done() > index:  # before a kill
@@ -253,13 +260,17 @@ def measure_plans(
                 with candidate, backbone.states.writing(index + 1) as outputs:
                     backbone.run(stream, index, outputs, serving(skeleton.model))
         run.report(2 * len(skeleton) + 2 + index)
-    measured, blocks, reference = list[tuple[Target, Acceptance | None]](), run.blocks(), None
+    measured = list[tuple[Target, Acceptance | None]]()
+    blocks = run.blocks()
+    reference = None
     for plan, stream, backbone in sides:
-        own, drafts = target(backbone, stream, reference=reference), None
+        own = target(backbone, stream, reference=reference)
+        drafts = None
         reference = reference or own
         with ExitStack() as stack:
             for number, block in enumerate(blocks):
-                binding, seen = bind_block(block, run.choices.base), largest.get(-1 - number, {})
+                binding = bind_block(block, run.choices.base)
+                seen = largest.get(-1 - number, {})
                 stack.enter_context(as_candidate(block, plan, binding, "", seen))
             try:
                 if blocks:
@@ -273,7 +284,8 @@ def measure_plans(
 
 def _best(run: SearchRun, facts: Sequence[TriedPlanFact]) -> TriedPlanFact:
     """The plan to be taken, of those that keep enough: the one that loses the fewest nats."""
-    recipe, least = run.choices.recipe, run.auto.min_acceptance or 0.0
+    recipe = run.choices.recipe
+    least = run.auto.min_acceptance or 0.0
     enough = [each for each in facts if (each.kept_at_least or 0.0) >= least]
     if not enough:
         best = max(facts, key=lambda each: each.kept_at_least or 0.0)

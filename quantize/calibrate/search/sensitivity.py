@@ -87,13 +87,16 @@ class SearchRun:
         ranks: Ranks,
         progress: ProgressCallback | None = None,
     ):
-        self.choices, self.auto, self.data = choices, auto_of(choices.recipe), data
-        self.folder, self.ranks = folder, ranks
+        self.choices = choices
+        self.auto = auto_of(choices.recipe)
+        self.data = data
+        self.folder = folder
+        self.ranks = ranks
         # Of the base plan, whose layers have the released weights.
         self.skeleton = Skeleton(choices.base, device=ranks.device)
         self.ids = data.ids[: rows_looked_at(choices.recipe)]
-        total, tokens = 3 * len(self.skeleton) + 1, self.ids.numel()
-        self.report = reporter(progress, ranks, "search", total=total, tokens=tokens)
+        total = 3 * len(self.skeleton) + 1
+        self.report = reporter(progress, ranks, "search", total=total, tokens=self.ids.numel())
         self._states = States(folder / "states", ranks)
         self._gradients = States(folder / "gradients", ranks)
 
@@ -106,7 +109,8 @@ class SearchRun:
 
     def sensitivities(self) -> Sensitivities:
         """Both sweeps, as far as an earlier run has not done them."""
-        last, ranks = len(self.skeleton), self.ranks
+        last = len(self.skeleton)
+        ranks = self.ranks
         if ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
         ranks.wait()
@@ -122,7 +126,8 @@ class SearchRun:
             self._backward(index)
             self.report(2 * last + 1 - index)
         # Half of the sums is nats.
-        losses, largest = {}, {}
+        losses = {}
+        largest = {}
         for path in (self.folder / "errors").glob("*.json"):
             kept = json.loads(path.read_text())
             largest[int(path.stem)] = kept["largest"]
@@ -156,7 +161,9 @@ class SearchRun:
 
     def _top(self) -> None:
         """The gradient at the states after the last layer, and the sums of the block's units."""
-        model, blocks, bindings = self.skeleton.model, self.blocks(), list[Binding]()
+        model = self.skeleton.model
+        blocks = self.blocks()
+        bindings = list[Binding]()
         with ExitStack() as stack:
             stack.enter_context(self.skeleton.head())
             model.requires_grad_(False)
@@ -179,7 +186,9 @@ class SearchRun:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
         and drafts.
         """
-        model, ids, base = self.skeleton.model, arguments["input_ids"], self.choices.base
+        model = self.skeleton.model
+        ids = arguments["input_ids"]
+        base = self.choices.base
         generator = torch.Generator(self.skeleton.device).manual_seed(base.calibration.seed + row)
 
         def drawn(logits_SV: Tensor) -> Tensor:
@@ -202,14 +211,20 @@ class SearchRun:
                 drafts = drawn(head(output[0, : ids.shape[1] - step]))
                 likelihood = likelihood + math.sqrt(self.auto.draft_weight) * drafts
         if not likelihood.requires_grad:
-            rule = "a model must be differentiable for backbone: auto"
-            cure = "Choose the schemes yourself: its own code computes without gradients"
-            raise CheckpointError(base.source.where, rule, got="no gradient", cure=cure)
+            raise CheckpointError(
+                base.source.where,
+                "a model must be differentiable for backbone: auto",
+                got="no gradient",
+                cure="Choose the schemes yourself: its own code computes without gradients",
+            )
         likelihood.backward()
 
     def _backward(self, index: int) -> None:
-        skeleton, model, device = self.skeleton, self.skeleton.model, self.skeleton.device
-        binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
+        skeleton = self.skeleton
+        model = self.skeleton.model
+        device = self.skeleton.device
+        binding = skeleton.bind_layer(index)
+        path = f"{skeleton.layer_path}.{index}."
         begin = []
         if not index:  # gradients begin at the embedding, whose weights have none
             embedding = model.get_input_embeddings()
@@ -227,7 +242,8 @@ class SearchRun:
                     model(**arguments, use_cache=False)
                     last = first + len(arguments["input_ids"])
                     above = self._gradients.read(index + 1, "calibration", first, last, device)
-                    outputs, gradients = [], []
+                    outputs = []
+                    gradients = []
                     for output, gradient in zip(returned.pop(), above, strict=True):
                         if output is not None and gradient is not None and output.requires_grad:
                             outputs.append(output)
@@ -273,14 +289,16 @@ class SearchRun:
         """This rank's batches: first row, the model's arguments, and the states that layer `index`
         reads.
         """
-        ids, skeleton = self.ids, self.skeleton
+        ids = self.ids
+        skeleton = self.skeleton
         # No more in a batch than leaves some for every rank; drafts are drawn sequence by sequence.
         size = max(1, min(SWEEP_TOKENS // ids.shape[1], math.ceil(len(ids) / self.ranks.size)))
         if index == len(skeleton):
             size = 1
         share = self.ranks.share(len(ids), size)
         for first in range(share.start, share.stop, size):
-            end, state = min(first + size, share.stop), None
+            end = min(first + size, share.stop)
+            state = None
             if index:
                 state = self._states.read(index, "calibration", first, end, skeleton.device)
                 for value in state:

@@ -35,26 +35,27 @@ def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dic
         )
         samples.append(sample)
     serve.freeze_gc_heap()
-    found = serve.benchmark(
-        task_type=serve.TaskType.GENERATION,
-        tokenizer=object(),
-        input_requests=samples,
-        logprobs=None,
-        request_rate=math.inf,
-        burstiness=1.0,
-        disable_tqdm=True,
-        num_warmups=0,
-        profile=False,
-        selected_percentile_metrics=["ttft", "tpot", "itl"],
-        selected_percentiles=[99.0],
-        ignore_eos=False,
-        goodput_config_dict={},
-        lora_modules=None,
-        extra_headers=None,
-        ready_check_timeout_sec=0,
-        **asked,
+    figures = asyncio.run(
+        serve.benchmark(
+            task_type=serve.TaskType.GENERATION,
+            tokenizer=object(),
+            input_requests=samples,
+            logprobs=None,
+            request_rate=math.inf,
+            burstiness=1.0,
+            disable_tqdm=True,
+            num_warmups=0,
+            profile=False,
+            selected_percentile_metrics=["ttft", "tpot", "itl"],
+            selected_percentiles=[99.0],
+            ignore_eos=False,
+            goodput_config_dict={},
+            lora_modules=None,
+            extra_headers=None,
+            ready_check_timeout_sec=0,
+            **asked,
+        )
     )
-    figures = asyncio.run(found)
     return {name: figures[name] for name in figures if name in _KEPT or name.endswith("_ms")}
 
 
