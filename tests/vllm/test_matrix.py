@@ -6,6 +6,7 @@ import re
 
 import pytest
 import releases
+from keepmtp.validate.facts.vllm_env import find_vllm
 from matrix import COLUMNS, DOCS, TPS, VARIANTS, Cells, run
 
 BF16 = "compressed-tensors, MTP BF16"
@@ -39,7 +40,7 @@ def test_every_family_and_variant_is_there(written):
     [("sm100", TPS, tuple(VARIANTS)), ("sm90", (4,), (BF16,)), ("sm120", (4,), (BF16,))],
 )
 def test_the_matrix_is_what_vllm_does(written, gpu, tps, variants):
-    told = run((gpu,), tps, variants)
+    told = run((gpu,), tps, variants, find_vllm())
     assert {
         place: (text, written[place]) for place, text in told.items() if text != written[place]
     } == {}

@@ -1,0 +1,214 @@
+"""What another version of vLLM changes for keepmtp.
+
+    make follow VLLM=0.34.0 [SINCE=0.33.0]
+
+In: a version, and one that is known; the Python of both is fetched once. Out: on the terminal what
+no longer holds, and docs/versions.md, which family loads in which version:
+
+- files of vLLM that this tree cites, and that differ, each with the place that cites it;
+- what vLLM answers otherwise when it is asked (`benchmarks/ask_vllm.py` writes the answers down);
+- every family in every variant: what loads now, and what no longer does;
+- the corpus of broken and good checkpoints: where the static check and the dry load part.
+
+Easy to get wrong: a cited file that differs is a place to read again, not a fault. And a version's
+answers are kept in build/follow until keepmtp's dry load changes, because they take minutes.
+"""
+
+import argparse
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from ask_vllm import ask
+from dry_corpus import broken_cases, good_cases, judged
+from keepmtp.recipes.families import find_family
+from keepmtp.recipes.runtimes.vllm import NEWEST, parsed
+from keepmtp.validate.dryload.loader import DryLoader
+from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from matrix import VARIANTS, run
+from releases import MODELS
+
+ROOT = Path(__file__).parent.parent
+GPU = "sm90"
+KEPT = ROOT / "build" / "follow"
+PAGE = ROOT / "docs" / "versions.md"
+CITING = ("*.py", "*.yaml", "*.toml")
+_CITED = re.compile(r"(?<![\w./])(?:vllm/)?((?:[a-z]\w*/)+\w+\.py)")
+_DRY = {"dry-load", "no-kernel", "vllm-defect"}
+
+
+def site_of(vllm: VLLM) -> Path:
+    """The folder with vllm/ in it."""
+    if vllm.site:
+        return vllm.site
+    (found,) = vllm.python.parent.parent.glob("lib/python*/site-packages/vllm")
+    return found.parent
+
+
+def citations(files: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Files of vLLM, and where this tree cites them. A cited path may leave out its first folders,
+    as long as one file alone ends in it.
+    """
+    tracked = subprocess.run(
+        ["git", "ls-files", *CITING], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = defaultdict[str, list[str]](list)
+    for name in tracked.stdout.split():
+        if name.startswith(("tests/", "benchmarks/")):
+            continue
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
+            for cited in _CITED.findall(line):
+                meant = [file for file in files if f"/{file}".endswith(f"/{cited}")]
+                if len(meant) == 1:
+                    found[meant[0]].append(f"{name}:{number}")
+    return found
+
+
+def changed_files(old: Path, new: Path) -> Iterator[tuple[str, str]]:
+    """Cited files that differ, and where they are cited."""
+    files = {str(path.relative_to(old / "vllm")): path for path in (old / "vllm").rglob("*.py")}
+    for file, places in sorted(citations(files).items()):
+        other = new / "vllm" / file
+        if not other.is_file():
+            yield f"{file} is gone", ", ".join(places)
+        elif other.read_bytes() != files[file].read_bytes():
+            yield file, ", ".join(places)
+
+
+def asked_otherwise(old: Path, new: Path) -> Iterator[tuple[str, str]]:
+    """What vLLM says otherwise when it is asked."""
+    before, after = ask(old), ask(new)
+    for key in before:
+        if before[key] == after[key]:
+            continue
+        if isinstance(before[key], list):
+            added = sorted({*after[key]} - {*before[key]})
+            gone = sorted({*before[key]} - {*after[key]})
+            yield key, f"new: {', '.join(added) or 'none'}; gone: {', '.join(gone) or 'none'}"
+        else:
+            yield key, f"{before[key]} -> {after[key]}"
+
+
+def cells_of(vllm: VLLM) -> dict[str, str]:
+    """`model, variant` -> "loads", or why not."""
+    return {
+        f"{model}, {variant}": text
+        for (model, variant, _, _), text in run((GPU,), (1,), VARIANTS, vllm).items()
+    }
+
+
+def corpus_of(vllm: VLLM) -> dict[str, str]:
+    """Case -> who finds something, where the two ought to agree and do not."""
+    cases = [*good_cases(), *broken_cases()]
+    parted = dict[str, str]()
+    with tempfile.TemporaryDirectory() as scratch, DryLoader(vllm, gpu=GPU) as loader:
+        for case, checked, account in judged(cases, loader, vllm.version, Path(scratch)):
+            rules = {finding.rule for finding in checked.data.findings}
+            static, dry = bool(rules - _DRY), bool(rules & _DRY)
+            wanted = {"": (False, False), "both": (True, True)}
+            wanted |= {"static": (True, dry), "dry": (static, True)}
+            if (static, dry) != wanted[case.by]:
+                failure = account.load.failure
+                words = f"{failure.type}: {failure.words[:80]}" if failure else ""
+                parted[case.name] = f"static check {static}, dry load {dry} {words}".strip()
+    return parted
+
+
+def kept(vllm: VLLM, kind: str, make: Callable[[VLLM], dict[str, str]]) -> dict[str, str]:
+    """A version's answers, from build/follow where they are there."""
+    own = hashlib.sha256()
+    for path in sorted(Path(inspect.getfile(DryLoader)).parent.rglob("*.py")):
+        own.update(path.read_bytes())
+    place = KEPT / f"{vllm.version}.{kind}.{own.hexdigest()[:12]}.json"
+    if not place.is_file():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(make(vllm), indent=1))
+    return json.loads(place.read_text())
+
+
+def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
+    """docs/versions.md, of the versions whose cells are kept."""
+    numbers, lines = dict[str, int](), list[str]()
+    by_family = defaultdict[str, list[str]](list)
+    for model, config in MODELS.items():
+        by_family[find_family(config, model).model_type].append(model)
+    for family, models in sorted(by_family.items()):
+        row = [family]
+        for told in cells.values():
+            own = {name: text for name, text in told.items() if name.split(", ")[0] in models}
+            loads = sum(text == "loads" for text in own.values())
+            why = dict.fromkeys(text for text in own.values() if text != "loads")
+            notes = " ".join(f"[{numbers.setdefault(text, len(numbers) + 1)}]" for text in why)
+            row.append(f"{loads} of {len(own)} {notes}".strip())
+        lines.append(f"| {' | '.join(row)} |")
+    head = f"| family | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}"
+    reasons = "\n".join(f"{number}. {text}" for text, number in numbers.items())
+    return f"""\
+# Which vLLM loads what
+
+Written by `make follow`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
+pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
+plain and quantized, that load without an error, and names why the others do not. A version that wants other packages than
+the environment has may fail here for that alone.
+
+{head}
+{chr(10).join(lines)}
+
+{reasons}
+"""
+
+
+def show(title: str, rows: Mapping[str, str] | Iterator[tuple[str, str]]) -> None:
+    found = list(rows.items() if isinstance(rows, Mapping) else rows)
+    print(f"\n{title}: {len(found) or 'none'}")
+    for name, text in found:
+        print(f"  {name}\n    {text}")
+
+
+def other(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
+    """What one of two versions says otherwise."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return {name: f"{before.get(name, 'agrees')} -> {after.get(name, 'agrees')}" for name in names}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("vllm")
+    parser.add_argument("--since", default=NEWEST)
+    parser.add_argument("--no-corpus", action="store_true", help="families and files alone")
+    options = parser.parse_args()
+    doing = partial(print, file=sys.stderr)
+    found = chosen_vllms([options.since, options.vllm], find_vllm(), progress=doing)
+    old, new = sorted(found, key=lambda vllm: parsed(vllm.version))
+    sites = site_of(old), site_of(new)
+    print(f"vLLM {old.version} -> {new.version}")
+    show("cited files that differ", changed_files(*sites))
+    show("answers that differ", asked_otherwise(*sites))
+    cells = {vllm.version: kept(vllm, "cells", cells_of) for vllm in (old, new)}
+    show("families that load otherwise", other(*cells.values()))
+    if not options.no_corpus:
+        corpus = [kept(vllm, "corpus", corpus_of) for vllm in (old, new)]
+        show("corpus: check and dry load part otherwise", other(*corpus))
+    PAGE.write_text(versions_page(known_cells(cells)))
+    print(f"\n{PAGE.relative_to(ROOT)}")
+
+
+def known_cells(cells: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """With the cells of other versions that are kept."""
+    every = dict[str, Mapping[str, str]](cells)
+    for place in KEPT.glob("*.cells.*.json"):
+        every.setdefault(place.name.partition(".cells.")[0], json.loads(place.read_text()))
+    return dict(sorted(every.items(), key=lambda item: parsed(item[0])))
+
+
+if __name__ == "__main__":
+    main()
