@@ -217,9 +217,11 @@ def install(device: Device) -> None:
     from vllm import platforms
 
     is_cuda_wheel = any(name.startswith("_C_stable") for name in os.listdir(vllm.__path__[0]))
-    stubs.install_packages(is_cuda_wheel=is_cuda_wheel)
-    major, minor = device.capability
-    let_operators_appear = stubs.install_operators(major * 10 + minor)
+    let_operators_appear = returns(None)
+    if not is_cuda_wheel:
+        stubs.install_packages()
+        major, minor = device.capability
+        let_operators_appear = stubs.install_operators(major * 10 + minor)
     _answer_for(device)
     platforms.vllm_version_matches_substr = lambda substr: (
         substr in "cuda"
@@ -241,7 +243,7 @@ def install(device: Device) -> None:
 
 
 def _answer_for_libraries() -> None:
-    """vLLM looks for names, tables and files in kernel libraries, and a stub has none."""
+    """vLLM asks kernel libraries for names, numbers, tables and files, and a stub has none."""
     from vllm.utils import flashinfer, import_utils
     from vllm.vllm_flash_attn import flash_attn_interface
 
@@ -252,6 +254,9 @@ def _answer_for_libraries() -> None:
     kinds = ("dense", "indexed", "grouped_contiguous", "grouped_masked")
     humming = importlib.import_module("humming.config")
     humming.GemmType = enum.Enum("GemmType", {kind.upper(): kind for kind in kinds})
+    # 0.33 makes a buffer of that size with every layer of attention on sm100.
+    sizes = importlib.import_module("flashinfer.utils")
+    sizes.get_trtllm_gen_multi_ctas_kv_counter_bytes = returns(1)
     if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
         flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
 

@@ -76,14 +76,11 @@ class Calls:
     count = 0
 
 
-def install_packages(*, is_cuda_wheel: bool) -> None:
-    """Make every submodule of PACKAGES importable; an installed package comes first.
-
-    Without the compiled files of the CUDA wheel, vLLM's own come last: its Python files may be
-    there alone, and `deep_gemm` asserts one *.so.
+def install_packages() -> None:
+    """Make every submodule of PACKAGES importable; an installed package comes first, but for vLLM's
+    own: its Python files may be there alone, and `deep_gemm` asserts one *.so.
     """
-    if not is_cuda_wheel:
-        sys.meta_path.insert(0, _Finder([name for name in PACKAGES if name.startswith("vllm.")]))
+    sys.meta_path.insert(0, _Finder([name for name in PACKAGES if name.startswith("vllm.")]))
     sys.meta_path.append(_Finder(PACKAGES))
 
 
