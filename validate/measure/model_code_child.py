@@ -53,11 +53,15 @@ def main(own_end: int) -> None:
     else:
         os.write(own_end, b"!")  # it has started
         os.dup2(1, own_end)  # nothing can be read
-        names: dict[str, Any] = {}
-        exec(ast.literal_eval(link.readline()), names)  # noqa: S102 - this is what the file is for
-        for line in link:
-            name, args, named = ast.literal_eval(line)
-            _say(link, _plain(names[name](*args, **named)))
+        _serve(ast.literal_eval(link.readline()), link)
+
+
+def _serve(program: str, link: TextIO) -> None:
+    names: dict[str, Any] = {}
+    exec(program, names)  # noqa: S102 - this is what the file is for
+    for line in link:
+        name, args, named = ast.literal_eval(line)
+        _say(link, _plain(names[name](*args, **named)))
 
 
 def _say(link: TextIO, value: object) -> None:

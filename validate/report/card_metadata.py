@@ -106,9 +106,9 @@ def metadata_of(
                 place = "--license"
                 cure = "Choose one like apache-2.0"
             raise RecipeError(place, "must have the Hub's form", got=repr(strange[0]), cure=cure)
+    language = tuple(values.pop("language"))
     return Metadata(
-        **{key: next(iter(words), "") for key, words in values.items()},
-        language=tuple(values.pop("language")),
+        **{key: next(iter(words), "") for key, words in values.items()}, language=language
     )
 
 
