@@ -89,6 +89,7 @@ def account(
         tp=tp,
         k=1,
         ok=failure is None,
+        error=f"{failure.tensor}: {failure.type}" if failure else "",
         failure=failure,
         runner="v2",
         peak_mib=740,

@@ -9,9 +9,10 @@ False where the account has an error, also without a failure (check_on.py counts
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from packaging.version import Version
+from pydantic import AfterValidator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 
@@ -91,6 +92,12 @@ class LoadFailure(Fact):
     tensor: str = ""
 
 
+def _version(word: str) -> str:
+    """A version that can be compared; a report may be a stranger's."""
+    Version(word)
+    return word
+
+
 class DryLoad(Fact):
     """One checkpoint on one pretended GPU.
 
@@ -106,7 +113,7 @@ class DryLoad(Fact):
         peak_mib: of the process that loaded.
     """
 
-    vllm: str
+    vllm: Annotated[str, AfterValidator(_version)]
     gpu: str
     tp: Count
     k: NumDrafts
