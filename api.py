@@ -164,7 +164,6 @@ def check(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
-    vllms: Sequence[str] = (),
     values: "Level | None" = None,
     source: str | Path | None = None,
     runtimes: "Sequence[Runtime]" = ("vllm",),
@@ -179,8 +178,6 @@ def check(
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
-        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM; default the
-            environment's.
         values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the
             `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
@@ -191,7 +188,7 @@ def check(
     Raises:
         KeepMTPError: there is nothing to judge. Files that are broken are findings.
     """
-    loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft, "vllms": vllms}
+    loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft}
     (checked,) = check_all([where], **loads, runtimes=runtimes)
     if checked.refusal is not None:
         raise checked.refusal
@@ -219,7 +216,8 @@ def check_all(
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
     them.
 
-    `progress` is called with what is done now.
+    `vllms` are versions of the dry loads, "all", or folders and wheels with a vLLM; default the
+    environment's. `progress` is called with what is done now.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """

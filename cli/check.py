@@ -239,7 +239,7 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
             "ok": load.ok,
             "error": load.error,
             "defect": load.defect,
-            "cured_in": "" if load.ok else cured_in(load, data.dry),
+            "cured_in": cured_in(load, data.dry),
             "runner": load.runner,
             **models,
             "seconds": load.seconds,

@@ -12,8 +12,18 @@ from commands import keepmtp
 from keepmtp.cli.findings import pasted, show, with_path
 from keepmtp.cli.tables import table
 from keepmtp.validate.check.check import Checked
-from keepmtp.validate.dryload import check_on
-from keepmtp.validate.facts.dry_load import DryLoad, KernelUse, LoadAccount, LoadedModel
+from keepmtp.validate.dryload.check_on import _once, with_loads
+from keepmtp.validate.facts.dry_load import (
+    DryLoad,
+    KernelUse,
+    LoadAccount,
+    LoadedModel,
+    LoadFailure,
+    cured_in,
+    newest,
+    serving,
+    versions_in_short,
+)
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.facts.results import CheckData
 from printed import printed
@@ -141,6 +151,51 @@ def test_a_command_names_the_checkpoint():
     )
 
 
+def by(vllm: str, tp: int = 1, **found) -> DryLoad:
+    return LOAD.model_copy(update={"vllm": vllm, "tp": tp, **found})
+
+
+def test_several_versions_are_a_table():
+    """Each version, the oldest first: what is wrong, and the version that cures it; one that is
+    cured later is named, and so is a gap.
+    """
+    silent = {"ok": False, "num_errors": 2, "error": "lm_head.weight: is filled by nothing " * 9}
+    stage = {"stage": "construct", "role": "draft", "type": "AttributeError", "words": "no x"}
+    failed = {"ok": False, "error": "x: no", "failure": LoadFailure(**stage)}
+    defect = failed | {"defect": "openPangu's draft: vllm #48848"}
+    tried = (by("0.33.0"), by("0.31.0", 4, **defect), by("0.9.2", **silent), by("0.31.0"))
+    printed("versions.txt", plain(shown(found(dry=tried), 80)))
+    assert serving(tried) == ["0.33.0"] and [each.vllm for each in newest(tried)] == ["0.33.0"]
+    gap = (by("0.29.0"), by("0.30.0", **failed), by("0.31.0"))
+    words = "0.29.0 is the oldest that loads and drafts it, of 0.29.0, 0.30.0 and 0.31.0"
+    assert versions_in_short(gap) == f"{words}; 0.30.0 does not"
+    assert cured_in(gap[1], gap) == "0.31.0" and not cured_in(gap[0], gap)
+    assert versions_in_short(gap[1:2]) == ""
+    bad = (gap[1], by("0.31.0", **failed))
+    assert versions_in_short(bad) == "none of 0.30.0 and 0.31.0 loads and drafts it"
+    assert not cured_in(bad[0], bad)
+
+
+@pytest.mark.parametrize(
+    ("versions", "severity", "is_bound"),
+    [
+        (["0.33.0"], "error", False),
+        (["0.33.0", "9.9.1"], "error", True),
+        (["9.9.1"], "warning", True),
+    ],
+)
+def test_a_rule_says_which_versions_it_was_read_from(versions, severity, is_bound):
+    """Where none of those that loaded it was read, the dry load decides."""
+    accounts = [LoadAccount(path="out/x", load=by(version)) for version in versions]
+    sglang = ERROR.model_copy(update={"runtime": "sglang"})
+    for static in (ERROR, sglang):
+        (told,) = with_loads(Checked(found(static)), accounts).data.findings
+        is_ours = static is ERROR
+        assert told.severity == (severity if is_ours else "error")
+        words = "(a rule read from vLLM 0.29.0 to 0.33.0; of 9.9.1 the dry load tells)"
+        assert told.says.endswith(words) == (is_bound and is_ours)
+
+
 def test_what_can_be_pasted():
     assert pasted("Run `keepmtp doctor`; see `config.json`") == ["keepmtp doctor"]
     wanted = '{"num_bits": 8, "block": {"a": true}}'
@@ -148,22 +203,18 @@ def test_what_can_be_pasted():
     assert pasted("Write vLLM's name, or the release's") == []
 
 
-def test_one_cause_on_several_gpus_is_one_finding(monkeypatch):
-    words = {"rule": "dry-load", "severity": "error", "says": "is cast", "cure": "Do"}
+def test_one_cause_on_several_gpus_is_one_finding():
+    def on(gpu: str, tp: int, names: str):
+        words = {"rule": "dry-load", "severity": "error", "says": "is cast", "cure": "Do"}
+        own = [objection(where=name, cause="c", **words) for name in names]
+        return LOAD.model_copy(update={"gpu": gpu, "tp": tp}), own
+
     other = objection(rule="no-kernel", severity="error", where="z", says="no kernel", cure="Do")
-    found, accounts = [], []
-    for gpu, tp, names in (
-        ("sm90", 1, "ab"),
-        ("sm100", 1, "abc"),
-        ("sm90", 4, "a"),
-        ("sm120", 1, ""),
-    ):
-        load = LOAD.model_copy(update={"gpu": gpu, "tp": tp})
-        accounts.append(LoadAccount(path="glm", load=load))
-        found.append([objection(where=name, cause="c", **words) for name in names] or [other])
-    monkeypatch.setattr(check_on, "objections", lambda *_, **__: found.pop(0))
-    checked = Checked(data=CheckData(path="glm", facts=CheckpointFacts(), findings=()))
-    first, last = check_on.with_loads(checked, accounts, "0.32.0").data.findings
+    sm120 = (LOAD.model_copy(update={"gpu": "sm120"}), [other])
+    first, last = _once([on("sm90", 1, "ab"), on("sm100", 1, "abc"), on("sm90", 4, "a"), sm120])
     assert (first.where, first.count) == ("a", 3)
     assert first.says == "on sm90 at TP 1 and 4 and sm100 at TP 1: is cast"
     assert last.says == "on sm120 at TP 1: no kernel" and last.count == 1
+    older = (by("0.31.0"), on("sm90", 1, "a")[1])
+    first, last = _once([on("sm90", 1, "ab"), older, sm120])
+    assert first.says.startswith("vLLM 0.31.0 on sm100 at TP 1 and vLLM 0.32.0 on sm90 at TP 1: is")

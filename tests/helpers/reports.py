@@ -52,7 +52,12 @@ def account(
 ) -> LoadAccount:
     load = DryLoad(**FACTS["loads"][gpu], vllm=VLLM, tp=tp)
     if failure:
-        stopped = {"ok": False, "failure": failure, "draft": LoadedModel()}
+        stopped = {
+            "ok": False,
+            "failure": failure,
+            "error": f"{failure.tensor}: {failure.type}",
+            "draft": LoadedModel(),
+        }
         load = load.model_copy(update=stopped)
         casts = ()
     return LoadAccount(path=str(MODEL), load=load, draft=ModelAccount(misfits=casts))

@@ -9,10 +9,12 @@ False where the account has an error, also without a failure (check_on.py counts
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from packaging.version import Version
+from pydantic import AfterValidator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
-from ...recipes.errors import shortened
 from ...recipes.runtimes.vllm import parsed
 
 GPU = Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"]
@@ -29,7 +31,7 @@ GPU_NAMES: Mapping[str, str] = {
 Role = Literal["target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _YES = {True: "yes", False: "no"}
-_LONGEST = 160  # characters of an error in a row; the findings have it whole
+_LONGEST = 80  # characters of an error in a row; the findings have it whole
 
 
 def gpu_title(gpu: str) -> str:
@@ -93,6 +95,12 @@ class LoadFailure(Fact):
     tensor: str = ""
 
 
+def _version(word: str) -> str:
+    """A version that can be compared; a report may be a stranger's."""
+    Version(word)
+    return word
+
+
 class DryLoad(Fact):
     """One checkpoint on one pretended GPU.
 
@@ -108,7 +116,7 @@ class DryLoad(Fact):
         peak_mib: of the process that loaded.
     """
 
-    vllm: str
+    vllm: Annotated[str, AfterValidator(_version)]
     gpu: str
     tp: Count
     k: NumDrafts
@@ -236,8 +244,10 @@ def newest(loads: Iterable[DryLoad]) -> list[DryLoad]:
 
 def cured_in(load: DryLoad, loads: Iterable[DryLoad]) -> str:
     """The first later version of those that were tried which loads it at the same place; "" for
-    none.
+    none, or where nothing is wrong.
     """
+    if load.ok:
+        return ""
     place = (load.gpu, load.tp, load.k)
     for vllm, own in by_version(loads).items():
         same = [each.ok for each in own if (each.gpu, each.tp, each.k) == place]
@@ -259,10 +269,11 @@ def version_rows(loads: Sequence[DryLoad]) -> Iterator[tuple[str, ...]]:
             if load.failure is not None and load.failure.role != "draft":
                 is_loaded = False
             drafts = _YES[load.ok] if load.k else "-"
-            wrong = load.defect or shortened(load.error, _LONGEST)
-            if not load.ok:
-                cure = cured_in(load, loads)
-                wrong += f"; cured in {cure}" if cure else "; in every later one too"
+            wrong = load.defect or load.error[:_LONGEST]
+            if not load.defect and len(load.error) > _LONGEST:
+                wrong += "..."
+            if cure := cured_in(load, loads):
+                wrong += f" Cured in {cure}"
             yield vllm, load.gpu, f"{load.tp}", _YES[is_loaded], drafts, wrong
 
 

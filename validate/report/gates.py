@@ -189,7 +189,7 @@ def _loads(
     if loads:
         ways.append(f"vLLM's own classes take every tensor on {places(loads, is_named=True)}.")
         if also := versions_in_short(tried):
-            ways.append(f"{also}.")
+            ways.append(f"vLLM {also}.")
     if "native" in served:
         ways.append("Its own bytes were served.")
     elif served:

@@ -10,7 +10,7 @@ hide that where the answer comes early: so each task has both shares of answers 
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
@@ -18,7 +18,7 @@ from ...recipes.frozen import frozen
 from ..facts.benched import Benched, BenchFact, RecommendedK, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import VERSION_COLUMNS, DryLoad, places, version_rows
+from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
 from ..facts.served import Drafts, ServeCheck, Served
@@ -311,11 +311,6 @@ def recommendation(row: RecommendedK) -> str:
         return f"{load}: no k is recommended: {row.says}."
     gain = f", {row.speed_up:.2f} times as fast as k=0" if row.k and row.speed_up else ""
     return f"{load}: k={row.k}{gain}: {row.says}."
-
-
-def versions(loads: Sequence[DryLoad]) -> Table:
-    """What each vLLM that was tried does with the checkpoint."""
-    return Table(columns=VERSION_COLUMNS, rows=[*version_rows(loads)])
 
 
 def kernels(loads: Iterable[DryLoad]) -> Table:

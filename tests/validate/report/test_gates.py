@@ -36,6 +36,7 @@ SILENT = LOADED.model_copy(
 FAILED = SILENT.model_copy(
     update={"gpu": "sm90", "failure": reports.REFUSED, "error": "eh_proj: vLLM stops: KeyError"}
 )
+OLDER = {"vllm": "0.9.0"}
 FAR = Parting(prompt=1, at=17, plain_token=2, token=9, gap=2.3)
 NATIVE = reports.served(is_copy=False)
 LIMITS = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)
@@ -85,6 +86,8 @@ FINDINGS = {
     "two errors": checked(FINDING, FINDING),
     "a refused load": checked(dry=(LOADED, FAILED)),
     "a silent fault": checked(CAST, dry=(SILENT,)),
+    "an older vLLM refuses": checked(CAST, dry=(LOADED, FAILED.model_copy(update=OLDER))),
+    "a newer vLLM refuses": checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER))),
     "no dry load": checked(dry=()),
     "no check": None,
 }
