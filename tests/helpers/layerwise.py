@@ -1,17 +1,18 @@
 """A layer-by-layer harness over a tiny model, for tests of the llm-compressor back-end."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from drafts import weights_of
-from keepmtp.quantize.calibrate.layers.forwards import propagating
+from keepmtp.quantize.calibrate.layers.forwards import calibrating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model import skeleton
@@ -93,7 +94,7 @@ class Skeleton(skeleton.Skeleton):
         with (
             self._entered,
             hooked([self.layers[index].register_forward_hook(keeping(outputs))]),
-            propagating(self.model),
+            calibrating(self.model),
         ):
             for batch in batches:
                 self.model(**batch)
@@ -165,8 +166,13 @@ def found_in(results: list[Calibrated]) -> dict[str, Tensor]:
     return {name: value for result in results for name, value in result.tensors.items()}
 
 
-def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
-    """llm-compressor's own whole-model run."""
+def sequential(
+    folder: Path, ids: list[Tensor], modifiers: list, *, smooths: bool = False
+) -> nn.Module:
+    """llm-compressor's own whole-model run; but for algorithms that rescale norms, zero-centred ones
+    are as a server computes them.
+    """
+    import llmcompressor.entrypoints.oneshot as entry
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
     from torch.utils.data import DataLoader
@@ -177,7 +183,8 @@ def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
     processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
     loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
     options = {"processor": processor, "pipeline": "sequential"}
-    oneshot(model=model, dataset=loader, recipe=modifiers, **options)
+    with nullcontext() if smooths else patch.object(entry, "norm_calibration_context", nullcontext):
+        oneshot(model=model, dataset=loader, recipe=modifiers, **options)
     return model
 
 
