@@ -223,7 +223,7 @@ def game(kept: float, *, slots: int, seed: int) -> tuple[Acceptance, Acceptance]
     ("kept", "slots", "fewest", "most"),
     [
         (0.96, 500, 0.0, 0.05),
-        (0.97, 500, 0.0, 0.05),
+        (0.97, 500, 0.0, 0.07),
         (0.97, 4000, 0.0, 0.07),
         (0.98, 4000, 0.80, 1.0),
     ],
