@@ -1,5 +1,6 @@
 """A layer-by-layer harness over a tiny model, for tests of the llm-compressor back-end."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -172,7 +173,6 @@ def sequential(
     """llm-compressor's own whole-model run; but for algorithms that rescale norms, zero-centred ones
     are as a server computes them.
     """
-    import llmcompressor.entrypoints.oneshot as entry
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
     from torch.utils.data import DataLoader
@@ -183,7 +183,8 @@ def sequential(
     processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
     loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
     options = {"processor": processor, "pipeline": "sequential"}
-    with nullcontext() if smooths else patch.object(entry, "norm_calibration_context", nullcontext):
+    names = vars(sys.modules[oneshot.__module__])
+    with nullcontext() if smooths else patch.dict(names, norm_calibration_context=nullcontext):
         oneshot(model=model, dataset=loader, recipe=modifiers, **options)
     return model
 
