@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from keepmtp.quantize.calibrate.mtp.acceptance import unseen
+from keepmtp.quantize.calibrate.mtp.acceptance import least_share
 from quality_rows import rows_of
 from scipy import stats
 from torch import Tensor
@@ -147,7 +147,7 @@ def _ratio(
 def _kept(own: Facts, release: Facts, k: int) -> list[float]:
     """The share of the release's acceptance, by what is accepted of `k` drafted tokens."""
     value, reach = _ratio(own, release, lambda sums: accepted_share(sums, k))
-    return [value, max(reach, _short(unseen(own["num_slots"], CONFIDENCE)))]
+    return [value, max(reach, _short(1 - least_share(1.0, own["num_slots"], CONFIDENCE)))]
 
 
 def _flips(own: Facts, release: Facts) -> Tensor:

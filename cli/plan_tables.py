@@ -274,6 +274,9 @@ def will_do(plan: Plan) -> Iterator[str]:
             "written where it is shown to draft better than untrained, at "
             f"{plan.recipe.gates.confidence:.0%} confidence."
         )
+        if tuned.guard:
+            kinds = ", ".join(texts.title for texts in tuned.guard)
+            yield f"Guards: it may not be worse on {kinds} either; none of that is trained on."
     says = (
         "the block is run on the backbone's hidden states, and its acceptance is measured "
         "without a server."

@@ -190,6 +190,13 @@ class Texts(Frozen):
     prompt_column: _Text | None = None
     chat: bool = False
 
+    @property
+    def title(self) -> str:
+        """What a table calls it."""
+        if self.subset is None:
+            return self.dataset
+        return f"{self.dataset}, {self.subset}"
+
     def contradictions(self) -> Iterator[Contradiction]:
         if self.chat and self.prompt_column is None:
             yield "chat needs a prompt_column", "none", "Name it, or leave out chat"
@@ -330,25 +337,47 @@ class MtpTuned(Frozen):
         batch_size: sequences of the calibration text in each step, those of all processes together.
         learning_rate: AdamW's highest; it rises over the first tenth of the steps and falls to 0 at
             the last.
+        relative_rate: in place of it, as a part of each matrix's root mean square. 1.0e-3 is 0.014
+            of a spread of 0.07.
         seed: of the order of the sequences.
         loss: of a draft against the target's distribution; `tuning.losses` says what each is.
         draft_steps: how many tokens ahead the block is run, each step on what the one before
             computed.
         decay: the weight of each further draft step, as a part of the one before.
         frozen: module groups that are not trained, such as experts where memory is short.
+        guard: datasets that it is judged on besides the held-out text, one by one, and never
+            trained on.
+        share: how far the written weights are on the way from the released ones to the trained
+            ones. null: as far as is best over all kinds of held-out text, and all the way where
+            there is one kind.
     """
 
     mtp: Candidate
     steps: Positive
     batch_size: Positive
-    learning_rate: Fraction
+    learning_rate: Fraction | None = None
+    relative_rate: Fraction | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Annotated[int, Field(ge=1, le=3, strict=True)]
     decay: Annotated[float, Field(gt=0, le=1)]
     frozen: tuple[Group, ...] = ()
+    guard: tuple[Texts, ...] = ()
+    share: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A recipe without them is written, and hashed, as before there were any."""
+        optional = {"learning_rate", "relative_rate", "guard", "share"}
+        own = handler(self).items()
+        return {key: value for key, value in own if value or key not in optional}
 
     def contradictions(self) -> Iterator[Contradiction]:
+        if (self.learning_rate is None) == (self.relative_rate is None):
+            got = "both"
+            if self.learning_rate is None:
+                got = "neither"
+            yield "one of learning_rate and relative_rate must be given", got, "Give one"
         words = [self.mtp] if isinstance(self.mtp, str) else self.mtp.values()
         if "source" in words:
             cure = "Use bf16, which is the same for a BF16 release, or a scheme"

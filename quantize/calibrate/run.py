@@ -70,7 +70,8 @@ def calibrate(
     refuse_mtp(plan)
 
     def find() -> CalibrationData:
-        found = calibration_data(plan.calibration, plan.source)
+        tuned = plan.recipe.mtp_tuned
+        found = calibration_data(plan.calibration, plan.source, tuned.guard if tuned else ())
         if plan.calibration.held_out_by == "model":
             found = with_own_text(plan, found, folder, device=ranks.device)
         return found

@@ -61,7 +61,10 @@ def calibration_bytes(plan: Plan) -> int:
     calibration = plan.recipe.calibration
     if calibration is None or not plan.needs_batches:
         return 0
-    sequences = 2 * calibration.held_out + calibration.samples * (1 + plan.may_calibrate_mtp)
+    tuned, held_out = plan.recipe.mtp_tuned, calibration.held_out
+    if tuned is not None:  # each guard gives as many sequences
+        held_out *= 1 + len(tuned.guard)
+    sequences = 2 * held_out + calibration.samples * (1 + plan.may_calibrate_mtp)
     if plan.recipe.is_searched:
         # It keeps what every layer returns for a part of the text, and then four plans on the
         # held-out text.

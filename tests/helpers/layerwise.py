@@ -1,17 +1,19 @@
 """A layer-by-layer harness over a tiny model, for tests of the llm-compressor back-end."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from drafts import weights_of
-from keepmtp.quantize.calibrate.layers.forwards import propagating
+from keepmtp.quantize.calibrate.layers.forwards import calibrating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model import skeleton
@@ -94,7 +96,7 @@ class Skeleton(skeleton.Skeleton):
         with (
             self._entered,
             hooked([self.layers[index].register_forward_hook(keeping(outputs))]),
-            propagating(self.model),
+            calibrating(self.model),
         ):
             for batch in batches:
                 self.model(**batch)
@@ -166,8 +168,12 @@ def found_in(results: list[Calibrated]) -> dict[str, Tensor]:
     return {name: value for result in results for name, value in result.tensors.items()}
 
 
-def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
-    """llm-compressor's own whole-model run."""
+def sequential(
+    folder: Path, ids: list[Tensor], modifiers: list, *, smooths: bool = False
+) -> nn.Module:
+    """llm-compressor's own whole-model run; but for algorithms that rescale norms, zero-centred ones
+    are as a server computes them.
+    """
     from llmcompressor import oneshot
     from llmcompressor.modeling.moe.linearize import linearize_moe
     from torch.utils.data import DataLoader
@@ -178,7 +184,9 @@ def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
     processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
     loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
     options = {"processor": processor, "pipeline": "sequential"}
-    oneshot(model=model, dataset=loader, recipe=modifiers, **options)
+    names = vars(sys.modules[oneshot.__module__])
+    with nullcontext() if smooths else patch.dict(names, norm_calibration_context=nullcontext):
+        oneshot(model=model, dataset=loader, recipe=modifiers, **options)
     return model
 
 

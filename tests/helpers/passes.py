@@ -98,7 +98,7 @@ def finished(
     calibration = plan.recipe.calibration.model_copy(update={"samples": samples})
     data = calibration_data(calibration, plan.source)
     if held_out is not None:
-        data = replace(data, held_out_ids=held_out, held_out_written=written)
+        data = replace(data, held_out_ids=held_out, held_out_written=written, held_out_kinds=())
     return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
 
 

@@ -12,7 +12,7 @@ among each other, so that no batch and no process has one kind of text only.
 import hashlib
 import random
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count, islice
@@ -33,7 +33,7 @@ from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from ....recipes.frozen import frozen
 from ....recipes.model_file import find_path
-from ....recipes.schema import Calibration, Texts, TextsOfMix
+from ....recipes.schema import Calibration, Texts
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders, one_line
 
 SHUFFLED_ROWS = 10_000
@@ -62,6 +62,7 @@ class CalibrationData:
         held_out_ids: [held_out, sequence_length], of rows that are not in `ids`.
         held_out_written: bool, of the same shape: tokens that a model writes, not its user, in the
             row that a sequence begins with; None where no row says which they are.
+        held_out_kinds: of each held-out sequence, the dataset that it is of.
         provenance: dataset, its resolved revision, numbers of rows and tokens, and SHA-256 sums of
             the row numbers and of both sets' ids (int64, little-endian), which are equal exactly
             when the ids are.
@@ -70,10 +71,22 @@ class CalibrationData:
     ids: Tensor
     held_out_ids: Tensor
     held_out_written: Tensor | None = None
+    held_out_kinds: tuple[str, ...] = ()
     provenance: Mapping[str, Any]
 
+    @property
+    def rows_of_kinds(self) -> dict[str, list[int]]:
+        """Kind of held-out text -> its sequences; one kind where nothing says which they are."""
+        found: dict[str, list[int]] = {}
+        kinds = self.held_out_kinds or ("",) * len(self.held_out_ids)
+        for row, kind in enumerate(kinds):
+            found.setdefault(kind, []).append(row)
+        return found
 
-def calibration_data(calibration: Calibration, source: Source) -> CalibrationData:
+
+def calibration_data(
+    calibration: Calibration, source: Source, guard: Sequence[Texts] = ()
+) -> CalibrationData:
     """Read, draw, tokenize and cut.
 
     Rows follow one another, each as the tokenizer or the chat template begins and ends it, and are
@@ -86,6 +99,8 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     Args:
         calibration: a recipe's block.
         source: its files must be on this machine.
+        guard: datasets of held-out text alone: each gives as many sequences more as are held out,
+            of rows that none is calibrated on.
 
     Raises:
         RecipeError: the dataset, its split, its column or a row of it cannot be used, it is too
@@ -107,11 +122,16 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
     num_held = portions(calibration.held_out, shares)
-    drawn = map(partial(_draw, calibration, encoding), mix, num_used, num_held)
+    draw = partial(_draw, calibration, encoding)
+    drawn = list(map(draw, mix, num_used, num_held))
+    calibrated_on = set[str]().union(*(part.sums for _, part, _ in drawn))
+    drawn += [draw(texts, 0, calibration.held_out, calibrated_on) for texts in guard]
     read, used, held = zip(*drawn, strict=True)
-    ids = _laid_among(map(attrgetter("ids"), used), length)
+    ids = _laid_among(map(attrgetter("ids"), used[: len(mix)]), length)
     held_out_ids = _laid_among(map(attrgetter("ids"), held), length)
-    first, *others = read
+    numbers = [[number] * len(part.ids) for number, part in enumerate(held)]
+    of_rows = _laid_among(numbers, length)[:, 0].tolist()
+    first, *others = read[: len(mix)]
     parts = [*chain.from_iterable(zip(used, held, strict=True))]
     provenance = {
         "dataset": first.dataset,
@@ -132,12 +152,18 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     }
     if others:
         provenance["also"] = [texts.model_dump(mode="json") for texts in others]
+    if guard:
+        provenance["guard"] = [texts.model_dump(mode="json") for texts in read[len(mix) :]]
     written = None
     if any(part.says_who_wrote for part in held):
         written = _laid_among(map(attrgetter("written"), held), length)
         provenance["held_out_written_tokens"] = int(written.sum())
     return CalibrationData(
-        ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance
+        ids=ids,
+        held_out_ids=held_out_ids,
+        held_out_written=written,
+        held_out_kinds=tuple(read[number].title for number in of_rows),
+        provenance=provenance,
     )
 
 
@@ -162,6 +188,7 @@ class _Part:
 
     Attributes:
         ids: of all rows.
+        sums: of the rows' token ids; not for held-out text.
         written: which of these tokens a model writes; not for text to calibrate on.
         says_who_wrote: whether any row said so.
     """
@@ -169,33 +196,41 @@ class _Part:
     ids: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     num_blank: int = 0
+    sums: set[str] = field(default_factory=set)
     written: list[bool] = field(default_factory=list)
     says_who_wrote: bool = False
 
 
 def _draw(
-    calibration: Calibration, encoding: Encoders, texts: TextsOfMix, num_used: int, num_held: int
-) -> tuple[TextsOfMix, _Part, _Part]:
+    calibration: Calibration,
+    encoding: Encoders,
+    texts: Texts,
+    num_used: int,
+    num_held: int,
+    elsewhere: Collection[str] | None = None,
+) -> tuple[Texts, _Part, _Part]:
     """So many sequences of one dataset at the revision that was read, to calibrate on and to
-    measure on.
+    measure on; of a guard with the sums of rows that are calibrated on `elsewhere`.
     """
     where = f"calibration.dataset {texts.dataset}"
+    if elsewhere is not None:
+        where = f"mtp_tuned.guard {texts.dataset}"
     length = calibration.sequence_length
     dataset, revision = open_split(texts, where)
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
     used = _Part()
     held = _Part()
-    calibrated_on = set[str]()
     for part, num_tokens in ((used, num_used * length), (held, num_held * length)):
         while len(part.ids) < num_tokens and (found := next(rows, None)) is not None:
             number, row, ids = found
             sum_of_row = ids_sha256(ids)
             part.num_blank += not ids
-            if not ids or (part is held and sum_of_row in calibrated_on):
+            is_known = sum_of_row in used.sums or sum_of_row in (elsewhere or ())
+            if not ids or (part is held and is_known):
                 continue
             part.numbers.append(number)
             if part is used:
-                calibrated_on.add(sum_of_row)
+                used.sums.add(sum_of_row)
                 used.ids += ids
                 continue
             # Each sequence begins with a row of its own: what is too long for it is left out. Only
@@ -209,13 +244,18 @@ def _draw(
             held.written += (written or [False] * len(own))[: len(own)]
             held.says_who_wrote |= written is not None
         del part.ids[num_tokens:], part.written[num_tokens:]
+    if elsewhere is not None and not held.says_who_wrote:
+        held.written = [True] * len(held.ids)  # as where no dataset says it
     num_found = len(used.ids) // length + len(held.ids) // length
     if num_found < num_used + num_held:
         read = len(used.numbers) + len(held.numbers)
         blank = used.num_blank + held.num_blank
+        wanted = f"{num_used} + {num_held} sequences of {length} tokens (samples + held_out)"
+        if elsewhere is not None:
+            wanted = f"{num_held} sequences of {length} tokens of rows that are not trained on"
         raise RecipeError(
             where,
-            f"must hold {num_used} + {num_held} sequences of {length} tokens (samples + held_out)",
+            f"must hold {wanted}",
             got=f"{num_found}, from {read} different rows and {blank} blank ones",
             cure="Lower samples, held_out, the dataset's share or sequence_length, or name a "
             "longer dataset",
@@ -227,7 +267,7 @@ def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
     """The sequences of several datasets, each dataset's evenly over the whole."""
     places = []
     for number, part in enumerate(parts):
-        sequences = torch.tensor(part).view(-1, length)
+        sequences = torch.tensor(part).view(len(part) // length, length)
         for turn, sequence in enumerate(sequences):
             places.append(((turn + 0.5) / len(sequences), number, sequence))
     places.sort(key=itemgetter(0, 1))

@@ -40,7 +40,7 @@ from ..data.data import CalibrationData
 from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import NextStates, States, Stream, as_state
-from .forwards import propagating, serving
+from .forwards import calibrating, serving
 from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
 from .work import LayerWork
@@ -116,7 +116,7 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
             file = backbone.folder / "statistics" / f"layer-{index:05d}.safetensors"
             backbone.record(file, found, work, tensors)
         if work.rewrites:
-            backbone.run("calibration", index, outputs, propagating(model))
+            backbone.run("calibration", index, outputs, calibrating(model))
         serve_weights(model, plan, work, InMemory(tensors))
         backbone.run("served", index, outputs, serving(model))
         if has_mtp_stream(backbone.folder):

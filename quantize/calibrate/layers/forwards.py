@@ -1,4 +1,4 @@
-"""The three ways a layer computes: while it is calibrated, for the next layer's inputs, and as a
+"""The two ways a layer computes: while it is calibrated and for the next layer's inputs, and as a
 server would.
 
 In: a model of which one layer is real, or an MTP block. Out: contexts to call its forward in.
@@ -22,7 +22,6 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe.context import moe_calibration_context
-from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.utils import calibration_forward_context
 from llmcompressor.utils.helpers import disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor
@@ -33,32 +32,18 @@ from .caches import rounded_caches
 
 @contextmanager
 def calibrating(model: Any) -> Iterator[None]:
-    """The forward of calibration: no_grad, eager attention, every expert on every token."""
+    """The forward of calibration, and of what a layer hands on: rewritten weights, no rounding of
+    activations, no_grad, eager attention.
+
+    Every expert computes every token, so that sums are the same to the bit; the router still
+    chooses whose output counts.
+    """
     with (
         without_inference_mode(),
         moe_calibration_context(),
         calibration_forward_context(model),
     ):
         yield
-
-
-@contextmanager
-def propagating(model: Any) -> Iterator[None]:
-    """Computes the layer's outputs as llm-compressor hands them on: rewritten weights, no rounding,
-    eager attention.
-
-    Every expert computes every token, so that sums are the same to the bit; the router still
-    chooses whose output counts. Zero-centred norms are modules of another class meanwhile, with 1
-    + weight rounded: their hooks do not fire.
-    """
-    before = small_parameters(model)
-    try:
-        with norm_calibration_context(model), calibrating(model):
-            yield
-    finally:
-        # 1 + weight in BF16 loses bits of a zero-centred weight, and taking the 1 away does not
-        # bring them back.
-        restore(model, before)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class Calibrated:
 def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWork) -> Calibrated:
     """Run the batches through the model, and let the algorithm observe, rescale and rewrite it.
 
-    `forwards.propagating` and `forwards.serving` say how the model computes afterwards.
+    `forwards.calibrating` and `forwards.serving` say how the model computes afterwards.
 
     Args:
         model: experts as linear layers, on one device; modules without weights are ignored.
@@ -74,7 +74,7 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
             Iterated twice where the algorithm smooths (the first batch alone, then all), and once
             more for each group of experts whose statistics need a pass of their own. Unless
             `work.rewrites`, what the layer returns in the pass that observes is what it returns
-            under `forwards.propagating`.
+            afterwards.
         work: on the layer or block.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
@@ -96,7 +96,10 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
     attach(model, work)
     observed = Observed(model, work)
     caches = CacheRanges(model, work.scaled_caches)
-    with calibrating(model), norm_calibration_context(model):
+    # llm-compressor rounds zero-centred norms to what 1 + weight can hold, for any algorithm. No
+    # server does, so here it is only where a norm's weight is rescaled.
+    norms = norm_calibration_context(model) if smoothings else nullcontext()
+    with calibrating(model), norms:
         with (
             _algorithm(model, work, smoothings, batches),
             observed.watching(),

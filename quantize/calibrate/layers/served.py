@@ -62,14 +62,19 @@ def serve_weights(model: Any, plan: Plan, work: LayerWork, given: Calibrations) 
     Raises:
         CheckpointError: a weight is not finite.
     """
+    serve_scales(model, work, given)
+    for served in served_rows(model, plan, work.binding, work.path, given):
+        served.weight.copy_(served.values)
+
+
+def serve_scales(model: Any, work: LayerWork, given: Calibrations) -> None:
+    """What `serve_weights` does where the weights are served already."""
     for name, scales in work.caches.items():
         keys, values = [float(given.read(scale)) for scale in scales] or (1.0, 1.0)
         serve_cache(model.get_submodule(name), (keys, values))
     for name in work.schemes:
         # What is compressed is not rounded again.
         model.get_submodule(name).quantization_status = QuantizationStatus.COMPRESSED
-    for served in served_rows(model, plan, work.binding, work.path, given):
-        served.weight.copy_(served.values)
 
 
 def serve_tuned(

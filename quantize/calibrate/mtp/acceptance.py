@@ -23,9 +23,10 @@ out (B. Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", SIAM 1
 
 Easy to get wrong: a draft is compared with the choice of the same target, right or wrong, never
 with the text. And no server drafts a prompt: counted as if the model had written it, it lowers
-every figure (`held_out_written` of the data). And where all sequences say the same, the jackknife
-sees no error at all. So many slots without a loss allow a loss all the same: 1 - (1 -
-confidence)^(1 / slots) at most, as Clopper and Pearson's limit says. A divergence is of all that a
+every figure (`held_out_written` of the data). And where few drafts are lost the jackknife sees too
+small an error, and none where none is lost: the luck that hides a loss hides its spread. So a limit
+is never nearer than Clopper and Pearson's for drafts that are accepted or lost each for itself. A
+divergence is of all that a
 model might say next, over every slot: perplexity looks at the text's own token alone, which may
 become likelier by chance while the model gets worse.
 
@@ -38,6 +39,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import sub
 from typing import Any
 
 import torch
@@ -233,31 +235,44 @@ class Acceptance:
         """Share of drafts whose token at each position is accepted, as a server counts it."""
         return tuple(_rates(self.counts.sum(dim=0), k).tolist())
 
+    def of_rows(self, rows: Sequence[int]) -> "Acceptance":
+        """On some of the sequences."""
+        return Acceptance(self.counts[list(rows)])
+
     def kept_of(self, other: "Acceptance", confidence: float) -> tuple[float, float]:
         """The least that is kept of another's share of accepted tokens, whatever a server drafts a
         step: the estimate, and a limit that it is above with this confidence.
-
-        A released block of which no draft is accepted has nothing to lose: all is kept.
 
         Args:
             other: measured on the same held-out text.
             confidence: of each limit, one-sided.
         """
+        values, reaches = self.compared(other, confidence)
+        return min(values), max(0.0, min(map(sub, values, reaches)))
+
+    def compared(self, other: "Acceptance", confidence: float) -> tuple[list[float], list[float]]:
+        """What is kept of another's share of accepted tokens, by the number of tokens drafted a
+        step, and how far from that the truth may be.
+
+        A released block of which no draft is accepted has nothing to lose: all is kept.
+        """
         # A sequence that counts for neither says nothing.
         says_something = (self.counts + other.counts).flatten(start_dim=1).any(dim=1)
         own, theirs = self.counts[says_something], other.counts[says_something]
         all_own, all_theirs, num_rows = own.sum(dim=0), theirs.sum(dim=0), len(own)
-        limits = []
+        values, reaches = list[float](), list[float]()
         for k in self.ks:
             kept, reach = float(_share(all_own, all_theirs, k)), math.inf
             if num_rows >= FEWEST_SEQUENCES:
                 without = _share(all_own - own, all_theirs - theirs, k)
                 error = math.sqrt(num_rows - 1) * float(without.std(correction=0))
                 reach = float(stats.t.ppf(confidence, num_rows - 1)) * error
-                reach = max(reach, unseen(self.num_slots, confidence))
-            limits.append((kept, max(0.0, kept - reach)))
-        values, lows = zip(*limits, strict=True)
-        return min(values), min(lows)
+                # Where none was accepted, none can be lost of all slots.
+                total = self.num_slots * (float(_rates(all_theirs, k).mean()) or 1.0)
+                reach = max(reach, kept - least_share(kept, total, confidence))
+            values.append(kept)
+            reaches.append(reach)
+        return values, reaches
 
     def fact(self) -> AcceptanceFact:
         """The figures for the record, by the number of tokens drafted a step."""
@@ -267,9 +282,15 @@ class Acceptance:
         return AcceptanceFact(num_slots=self.num_slots, by_position=by_position)
 
 
-def unseen(num_slots: int, confidence: float) -> float:
-    """The largest share of slots that may be lost where none of `num_slots` was."""
-    return 1 - (1 - confidence) ** (1 / num_slots) if num_slots else 1.0
+def least_share(kept: float, total: float, confidence: float) -> float:
+    """Clopper and Pearson's lower limit of a share that is kept of so many, each for itself.
+
+    For a share above 1 it is as far below that as the limit of 1 is below 1.
+    """
+    found, over = min(kept, 1.0) * total, max(0.0, kept - 1.0)
+    if not found:
+        return 0.0
+    return over + float(stats.beta.ppf(1 - confidence, found, total - found + 1))
 
 
 def fewest_slots(least: float, confidence: float) -> int:

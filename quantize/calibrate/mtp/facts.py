@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ....checkpoints.fact import Count, Fact, Figure, Share
-from ....recipes.schema import TextsOfMix
+from ....recipes.schema import Texts, TextsOfMix
 
 DIGITS = 5
 """Of a share or a length in the record. What is decided is decided before rounding."""
@@ -24,6 +24,7 @@ class DataFact(Fact):
 
     Attributes:
         also: other datasets of a mix, at the revisions that were read.
+        guard: datasets of held-out text alone, likewise.
     """
 
     dataset: str
@@ -41,6 +42,7 @@ class DataFact(Fact):
     held_out_tokens: Count
     held_out_written_tokens: Count | None = None
     held_out_by: Literal["dataset", "model"] = "dataset"
+    guard: Annotated[tuple[Texts, ...], Field(max_length=100)] = ()
     row_numbers_sha256: str
     ids_sha256: str
     held_out_ids_sha256: str
@@ -173,17 +175,36 @@ class CandidateFact(Fact):
         return ", ".join(f"{group}: {word}" for group, word in self.policy.items())
 
 
+class GainFact(Fact):
+    """What a tuned block drafts on one kind of text, as a share of what the untuned one does.
+
+    Attributes:
+        kind: the dataset.
+        sequences: of it.
+        gain, gain_at_least, gain_at_most: the least of all numbers of tokens a step, and limits at
+            the confidence of the whole.
+    """
+
+    kind: str
+    sequences: Count
+    gain: Figure
+    gain_at_least: Figure
+    gain_at_most: Figure
+
+
 class TunedFact(Fact):
     """An MTP block that was trained for the quantized backbone, and what it drafts on text that it
     has not seen.
 
     Attributes:
-        policy, steps, batch_size, learning_rate, seed, loss, draft_steps: the recipe's; see
-            `schema.MtpTuned`.
+        policy, steps, batch_size, learning_rate, relative_rate, seed, loss, draft_steps: the
+            recipe's; see `schema.MtpTuned`.
+        share: how far it is from the released weights to the trained ones.
         before, after: with the same schemes, as rounded from the release and as trained.
-        gain: part of the untrained block's acceptance that the trained one has, the least of all
-            numbers of tokens a step; above 1 it is better.
-        gain_at_least: its lower limit, at `confidence`.
+        gain: part of the untrained block's acceptance that the trained one has, the mean over the
+            kinds of text, the least of all numbers of tokens a step; above 1 it is better.
+        gain_at_least: its lower limit, at `confidence` for all shares that were tried.
+        kinds: where there are several.
         chosen: the trained block is what is written.
     """
 
@@ -191,7 +212,9 @@ class TunedFact(Fact):
     policy: str | Mapping[str, str]
     steps: Count
     batch_size: Count
-    learning_rate: Figure
+    learning_rate: Figure | None = None
+    relative_rate: Figure | None = None
+    share: Share = 1.0
     seed: Count
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Count
@@ -199,21 +222,37 @@ class TunedFact(Fact):
     after: AcceptanceFact
     gain: Figure
     gain_at_least: Figure
+    kinds: Annotated[tuple[GainFact, ...], Field(max_length=101)] = ()
     confidence: Share
     chosen: bool
 
     @property
+    def worst(self) -> float:
+        """The gain on the kind of text that gains least."""
+        return min((each.gain for each in self.kinds), default=self.gain)
+
+    @property
     def says(self) -> str:
         """What training did, in sentences for people."""
-        end = "."
+        end, mean, by_kind = ".", "", ""
         if not self.chosen:
             end = ": it is not shown to be better, and the untrained block is what is written."
+        if lost := [each.kind for each in self.kinds if each.gain_at_most < 1]:
+            end = f": it is worse on {', '.join(lost)}, and the untrained block is what is written."
+        if self.kinds:
+            mean = f" in the mean of {len(self.kinds)} kinds of text"
+            told = [
+                f"{each.kind} {each.gain:.3f} ({each.gain_at_least:.3f} to {each.gain_at_most:.3f})"
+                for each in self.kinds
+            ]
+            by_kind = f" By kind: {'; '.join(told)}. The weights are {self.share:.0%} of the way "
+            by_kind += "from the released ones to the trained ones."
         return (
             f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences "
             f"of the calibration text (loss {self.loss}, seed {self.seed}, {self.draft_steps} "
             f"tokens ahead). On held-out text its drafts are accepted {self.gain:.3f} times as "
-            "often as those of the same block untrained, at least "
-            f"{self.gain_at_least:.3f} times at {self.confidence:.0%} confidence{end}"
+            f"often as those of the same block untrained{mean}, at least "
+            f"{self.gain_at_least:.3f} times at {self.confidence:.0%} confidence{end}{by_kind}"
         )
 
 

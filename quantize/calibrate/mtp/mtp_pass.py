@@ -12,10 +12,12 @@ fewer bits rarely reaches, but with what would be written otherwise, the same sc
 training, on held-out text that neither has seen.
 """
 
+import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import add, itemgetter, sub
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,14 @@ from .acceptance import (
     fewest_slots,
     target,
 )
-from .facts import DIGITS, CandidateFact, MeasuredFact, MtpFact, Side, TunedFact
+from .facts import DIGITS, CandidateFact, GainFact, MeasuredFact, MtpFact, Side, TunedFact
 from .mtp_block import bind_block, build_block
 from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Of the way from the released weights to the trained ones, where held-out text of several kinds
+chooses.
+"""
 _REPORTS = 50  # of a training: a log has a line for each
 
 
@@ -123,7 +129,13 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
 def choose(
     results: PolicyResults, auto: MtpAuto, progress: ProgressCallback | None
 ) -> tuple[tuple[CandidateFact, ...], Plan]:
-    """Every policy measured, and the plan of the cheapest that is shown to keep enough.
+    """Policies measured from the largest to the smallest, up to the first that is not shown to keep
+    enough, and the plan of the last one that is.
+
+    The sizes, and so the order, are known before anything is measured. So all limits together hold
+    at the confidence of one: to take a block that keeps too little, the first such block of the
+    sequence has to pass (W. Maurer, L. Hothorn, W. Lehmacher, "Multiple comparisons in drug
+    clinical trials and preclinical assays: a-priori ordered hypotheses", 1995).
 
     Where too few slots show it of any candidate, the block stays as released, if that is a
     candidate and the estimate does not speak against it: what is not known costs bytes, never
@@ -141,8 +153,7 @@ def choose(
     tokens = data.ids.numel() + data.held_out_ids.numel()
     report = reporter(progress, results.backbone.ranks, "mtp", total=len(policies), tokens=tokens)
     facts: list[CandidateFact] = []
-    shown: list[tuple[CandidateFact, Plan]] = []
-    likely: list[tuple[CandidateFact, Plan]] = []
+    plans: list[tuple[int, Plan]] = []
     for policy in policies:
         try:
             plan = with_policy(results.plan, policy)
@@ -151,12 +162,20 @@ def choose(
                 CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None)
             )
             continue
-        found, size = results.measured(plan), 0
+        size = sum(output.num_bytes for each in block_tensors(plan) for output in each.outputs)
+        plans.append((size, plan))
+    plans.sort(key=itemgetter(0), reverse=True)
+    shown: list[tuple[CandidateFact, Plan]] = []
+    likely: list[tuple[CandidateFact, Plan]] = []
+    is_over = False
+    for size, plan in plans:
+        is_rounded = any(tensor.fate == "quantize" for tensor in block_tensors(plan))
+        if is_over and is_rounded:  # blocks that are not rounded draft alike: one hypothesis
+            continue
+        found = results.measured(plan)
         kept, low = found.kept_of(results.released(), recipe.gates.confidence)
-        for tensor in block_tensors(plan):
-            size += sum(output.num_bytes for output in tensor.outputs)
         fact = CandidateFact(
-            policy=policy,
+            policy=plan.recipe.mtp,
             bytes=size,
             kept=round(kept, DIGITS),
             kept_at_least=round(low, DIGITS),
@@ -165,8 +184,10 @@ def choose(
         facts.append(fact)
         if low >= least:
             shown.append((fact, plan))
-        elif kept >= least and not any(t.fate == "quantize" for t in block_tensors(plan)):
-            likely.append((fact, plan))
+        else:
+            is_over = True
+            if kept >= least and not is_rounded:
+                likely.append((fact, plan))
         report(len(facts))
     if not shown and not likely:
         best = max(facts, key=lambda fact: (fact.acceptance is not None, fact.kept))
@@ -193,32 +214,96 @@ def choose(
 def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[TunedFact, Plan]:
     """Train the block, or take what an earlier run has trained, and choose.
 
-    It is written only if it is shown to draft better than the same block untrained.
+    It is written only if no kind of held-out text is shown to be drafted worse than by the same
+    block untrained, and the mean of all kinds is shown to be drafted better.
+
+    What is learned on one kind costs the others. Of several kinds the text therefore chooses how
+    far the weights go from the released ones to the trained ones (M. Wortsman et al., "Robust
+    fine-tuning of zero-shot models", 2022), and the limits are those of as many tries.
 
     Raises:
-        RecipeError: the loss is not finite.
+        RecipeError: the loss is not finite, or a kind of text says nothing about this model.
     """
     plan, backbone, settings = results.plan, results.backbone, results.plan.recipe.mtp_tuned
     assert settings is not None
     untuned, confidence = with_policy(plan, plan.recipe.mtp_policy), plan.recipe.gates.confidence
     tokens = settings.batch_size * backbone.data.ids.shape[1]
     report = reporter(progress, backbone.ranks, "tuning", total=settings.steps, tokens=tokens)
-    before, after = results.measured(untuned), results.measured(plan, report)
-    gain, low = after.kept_of(before, confidence)
-    own = {"steps", "batch_size", "learning_rate", "seed", "loss", "draft_steps"}
-    fact = TunedFact(
-        policy=settings.mtp,
-        **settings.model_dump(include=own),
-        before=before.fact(),
-        after=after.fact(),
-        gain=round(gain, DIGITS),
-        gain_at_least=round(low, DIGITS),
-        confidence=confidence,
-        chosen=low > 1,
-    )
-    if fact.chosen:
-        return fact, plan
+    before, kinds = results.measured(untuned), backbone.data.rows_of_kinds
+    for kind, rows in kinds.items():
+        num_rows = int(before.of_rows(rows).counts[:, 0, 0, 0].count_nonzero())
+        if num_rows < FEWEST_SEQUENCES:
+            raise NothingCounts(
+                f"{plan.recipe.name}: {kind or 'calibration.dataset'}",
+                f"{FEWEST_SEQUENCES} held-out sequences must have tokens that are the model's own "
+                "choice",
+                got=num_rows,
+                cure="Raise calibration.held_out, or name another dataset",
+            )
+    own = {"steps", "batch_size", "learning_rate", "relative_rate", "seed", "loss", "draft_steps"}
+    shares = [settings.share or 1.0]
+    if settings.share is None and len(kinds) > 1:
+        shares = list(SHARES)
+    judged: list[tuple[TunedFact, Plan, bool]] = []
+    for share in shares:
+        at = settings
+        if share < 1:
+            at = settings.model_copy(update={"share": share})
+        tried = replace(plan, recipe=plan.recipe.model_copy(update={"mtp_tuned": at}))
+        after = results.measured(tried, report)
+        figures, is_better = _gains(before, after, kinds, confidence, len(shares))
+        fact = TunedFact(
+            policy=settings.mtp,
+            **settings.model_dump(include=own),
+            share=share,
+            before=before.fact(),
+            after=after.fact(),
+            **figures,
+            confidence=confidence,
+            chosen=False,
+        )
+        judged.append((fact, tried, is_better))
+    results.forget_training(plan)
+    # First that no kind is worse, then what is gained.
+    fact, tried, is_better = max(judged, key=lambda each: (min(1.0, each[0].worst), each[0].gain))
+    if is_better:
+        return fact.model_copy(update={"chosen": True}), tried
     return fact, untuned
+
+
+def _gains(
+    before: Acceptance,
+    after: Acceptance,
+    kinds: Mapping[str, Sequence[int]],
+    confidence: float,
+    num_tries: int,
+) -> tuple[dict[str, Any], bool]:
+    """Of a tuned block: by kind where there are several, and the mean over them, whose limit holds
+    for all of so many tries; and whether it is better.
+    """
+    sure = 1 - (1 - confidence) / num_tries
+    values: list[list[float]] = []
+    reaches: list[list[float]] = []
+    of_kinds: list[tuple[float, float, float]] = []
+    for rows in kinds.values():
+        own, theirs = after.of_rows(rows), before.of_rows(rows)
+        gains, reach = own.compared(theirs, confidence)
+        of_kinds.append((*own.kept_of(theirs, confidence), min(map(add, gains, reach))))
+        values.append(gains)
+        reaches.append(own.compared(theirs, sure)[1])
+    # Kinds have texts of their own, so their errors are independent.
+    means = [math.fsum(of_k) / len(kinds) for of_k in zip(*values, strict=True)]
+    errors = [math.hypot(*of_k) / len(kinds) for of_k in zip(*reaches, strict=True)]
+    low, facts = max(0.0, min(map(sub, means, errors))), list[GainFact]()
+    for (kind, rows), limits in zip(kinds.items(), of_kinds, strict=True):
+        gain, least, most = (round(limit, DIGITS) for limit in limits)
+        sides = {"gain": gain, "gain_at_least": least, "gain_at_most": most}
+        facts.append(GainFact(kind=kind, sequences=len(rows), **sides))
+    figures: dict[str, Any] = {"gain": round(min(means), DIGITS)}
+    figures["gain_at_least"] = round(low, DIGITS)
+    if len(kinds) > 1:
+        figures["kinds"] = tuple(facts)
+    return figures, low > 1 and all(most >= 1 for *_, most in of_kinds)
 
 
 def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:
@@ -312,15 +397,20 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
         fewest = FEWEST_SEQUENCES
     if recipe.mtp == TUNED:
         fewest = FEWEST_SEQUENCES
-    sequences, slots = data.held_out_ids.shape
-    slots *= sequences
+    slots = data.held_out_ids.numel()
     if data.held_out_written is not None:
         slots = int(data.held_out_written.sum())
+    sequences, of_each = len(data.held_out_ids), ""
+    if recipe.mtp == TUNED and data.held_out_kinds:  # each kind is judged alone
+        kinds = data.rows_of_kinds
+        sequences = min(len(kinds.get(texts.title, ())) for texts in plan.calibration.mix)
+        sequences = min(sequences, *map(len, kinds.values()))
+        of_each = " of each dataset" if len(kinds) > 1 else ""
     if sequences < fewest or slots < needed:
         raise RecipeError(
             recipe.name,
-            f"mtp: {recipe.mtp} needs {fewest} held-out sequences, and {needed:,} tokens of them "
-            "that a model writes",
+            f"mtp: {recipe.mtp} needs {fewest} held-out sequences{of_each}, and {needed:,} tokens "
+            "of them that a model writes",
             got=f"{sequences} sequences, {slots:,} tokens",
             cure="Raise calibration.held_out, or name a dataset with assistant turns",
         )

@@ -27,7 +27,7 @@ from ...plan.tensor_plan import TensorPlan
 from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
-from ..layers.served import InMemory, serve_weights
+from ..layers.served import InMemory, serve_scales, serve_weights
 from ..layers.work import LayerWork
 from ..model.skeleton import Skeleton
 from ..model.states import Stream
@@ -70,7 +70,7 @@ class PolicyResults:
         self, plan: Plan | None = None, progress: Callable[[int], None] | None = None
     ) -> Acceptance:
         """Of the quantized backbone with the block as `plan` has it; a killed run goes on with a
-        training.
+        training, which stays until `forget_training`.
 
         Args:
             plan: of one policy; None for the block as released.
@@ -78,11 +78,22 @@ class PolicyResults:
         """
         if plan is None or not is_served_changed(plan):
             return self._kept("unquantized", self.served, self.plan)
-        found = self._kept(_key(plan), self.served, plan, progress)
+        return self._kept(_key(plan), self.served, plan, progress)
+
+    def forget_training(self, plan: Plan) -> None:
+        """Remove the state of a training that is done, once no share of it is to be made."""
         if self.backbone.ranks.is_first:
-            for file in self.statistics(plan):
-                file.with_suffix(".training").unlink(missing_ok=True)
-        return found
+            self._training(plan).unlink(missing_ok=True)
+
+    def _training(self, plan: Plan) -> Path:
+        """The state of a training: the same for every share of the way."""
+        settings = plan.recipe.mtp_tuned
+        assert settings is not None
+        whole = plan.recipe.model_copy(
+            update={"mtp_tuned": settings.model_copy(update={"share": None, "guard": ()})}
+        )
+        key = _key(replace(plan, recipe=whole))
+        return self.backbone.folder / "mtp" / f"{key}.training"
 
     def statistics(self, plan: Plan) -> list[Path]:
         """The statistics of a policy that was measured: a file for each block."""
@@ -128,14 +139,18 @@ class PolicyResults:
                 training = Training(plan, backbone, block, work.binding)
                 work = replace(work, algorithm="minmax")
             found = Calibrated(tensors={}, coverage={})
+            inputs = BlockInputs(backbone=backbone, blocks=blocks[: index + 1], stream=stream)
             if work.schemes or work.caches:
-                inputs = BlockInputs(backbone=backbone, blocks=blocks[: index + 1], stream=stream)
                 found = calibrate(block, inputs, work)
             tensors = work.on_disk(found.tensors)
             serve_weights(block, plan, work, InMemory(tensors))
             if training is not None:
-                kept = file.with_suffix(".training")
-                tensors |= training.run(InMemory(tensors), kept, progress)
+                trained = training.run(InMemory(tensors), self._training(plan), progress)
+                if tensors:  # scales of inputs, and trained weights make others
+                    found = calibrate(block, inputs, work)
+                    tensors = work.on_disk(found.tensors)
+                    serve_scales(block, work, InMemory(tensors))
+                tensors = trained | tensors
             if backbone.ranks.is_first:
                 backbone.record(file, found, work, tensors)
 

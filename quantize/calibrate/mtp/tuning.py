@@ -25,9 +25,10 @@ drafts of other kinds; Leviathan et al., "Fast Inference from Transformers via S
 (2023).
 """
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,16 @@ class Training:
         self._plan, self._backbone, self._block = plan, backbone, block
         self._binding, self._given = binding, InMemory({})
         self._masters: dict[str, Tensor] = {}
+        self._released: dict[str, Tensor] = {}  # where the written weights are not the trained ones
         for name, pieces in binding.items():
             if pieces[0].tensor.tuned:
-                self._masters[name] = block.get_parameter(name).detach().float().clone()
-        self._optimizer = torch.optim.AdamW(
-            self._masters.values(), lr=self.settings.learning_rate, betas=BETAS, weight_decay=0.0
-        )
+                value = block.get_parameter(name).detach()
+                self._masters[name] = value.float().clone()
+                if self.settings.share is not None:
+                    self._released[name] = value.to("cpu", copy=True)
+        self._rates = rates_of(self._masters, self.settings)
+        groups = [{"params": [master]} for master in self._masters.values()]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0)
 
     def run(
         self, given: InMemory, kept: Path, progress: Callable[[int], None] | None = None
@@ -120,6 +125,9 @@ class Training:
                 if progress:
                     progress(step + 1)
         self._block.requires_grad_(False)
+        for name, released in self._released.items():
+            master = self._masters[name]
+            master.copy_(torch.lerp(released.to(master), master, self.settings.share or 1.0))
         return self._serve()
 
     @torch.no_grad()
@@ -158,10 +166,10 @@ class Training:
                 self._plan.recipe.name,
                 "the loss of mtp: tuned and its gradient must be finite",
                 got=f"{total.item()} and {norm.item()} at step {step + 1} of {settings.steps}",
-                cure="Lower mtp_tuned.learning_rate, or use another mtp_tuned.loss",
+                cure="Lower the rate of mtp_tuned, or use another mtp_tuned.loss",
             )
-        rate = settings.learning_rate * rate_at(step, settings.steps)
-        self._optimizer.param_groups[0]["lr"] = rate
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * rate_at(step, settings.steps)
         self._optimizer.step()
 
     def _backward(self, row: int) -> Tensor:
@@ -227,6 +235,23 @@ def rows_of(step: int, *, num_rows: int, settings: MtpTuned) -> list[int]:
         rng = torch.Generator().manual_seed((settings.seed + epoch) % 2**63)
         found.append(int(torch.randperm(num_rows, generator=rng)[index]))
     return found
+
+
+def rates_of(weights: Mapping[str, Tensor], settings: MtpTuned) -> list[float]:
+    """The highest learning rate of each weight.
+
+    One that is relative goes by the root mean square of a matrix, as in Adafactor (N. Shazeer, M.
+    Stern, 2018). Norms and biases, which may be near 1 or near 0, have the matrices' mean.
+    """
+    if settings.relative_rate is None:
+        return [settings.learning_rate or 0.0] * len(weights)
+    sizes = {
+        name: float(weight.norm()) / math.sqrt(weight.numel())
+        for name, weight in weights.items()
+        if weight.ndim > 1
+    }
+    mean = math.fsum(sizes.values()) / max(1, len(sizes))
+    return [settings.relative_rate * sizes.get(name, mean) for name in weights]
 
 
 def rate_at(step: int, steps: int) -> float:

@@ -14,14 +14,15 @@ from keepmtp.quantize.calibrate.mtp.acceptance import (
     divergence,
     end_ids,
     fewest_slots,
+    least_share,
     sequences,
     server_counts,
     target,
-    unseen,
 )
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, answered, even, plan_over, reading
+from scipy import stats
 from seeds import seeded
 from tables import cases
 from torch import Tensor
@@ -239,4 +240,9 @@ def test_without_a_loss_the_number_of_slots_speaks():
         perfect = even(1.0, slots=slots, rows=rows)
         value, low = perfect.kept_of(perfect, 0.95)
         assert value == 1.0 and (low >= LEAST) is is_shown and (low > 0) is (rows > 3)
-    assert fewest_slots(LEAST, 0.95) == 99 and unseen(99, 0.95) < 0.03 < unseen(98, 0.95)
+    assert fewest_slots(LEAST, 0.95) == 99
+    assert least_share(1.0, 99, 0.95) > LEAST > least_share(1.0, 98, 0.95)
+    # scipy's exact test of 970 kept of 1,000: its limit is where so many are as seldom as 5 %.
+    low = least_share(0.97, 1000, 0.95)
+    assert stats.binomtest(970, 1000, low, "greater").pvalue == pytest.approx(0.05)
+    assert least_share(0.0, 1000, 0.95) == 0.0 < least_share(1.2, 99, 0.95) - 1

@@ -5,6 +5,7 @@ how it goes on; its losses against acceptance that is computed by hand.
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -13,7 +14,10 @@ import yaml
 from drafts import weights_of
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.layers.forwards import released
+from keepmtp.quantize.calibrate.mtp import mtp_pass as mtp_pass_module
 from keepmtp.quantize.calibrate.mtp import mtp_policy, tuning
+from keepmtp.quantize.calibrate.mtp.acceptance import Acceptance
 from keepmtp.quantize.calibrate.mtp.facts import MtpFact
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass, refuse_held_out, refuse_mtp
 from keepmtp.quantize.calibrate.mtp.tuning import Training, draft_loss, losses
@@ -141,10 +145,47 @@ def test_what_is_measured_is_what_is_written(weak, tmp_path, monkeypatch):
     assert torch.equal(kept["mtp.fc.weight"], seen["projection.weight"])
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_static_scales_are_those_of_the_trained_weights(weak, tmp_path, monkeypatch, again):
+    """No token is clipped that the pass has seen; the twin keeps the scales from before, and clips."""
+    plan, backbone = weak
+    if not again:
+        monkeypatch.setattr(mtp_policy, "serve_scales", lambda *_: None)
+        found, original = [], mtp_policy.calibrate
+        monkeypatch.setattr(
+            mtp_policy, "calibrate", lambda *args: found.append(original(*args)) or found[0]
+        )
+    backbone, largest, blocks = fresh(backbone, tmp_path / "pass"), {}, []
+    monkeypatch.setattr(
+        mtp_policy, "acceptance", lambda _, own: blocks.extend(own) or even(0.9, slots=100)
+    )
+    results, long = results_of(plan, backbone), with_settings(plan, learning_rate=2.0e-2)
+    results.measured(long)
+
+    def see(name, _module, args):
+        largest[name] = max(largest.get(name, 0.0), float(args[0].abs().max()))
+
+    for name, module in blocks[0].named_modules():
+        if hasattr(module, "input_global_scale"):
+            module.register_forward_pre_hook(partial(see, name))
+    with torch.no_grad(), released(blocks[0]):
+        for arguments in mtp_policy.BlockInputs(backbone=backbone, blocks=blocks):
+            blocks[0](**arguments)
+    kept = load_file(results.statistics(long)[0])
+    ranges = {}
+    for name, value in largest.items():
+        scale = kept[f"mtp.{name}.input_global_scale"]
+        ranges[name] = 6 * 448 / float(scale) / value
+        if again:
+            served = blocks[0].get_submodule(name).input_global_scale
+            assert torch.equal(scale, served.detach().float())
+    assert (min(ranges.values()) > 0.97) == again, ranges
+
+
 def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
     plan, backbone = glm
     backbone = fresh(backbone, tmp_path / "pass")
-    wild = with_settings(plan, learning_rate=0.9, steps=2, draft_steps=1, frozen=["experts"])
+    wild = with_settings(plan, learning_rate=0.9, steps=2, draft_steps=1, frozen=("experts",))
     final, found = mtp_pass(wild, backbone)
     assert not found.tuned.chosen and found.tuned.gain < 0.9
     assert final.recipe == wild.recipe and not any(tensor.tuned for tensor in final.tensors)
@@ -152,6 +193,112 @@ def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
     assert found.rows[2].acceptance == found.tuned.before
     assert found.tuned.says.endswith("the untrained block is what is written.")
     assert not any(name.endswith("enorm.weight") for name in statistics_of(backbone, final))
+
+
+def by_kind(**gains: float) -> Acceptance:
+    """Kinds `a` and `b` in turns, 40 sequences of 100 slots, of which half are accepted times so
+    much, a few more or less in some.
+    """
+    counts = torch.full((40, 3, 1, 1), 100.0, dtype=torch.float64)
+    for place, gain in enumerate(gains.values()):
+        noise = torch.arange(20) % 3 - 1
+        counts[place::2, 2, 0, 0] = 50 * gain + noise
+    return Acceptance(counts)
+
+
+KINDS = ("a", "b") * 20
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_better"),
+    [(1.3, 1.0, True), (1.3, 0.9, False), (1.01, 0.99, False), (1.02, 1.02, True)],
+)
+def test_no_kind_may_be_lost_and_the_mean_must_gain(a, b, is_better):
+    """1.3 and 0.9 are the twin: its mean gains, as a gate of one kind of text would see."""
+    rows = {kind: [*range(place, 40, 2)] for place, kind in enumerate("ab")}
+    before, after = by_kind(a=1.0, b=1.0), by_kind(a=a, b=b)
+    figures, found = mtp_pass_module._gains(before, after, rows, 0.95, 4)
+    assert found == is_better
+    assert figures["gain"] == pytest.approx((a + b) / 2, abs=0.01)
+    assert [each.gain for each in figures["kinds"]] == pytest.approx([a, b], abs=0.01)
+    assert all(each.gain_at_least < each.gain < each.gain_at_most for each in figures["kinds"])
+    alone, _ = mtp_pass_module._gains(before, after, {"": [*range(40)]}, 0.95, 1)
+    assert "kinds" not in alone
+    value, low = after.kept_of(before, 0.95)
+    assert (alone["gain"], alone["gain_at_least"]) == (round(value, 5), round(low, 5))
+
+
+def guarded(backbone: Backbone, folder) -> Backbone:
+    backbone = fresh(backbone, folder)
+    return replace(backbone, data=replace(backbone.data, held_out_kinds=KINDS))
+
+
+def test_held_out_text_of_several_kinds_chooses_the_share(weak, tmp_path, monkeypatch):
+    """One training gives all of them; what is written lies between the release and what was
+    trained.
+    """
+    plan, backbone = weak
+    backbone, steps, original = guarded(backbone, tmp_path / "pass"), [], Training._step
+    found = iter(
+        by_kind(a=a, b=b) for a, b in ((1, 1), (1.3, 0.8), (1.25, 0.9), (1.2, 1.01), (1.1, 1.01))
+    )
+    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_: next(found))
+    monkeypatch.setattr(
+        Training, "_step", lambda self, step: (steps.append(step), original(self, step))
+    )
+    small = with_settings(plan, steps=2)
+    results = results_of(small, backbone)
+    fact, final = mtp_pass_module.tune(results, None)
+    assert (fact.share, fact.chosen, final.recipe.mtp_tuned.share) == (0.5, True, 0.5)
+    assert steps == [0, 1] and not [*(backbone.folder / "mtp").glob("*.training")]
+    assert "worse on" not in fact.says and "By kind: a 1.2" in fact.says and "50%" in fact.says
+    name = "mtp.fc.weight"
+    half, whole = (load_file(results.statistics(each)[0])[name].float() for each in (final, small))
+    released = weights_of(plan.source.folder)[name].float()
+    assert not torch.equal(whole, released)
+    torch.testing.assert_close(half, (released + whole) / 2, rtol=2**-7, atol=1e-3)
+    assert mtp_pass_module.tune(results, None)[0] == fact, "from files"
+
+
+def test_a_kind_that_is_lost_keeps_the_block_untrained(weak, tmp_path, monkeypatch):
+    plan, backbone = weak
+    found = iter([by_kind(a=1, b=1), *[by_kind(a=1.3, b=0.9)] * 4])
+    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_: next(found))
+    monkeypatch.setattr(mtp_policy.PolicyResults, "_make", lambda *_: None)
+    results = results_of(plan, guarded(backbone, tmp_path / "pass"))
+    fact, final = mtp_pass_module.tune(results, None)
+    assert not fact.chosen and fact.gain_at_least > 1
+    assert "it is worse on b, and the untrained block is what is written." in fact.says
+    assert not any(tensor.tuned for tensor in final.tensors)
+
+
+def test_a_kind_that_says_nothing_is_refused_before_the_first_step(weak, tmp_path, monkeypatch):
+    plan, backbone = weak
+    silent = by_kind(a=1, b=1)
+    silent.counts[1::2] = 0
+    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_: silent)
+    monkeypatch.setattr(Training, "_step", lambda *_: pytest.fail("a step"))
+    backbone = guarded(backbone, tmp_path / "pass")
+    match = r": b: 4 held-out sequences must have tokens that are the model's own choice; got 0\."
+    with pytest.raises(RecipeError, match=match):
+        mtp_pass_module.tune(results_of(plan, backbone), None)
+    few = replace(backbone.data, held_out_kinds=("a",) * 5 + ("b",) * 3)
+    match = "needs 4 held-out sequences of each dataset, and 1 tokens of them.*; got 0 sequences"
+    with pytest.raises(RecipeError, match=match):
+        refuse_held_out(plan, few)
+
+
+def test_a_relative_rate_goes_by_the_spread_of_a_matrix():
+    """At a spread of 0.07 it is the fixed rate; the twin, a fixed one, is 0.05 of a spread of 0.02."""
+    rng = torch.Generator().manual_seed(0)
+    weights = {"norm": torch.ones(64)}
+    for name, spread in {"wide": 0.02, "narrow": 0.07}.items():
+        weights[name] = spread * torch.randn(64, 64, generator=rng)
+    settings = SETTINGS.model_copy(update={"learning_rate": None, "relative_rate": 1 / 70})
+    norm, wide, narrow = tuning.rates_of(weights, settings)
+    assert narrow == pytest.approx(1e-3, rel=0.05) and wide == pytest.approx(2e-4 / 0.7, rel=0.05)
+    assert norm == pytest.approx((wide + narrow) / 2)
+    assert tuning.rates_of(weights, SETTINGS) == [SETTINGS.learning_rate] * 3
 
 
 def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
@@ -230,9 +377,7 @@ def test_what_cannot_be_trained_is_refused_from_the_headers(glm):
 
 
 def test_a_tuned_block_with_an_fp8_cache(weak, tmp_path):
-    """Keys and values are rounded while it is trained, too; its scales are those of the released
-    block.
-    """
+    """Keys and values are rounded while it is trained, too."""
     plan, backbone = weak
     with_cache = make_plan(plan.recipe.model_copy(update={"kv_cache": "FP8"}), plan.source)
     backbone = fresh(backbone, tmp_path / "pass")
