@@ -133,12 +133,9 @@ def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
                 f"it takes experts in {scheme} only where all of the checkpoint is "
                 f"pack-quantized ({_CONFIG})"
             )
-        elif place.module.endswith(".kv_b_proj") and (
-            scheme == "FP8_BLOCK" or "4" in scheme or scheme == "W8A16"
-        ):
-            words = (
-                "its blocks' size from the target Linear alone"
-                if scheme == "FP8_BLOCK"
-                else "an unpacked weight"
-            )
-            yield f"it reads {words} for kv_b_proj, which is in {scheme} ({_WEIGHTS})"
+        elif place.module.endswith(".kv_b_proj"):
+            words = "an unpacked weight" if "4" in scheme or scheme == "W8A16" else ""
+            if scheme == "FP8_BLOCK":
+                words = "its blocks' size from the target Linear alone"
+            if words:
+                yield f"it reads {words} for kv_b_proj, which is in {scheme} ({_WEIGHTS})"

@@ -202,8 +202,7 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         severity = "warning"
         says = (
             f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no MTP "
-            "layer, and no tensor "
-            "is named as one: there is no MTP block, and nothing to draft with"
+            "layer, and no tensor is named as one: there is no MTP block, and nothing to draft with"
         )
         cure = (
             "Serve it without method=mtp. A drafter with a checkpoint of its own, such as "
@@ -216,9 +215,8 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         judged += is_packed and module.resolution.built.form != "unknown"
     says += (
         f". Judged: {judged:,} of {packed:,} packed weights against {view.dialect.name}, the "
-        "layers, scales without "
-        "weights, the index. Not judged: vLLM's names of modules, plain weights, and whether vLLM "
-        "has this model"
+        "layers, scales without weights, the index. Not judged: vLLM's names of modules, plain "
+        "weights, and whether vLLM has this model"
     )
     return [objection("family", str(refusal.where), says, cure, severity=severity), *found]
 

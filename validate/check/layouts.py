@@ -106,8 +106,7 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     if built.group_size and k % built.group_size:
         return (
             f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
-            "raises, or its kernel "
-            "reads past the scales"
+            "raises, or its kernel reads past the scales"
         )
     groups = k // built.group_size if built.group_size else 1
     shapes: tuple[Shape, ...] = ((n, groups),) if built.group_size else ((n, 1), (n,))

@@ -105,11 +105,9 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if is_named and dialect.algorithm not in _NESTED:
             faults[f"{nested}.quant_algo"] = (
                 f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says "
-                "ValueError 'Unknown ModelOpt "
-                f"quant algo: {dialect.algorithm}'",
-                "Write quantization_config into config.json, with quant_method, quant_algo, "
-                "ignore and the rest at its "
-                "top level",
+                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'",
+                "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
+                "and the rest at its top level",
             )
         for key in (
             ("group_size", "kv_cache_quant_algo", "exclude_modules")

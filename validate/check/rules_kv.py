@@ -115,15 +115,13 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
             cure = "Remove the KV-cache scales of the MTP layer"
             says = (
                 "is a scale of the KV cache inside the MTP layer, which this draft's loader does "
-                "not know: vLLM raises "
-                "KeyError, ValueError or AttributeError"
+                "not know: vLLM raises KeyError, ValueError or AttributeError"
             )
         elif not is_mtp and not loader.backbone_takes_kv_scales:
             cure = "Remove the scales of the KV cache"
             says = (
                 "is a scale of the KV cache, for which this family's class has no parameter: vLLM "
-                "raises KeyError or "
-                "ValueError, with and without a draft"
+                "raises KeyError or ValueError, with and without a draft"
             )
         elif isinstance(runtime.dialect, ModelOpt) and math.prod(entry.shape) != 1:
             cure = "Store one number for each of k and v"

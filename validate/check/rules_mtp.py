@@ -131,8 +131,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if name not in runtime.placed:
             says = (
                 "the MTP block cannot work without it, and it is in no indexed file: vLLM leaves "
-                "it uninitialised in "
-                "silence, the draft guesses"
+                "it uninitialised in silence, the draft guesses"
             )
             yield objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
 
@@ -171,9 +170,8 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 leaf = ""
             where = view.disk_stem(part, index) + path.replace("{e}", "0") + leaf
             says = (
-                "is missing, though the decoder layers of this checkpoint have it: quantized, "
-                "vLLM leaves the "
-                "parameter uninitialised in silence"
+                "is missing, though the decoder layers of this checkpoint have it: quantized, vLLM "
+                "leaves the parameter uninitialised in silence"
             )
             yield objection(rule, where, says, cure, f"{part} {index} {half}")
 
@@ -297,8 +295,7 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
     if _is_nested(runtime, name):
         says = (
             "carries the vision-language model's prefix, which the draft's loader does not strip: "
-            "vLLM raises 'There "
-            "is no module or parameter named language_model', or skips the block"
+            "vLLM raises 'There is no module or parameter named language_model', or skips the block"
         )
         stem = runtime.view.mtp_stem(0).partition("layers.")[0]
         return objection(

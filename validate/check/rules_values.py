@@ -178,9 +178,8 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objectio
         yield _objection("scale-sign", tensor.name, says, cure, f"{tensor.cause} {says}")
     elif summary.is_constant and tensor.size >= _MANY:
         says = (
-            f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so "
-            "they were never "
-            "computed, or the weights under them are not the release's"
+            f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so they "
+            "were never computed, or the weights under them are not the release's"
         )
         yield _warning("scale-constant", tensor.name, says, _REQUANTIZE, tensor.cause)
 
@@ -245,8 +244,7 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
             )
             cure = (
                 "Write the scale in this dialect's convention: compressed-tensors divides by "
-                "weight_global_scale, "
-                "modelopt multiplies by weight_scale_2"
+                "weight_global_scale, modelopt multiplies by weight_scale_2"
             )
             cause = f"{scale.place.part} {scale.place.row.path} {largest > 1}"
             yield _objection("scale-magnitude", scale.name, says, cure, cause)
@@ -280,8 +278,7 @@ def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
             )
         says = (
             f"is {values[worst.name]:.6g}, but {others} are one fused module with one {leaf}, and "
-            "vLLM takes "
-            f"{values[used]:.6g} of {used}: {happens}"
+            f"vLLM takes {values[used]:.6g} of {used}: {happens}"
         )
         cause = f"{worst.place.part} {worst.place.row.path} {leaf}"
         cure = f"Quantize {others} together, with one {leaf}"
@@ -295,9 +292,8 @@ def input_scales_are_measured(tensors: _Tensors) -> Iterator[Objection]:
         values = {each.summary.largest for each in found}
         if len(found) >= _MANY and len(values) == 1:
             says = (
-                f"all {len(found):,} scales named {leaf} are {values.pop():g}: no batch gave "
-                "them, and inputs that "
-                "are larger are cut off"
+                f"all {len(found):,} scales named {leaf} are {values.pop():g}: no batch gave them, "
+                "and inputs that are larger are cut off"
             )
             cure = "Calibrate, or use a scheme with dynamic input scales"
             yield _warning("input-scale-constant", found[0].name, says, cure)
@@ -322,7 +318,6 @@ def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Obje
         if is_new:
             says = (
                 f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before "
-                "training: the draft then "
-                "guesses, and nearly nothing is accepted"
+                "training: the draft then guesses, and nearly nothing is accepted"
             )
             yield _warning("mtp-untrained", norms[0].name, says, _MEASURE)

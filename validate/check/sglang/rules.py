@@ -160,8 +160,7 @@ def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
             rule = "sglang-absorbed"
             says += (
                 f"reads its `weight` as one number an input, which {form} has not: it raises, or "
-                "splits bytes that are "
-                "no numbers (deepseek_weight_loader.py: post_load_weights)"
+                "splits bytes that are no numbers (deepseek_weight_loader.py: post_load_weights)"
             )
         if rule:
             cure, cause = "Keep kv_b_proj in BF16 or FP8_DYNAMIC", f"{module.part} {form}"
