@@ -83,7 +83,8 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
     experts each.
     """
-    own, theirs = _matrices(runtime), _matrices(release)
+    own = _matrices(runtime)
+    theirs = _matrices(release)
     last = runtime.view.num_layers - 1
     found = []
     for module, (place, weight) in own.items():
@@ -118,7 +119,8 @@ def compared(
         found: from `pairs`.
         progress: called with the bytes that were read.
     """
-    sources, num_threads = (runtime.source, release.source), _AT_A_TIME
+    sources = (runtime.source, release.source)
+    num_threads = _AT_A_TIME
     if any(map(is_remote, sources)):
         num_threads = _AT_A_TIME_REMOTE
     with ThreadPoolExecutor(num_threads) as pool:
@@ -131,7 +133,9 @@ def compared(
 def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
     weight, theirs, place = pair
     bound = max(BOUND[weight.form], BOUND[theirs.form])
-    severity, name, kind = "error", weight.weight.name, f"{place.part} {place.row.path}"
+    severity = "error"
+    name = weight.weight.name
+    kind = f"{place.part} {place.row.path}"
     if weight.shape != theirs.shape:
         # A vocabulary may be padded; another shape of a layer's weight is another model.
         severity = "warning" if place.role in ("embedding", "head") else "error"
@@ -156,10 +160,8 @@ def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
     if not torch.isfinite(ours).all():
         words = "it has values that are infinite or NaN"
     elif ours.numel() <= _DESCRIBED and has_column_factors(ours.float(), original.float(), bound):
-        severity, words = (
-            "warning",
-            "each input channel has a factor of its own, as after AWQ or SmoothQuant",
-        )
+        severity = "warning"
+        words = "each input channel has a factor of its own, as after AWQ or SmoothQuant"
     says = (
         f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
         f"{bound:.0%}: {words}"
@@ -190,7 +192,8 @@ def has_column_factors(ours: Tensor, original: Tensor, bound: float) -> bool:
     """Whether factors of input channels, and none of rows, leave only rounding of a difference
     [N, K].
     """
-    product, square = ours * original, original.square()
+    product = ours * original
+    square = original.square()
     rows = product.sum(1, keepdim=True) / square.sum(1, keepdim=True).clamp_min(1e-30)
     columns = product.sum(0) / square.sum(0).clamp_min(1e-30)
     if relative_error(ours, original * rows) <= bound:
@@ -205,7 +208,8 @@ def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     found: dict[HFName, Member] = {}
     for module in runtime.modules:
         for member in module.members:
-            weight, num_dims = member.weight, len(member.weight.shape)
+            weight = member.weight
+            num_dims = len(member.weight.shape)
             if member.place.row.stacked and weight.form == "plain" and num_dims == 3:
                 found |= {
                     each.weight.module: each for each in _unstacked(weight.weight, member.place)
@@ -224,7 +228,8 @@ def _unstacked(entry: Entry, place: Place) -> Iterator[Member]:
     shape = (num_rows // len(place.row.stacked), num_columns)
     if math.prod(shape) * count != math.prod(entry.shape):
         return
-    stem, start = place.module.removesuffix(place.row.path), entry.start
+    stem = place.module.removesuffix(place.row.path)
+    start = entry.start
     num_bytes = entry.num_bytes // max(1, count)
     for expert in range(num_experts):
         for path in place.row.unstacked:

@@ -120,7 +120,8 @@ def examine(
     try:
         opened = open_source(where)
     except OSError as error:
-        got, cure = error.strerror or str(error), "Check its permissions and its disk"
+        got = error.strerror or str(error)
+        cure = "Check its permissions and its disk"
         refusal = NoCheckpointError(error.filename or where, "must be readable", got=got, cure=cure)
         return Checked(_refused(str(where), "files", refusal), refusal=refusal)
     except CheckpointError as error:
@@ -146,7 +147,8 @@ def examine_source(
     """`examine` for a checkpoint whose headers are already read."""
     # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and
     # nothing is loaded.
-    stored, where = StoredView(opened, vllm=vllm), opened.where
+    stored = StoredView(opened, vllm=vllm)
+    where = opened.where
     refused = unloadable(opened.config, quantization_of(opened.config), vllm)
     if refused is not None and "vllm" in runtimes:
         facts = _facts(stored)
@@ -165,7 +167,8 @@ def examine_source(
     except CheckpointError as error:
         return Checked(_refused(where, "config", error), opened)
     except (KeyError, TypeError, ValueError) as error:
-        rule, cure = "must count its layers", "Take the original's config.json"
+        rule = "must count its layers"
+        cure = "Take the original's config.json"
         refusal = CheckpointError(f"{where}/config.json", rule, got=repr(error), cure=cure)
         return Checked(_refused(where, "config", refusal), opened)
     try:
@@ -196,8 +199,10 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         CheckpointError: the quantization config has a key of another type than vLLM reads.
     """
     found = [objection for rule in WITHOUT_FAMILY for objection in rule(view)]
-    config, severity = view.source.config, "error"
-    says, cure = f"{refusal.rule}; got {refusal.got}", refusal.way_out
+    config = view.source.config
+    severity = "error"
+    says = f"{refusal.rule}; got {refusal.got}"
+    cure = refusal.way_out
     if not (is_drafted(config, view.vllm) or promises_mtp(config) or view.mtp_names):
         severity = "warning"
         says = (
@@ -235,13 +240,16 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
 def _facts(view: StoredView) -> CheckpointFacts:
     """What the checkpoint is; without a family, its MTP tensors are those whose names say so."""
     entries = view.source.entries
-    names, forms = entries.keys() & view.mtp_names, set[str]()
+    names = entries.keys() & view.mtp_names
+    forms = set[str]()
     for weight in view.weights.values():
         if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
             forms.add(weight.weight.dtype if weight.form == "plain" else weight.form)
-    family, num_layers = "", 0
+    family = ""
+    num_layers = 0
     if isinstance(view, RuntimeView):
-        family, num_layers = view.view.family.model_type, len(view.found)
+        family = view.view.family.model_type
+        num_layers = len(view.found)
     return CheckpointFacts(
         family=family,
         dialect=shortened(view.dialect.name),

@@ -24,7 +24,8 @@ _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
     """config.json and hf_quant_config.json name one algorithm: R5; M11."""
     config = runtime.source.config
-    given, other = quantization_of(config), runtime.hf_quant_config
+    given = quantization_of(config)
+    other = runtime.hf_quant_config
     if given is None or other is None:
         return
     first = read_dialect(config, None, dtypes=runtime.dtypes, vllm=runtime.vllm)
@@ -45,14 +46,16 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
 
 def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
-    view, text = runtime.view, runtime.view.text_config
+    view = runtime.view
+    text = runtime.view.text_config
     original = "from the original release's config.json"
     faults: dict[str, tuple[str, str]] = {}
     for key in view.family.loader.needs:
         if text.get(key) is None:
             says = f"is missing: vLLM raises AttributeError: object has no attribute '{key}'"
             faults[key] = says, f"Start {original} and only add quantization_config"
-    types, ratios = text.get("layer_types"), text.get("compress_ratios")
+    types = text.get("layer_types")
+    ratios = text.get("compress_ratios")
     expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
     if isinstance(types, list) and len(types) != expected:
         says = (
@@ -75,12 +78,12 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that
     NVFP4 needs: R7.
     """
-    dialect, given, other = runtime.dialect, runtime.given, runtime.hf_quant_config or {}
+    dialect = runtime.dialect
+    given = runtime.given
+    other = runtime.hf_quant_config or {}
     in_config = given.file == "config.json"
-    where, nested = (
-        f"{given.file}: quantization{'_config' if in_config else ''}",
-        f"{given.file}: quantization",
-    )
+    where = f"{given.file}: quantization{'_config' if in_config else ''}"
+    nested = f"{given.file}: quantization"
     faults: dict[str, tuple[str, str]] = {}
     if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
         says = (

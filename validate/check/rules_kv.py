@@ -55,7 +55,9 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
     """
     scheme, algorithm = _kv_entry(runtime)
     severity: Severity = "error"
-    where, cure, says = f"{runtime.given.file}: kv_cache_quant_algo", "Write FP8, NVFP4 or null", ""
+    where = f"{runtime.given.file}: kv_cache_quant_algo"
+    cure = "Write FP8, NVFP4 or null"
+    says = ""
     if isinstance(runtime.dialect, CompressedTensors) and scheme is not None:
         where = "config.json: quantization_config.kv_cache_scheme"
         cure = (
@@ -67,10 +69,8 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
         if runtime.view.family.model_type == "qwen4_exp":
             says = "vLLM raises NotImplementedError: Qwen4Exp QSA does not support KV quantization"
         elif runtime.view.text_config.get("kv_lora_rank"):
-            severity, cure = (
-                "warning",
-                "Serve with --kv-cache-dtype fp8 if you want it, or remove it",
-            )
+            severity = "warning"
+            cure = "Serve with --kv-cache-dtype fp8 if you want it, or remove it"
             says = (
                 "has no effect: latent attention never asks for it, and vLLM keeps that cache "
                 "in BF16"
@@ -148,7 +148,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
             attentions[HFName(name.removesuffix(".k_proj"))] = place.part
     stored: dict[HFName, set[str]] = defaultdict(set)
     for entry in runtime.others:
-        module, leaf = attention_of_scale(entry.name), entry.name.rpartition(".")[2]
+        module = attention_of_scale(entry.name)
+        leaf = entry.name.rpartition(".")[2]
         if leaf not in CACHE_LEAVES:
             continue
         stored[module].add(leaf)
@@ -160,10 +161,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
             )
             cure = "Remove it, or bring the layer back"
             yield objection("kv-scales", entry.name, says, cure, cure)
-    is_modelopt, cure = (
-        isinstance(runtime.dialect, ModelOpt),
-        "Calibrate the cache again: each layer has two scales",
-    )
+    is_modelopt = isinstance(runtime.dialect, ModelOpt)
+    cure = "Calibrate the cache again: each layer has two scales"
     convention = "modelopt" if is_modelopt else "compressed-tensors"
     with_some = {part for module, part in attentions.items() if module in stored}
     for module, part in attentions.items() if with_some else ():

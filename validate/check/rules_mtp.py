@@ -41,8 +41,11 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7,
     M9.
     """
-    view, promised, key = runtime.view, runtime.promised, runtime.view.mtp_count_key
-    where, way_back = f"config.json: {key}", _way_to_a_block(runtime)
+    view = runtime.view
+    promised = runtime.promised
+    key = runtime.view.mtp_count_key
+    where = f"config.json: {key}"
+    way_back = _way_to_a_block(runtime)
     effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
     if runtime.loader.refuses_missing_mtp:
         effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
@@ -50,9 +53,11 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     if any(_is_nested(runtime, name) for name in runtime.source.entries):
         elsewhere.add(0)
     for index in sorted(set(range(promised)) - runtime.found - elsewhere):
-        place, cure = f"{view.mtp_stem(index)}*", way_back
+        place = f"{view.mtp_stem(index)}*"
+        cure = way_back
         if (at := runtime.block_at) is not None:
-            place, depth = f"{view.disk_stem('backbone', at)}*", view.family.num_layers_key
+            place = f"{view.disk_stem('backbone', at)}*"
+            depth = view.family.num_layers_key
             cure = (
                 f"Set {depth} to {at}: layer {at} has the modules of an MTP layer, and is "
                 "counted as a decoder layer"
@@ -67,14 +72,14 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("mtp-missing", place, says, cure)
     extra = sorted(index for index in runtime.found if index >= promised)
     if extra:
-        first, cure = (
-            f"{view.mtp_stem(extra[0])}*",
-            f"Correct {key}, or num_hidden_layers, to what the files hold",
-        )
+        first = f"{view.mtp_stem(extra[0])}*"
+        cure = f"Correct {key}, or num_hidden_layers, to what the files hold"
         if promised == 0:
-            count, error = "missing", runtime.loader.missing_count
+            count = "missing"
+            error = runtime.loader.missing_count
             if {*view.text_config, *view.config}.intersection(view.family.mtp_count_keys):
-                count, error = "0", "ZeroDivisionError"
+                count = "0"
+                error = "ZeroDivisionError"
             says = f"is {count}, but {first} exists: with method=mtp vLLM raises {error}"
             yield objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
         elif view.layout.mtp is None:
@@ -113,10 +118,12 @@ def files_are_indexed(view: StoredView) -> Iterator[Objection]:
             f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM "
             "does not read it"
         )
-        cure, severity = f"Add the tensors of {entry.file} to the index", "warning"
+        cure = f"Add the tensors of {entry.file} to the index"
+        severity = "warning"
         is_mtp = view.is_mtp_name(entry.name)
         if is_mtp:
-            severity, says = "error", f"{says}, so the draft is missing"
+            severity = "error"
+            says = f"{says}, so the draft is missing"
         else:
             cure += ", or remove the file"
         yield objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
@@ -143,7 +150,8 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     Decoder layers of one family differ. So a decoder layer lacks something only if another one has
     all that it has, and more; an MTP layer is compared with the decoder layer most like it.
     """
-    view, halves = runtime.view, _halves(runtime)
+    view = runtime.view
+    halves = _halves(runtime)
     backbone = {index for _, part, index in halves if part == "backbone"}
     depth = 1 + max(backbone, default=-1)
     for index in sorted({*range(view.num_layers)} - backbone):
@@ -160,10 +168,14 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if part == "backbone" and paths:
             models[half].add(frozenset(paths))
     for (half, part, index), paths in sorted(halves.items(), key=lambda item: item[0][0] == "ffn"):
-        rule, cure, lacks = "layer-incomplete", _AGAIN, ()
+        rule = "layer-incomplete"
+        cure = _AGAIN
+        lacks = ()
         gaps = [model - paths for model in models[half] if part == "mtp" or paths < model]
         if part == "mtp":
-            rule, cure, lacks = "mtp-incomplete", _way_to_a_block(runtime), view.family.mtp_lacks
+            rule = "mtp-incomplete"
+            cure = _way_to_a_block(runtime)
+            lacks = view.family.mtp_lacks
         for path in sorted(min(gaps, key=len, default=frozenset()).difference(lacks)):
             leaf = ".weight*"
             if path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
@@ -265,7 +277,8 @@ def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     known = runtime.loader.mtp_leaves
     for key, weight in runtime.weights.items():
-        place, name = runtime.placed.get(key), weight.weight.name
+        place = runtime.placed.get(key)
+        name = weight.weight.name
         others = [leaf for leaf in weight.parts if known and leaf not in known]
         if _is_nested(runtime, name) or place is None or place.leaf != "weight":
             yield _unknown(runtime, name)
@@ -277,7 +290,8 @@ def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
             cure = "Leave the MTP block plain"
             yield objection("unknown-tensor", f"{key}.{others[0]}", says, cure, "mtp leaf")
     for entry in runtime.others:
-        leaf, place = runtime.leaf_of(entry.name), runtime.placed.get(entry.name)
+        leaf = runtime.leaf_of(entry.name)
+        place = runtime.placed.get(entry.name)
         # What another rule judges, and what vLLM computes itself.
         is_known = is_kv_scale(leaf) or _is_of_a_weight(leaf) or _RECOMPUTED.search(entry.name)
         if place is not None:
@@ -301,7 +315,9 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
         return objection(
             "mtp-prefix", name, says, f"Rename it to start with {stem or 'mtp.'}", "nested"
         )
-    severity, cause, at = "warning", re.sub(r"[0-9]+", "*", name), runtime.block_at
+    severity = "warning"
+    cause = re.sub(r"[0-9]+", "*", name)
+    at = runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
     if runtime.is_mtp_name(name):
         severity = "error"
@@ -337,13 +353,15 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iter
     A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
     logical shape, and a float32 tensor never its dtype. The writer's own test compares the bytes.
     """
-    own, others = _every_weight(runtime), _every_weight(source)
+    own = _every_weight(runtime)
+    others = _every_weight(source)
     for name, theirs in others.items():
         place = source.placed.get(name)
         if place is None or place.part != "mtp" or place.row.stacked:
             continue
         # The checkpoint may have q, k and v apart where the source has them in one matrix.
-        stem, interleaved = place.module.removesuffix(place.row.path), place.row.interleaved
+        stem = place.module.removesuffix(place.row.path)
+        interleaved = place.row.interleaved
         if interleaved and all(HFName(stem + path) in runtime.weights for path in interleaved.into):
             continue
         if name in own:
@@ -369,7 +387,8 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
 
     The shape of packed integers takes bits and group from the config.
     """
-    name, dtypes = ours.weight.name, (ours.weight.dtype, theirs.weight.dtype)
+    name = ours.weight.name
+    dtypes = (ours.weight.dtype, theirs.weight.dtype)
     are_known = True
     for each in (ours, theirs):
         are_known &= each.form != "unknown" and (each.form != "int_packed" or bool(each.scheme))
@@ -381,7 +400,8 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
         if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
             effect = "twice the size for the same numbers"
         says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
-        cure, cause = "Keep the source's dtype", " ".join(dtypes)
+        cure = "Keep the source's dtype"
+        cause = " ".join(dtypes)
         yield objection("source", name, says, cure, cause, severity="warning")
 
 

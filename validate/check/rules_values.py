@@ -141,7 +141,8 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
 
 def _not_finite(tensor: Tensor, cure: str) -> Objection:
     """vllm#45212, vllm#45320, compressed-tensors#595."""
-    index, position = tensor.summary.first_not_finite, []
+    index = tensor.summary.first_not_finite
+    position = []
     for size in reversed(tensor.entry.shape):
         index, at = divmod(index, size)
         position.insert(0, at)
@@ -161,8 +162,11 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objectio
     AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest
     code.
     """
-    summary, leaf, says = tensor.summary, tensor.leaf, ""
-    weight, may_be_negative = runtime.weights.get(tensor.module), leaf == "scales"
+    summary = tensor.summary
+    leaf = tensor.leaf
+    says = ""
+    weight = runtime.weights.get(tensor.module)
+    may_be_negative = leaf == "scales"
     if weight is not None and weight.form == "int_packed" and leaf == "weight_scale":
         may_be_negative = "weight_zero_point" not in weight.parts
     if summary.is_zero and leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
@@ -212,13 +216,16 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Iterator[Objection]
         scale = tensors.get(HFName(f"{tensor.module}.{leaf}"))
         is_lost |= scale is not None and scale.size > 1 and not scale.summary.is_constant
     what = "zeros" if summary.is_zero else "one repeated value"
-    happens, cure = "it was never trained", "Take this tensor from the release"
+    happens = "it was never trained"
+    cure = "Take this tensor from the release"
     if is_lost:
-        happens, cure = "its scales are those of other values, which were lost", _REQUANTIZE
+        happens = "its scales are those of other values, which were lost"
+        cure = _REQUANTIZE
     if tensor.is_mtp:
         happens += ", or never written, so the draft guesses and nearly nothing is accepted"
         cure = graft
-    says, cause = f"holds {what} only: {happens}", f"{tensor.cause} {what} {is_lost}"
+    says = f"holds {what} only: {happens}"
+    cause = f"{tensor.cause} {what} {is_lost}"
     severity = "error" if tensor.is_mtp or is_lost else "warning"
     yield _objection("empty-weight", tensor.name, says, cure, cause, severity)
 
@@ -265,17 +272,13 @@ def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
             used = max(values, key=lambda name: values[name])
         worst = max(members, key=lambda member: abs(math.log(values[member.name] / values[used])))
         others = ", ".join(member.module.rpartition(".")[2] for member in members)
-        severity, happens = (
-            "warning",
-            "inputs are then rounded on another grid than the calibrated one",
-        )
+        severity = "warning"
+        happens = "inputs are then rounded on another grid than the calibrated one"
         if leaf in _GLOBAL_SCALES:
             factor = values[worst.name] / values[used]
             factor = factor if leaf in _DIVISORS else 1 / factor
-            severity, happens = (
-                "error",
-                f"these weights are then {factor:.3g} times what they should be",
-            )
+            severity = "error"
+            happens = f"these weights are then {factor:.3g} times what they should be"
         says = (
             f"is {values[worst.name]:.6g}, but {others} are one fused module with one {leaf}, and "
             f"vLLM takes {values[used]:.6g} of {used}: {happens}"

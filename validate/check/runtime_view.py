@@ -171,9 +171,11 @@ class StoredView:
     @cached_property
     def given(self) -> GivenConfig:
         """The quantization config, empty if there is none."""
-        raw, file = quantization_of(self.source.config), "config.json"
+        raw = quantization_of(self.source.config)
+        file = "config.json"
         if raw is None:
-            raw, file = self.hf_quant_config or {}, HF_QUANT_CONFIG
+            raw = self.hf_quant_config or {}
+            file = HF_QUANT_CONFIG
         nested = raw.get("quantization")
         return GivenConfig(file, raw, nested if isinstance(nested, Mapping) else None)
 
@@ -243,11 +245,14 @@ class StoredView:
         is_renamed = "scale" in weight.parts or weight.form == "fp8_sliced"
         if len(weight.weight.shape) < 2 or "embed" in last or is_renamed:
             return
-        name, shards, kind = VLLMName(weight.module), tuple[VLLMName, ...](), "linear"
+        name = VLLMName(weight.module)
+        shards = tuple[VLLMName, ...]()
+        kind = "linear"
         if last == "lm_head":
             kind = "head"
         if expert := _EXPERTS.match(weight.module):
-            name, kind = VLLMName(expert["experts"]), "experts"
+            name = VLLMName(expert["experts"])
+            kind = "experts"
             shards = (VLLMName(f"{name}.0.{expert['last']}"),)
         answer = self.dialect.resolve(name, shards=shards, kind=kind)
         for fused, parts in _FUSED.items():
@@ -408,11 +413,13 @@ class RuntimeView(StoredView):
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place
-        kind, last = KINDS.get(place.role, "linear"), name.rpartition(".")[2]
+        kind = KINDS.get(place.role, "linear")
+        last = name.rpartition(".")[2]
         shards = tuple(VLLMName(name.replace(last, each)) for each in self._fused.get(last, ()))
         if kind == "experts":
             shards = tuple(VLLMName(f"{name}.0.{each}") for each in self._projections)
-        asks, answer = place.row.loads_quantized, Resolution(PLAIN)
+        asks = place.row.loads_quantized
+        answer = Resolution(PLAIN)
         if asks:
             answer = self.resolve(name, shards, kind, part)
         return Module(name, kind, part, shards, members, asks, answer)

@@ -99,7 +99,8 @@ def with_values(
     release = None
     if source is not None:
         release = RuntimeView.of(open_source(source))
-        own, other = checked.runtime.view.family, release.view.family
+        own = checked.runtime.view.family
+        other = release.view.family
         if own is not other:
             rule = f"the release of a {own.model_type} checkpoint is of the same family"
             raise CheckpointError(

@@ -270,7 +270,8 @@ def versions_in_short(loads: Sequence[DryLoad]) -> str:
     """`0.30.0 is the oldest that loads and drafts it, of 0.29.0, 0.30.0 and 0.31.0`; "" where one
     alone was tried.
     """
-    tried, good = list(by_version(loads)), serving(loads)
+    tried = list(by_version(loads))
+    good = serving(loads)
     if len(tried) < 2:
         return ""
     if not good:

@@ -117,7 +117,8 @@ def find_vllm() -> VLLM:
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places, cure = [Path(os.path.abspath(named or ""))], _how_to_get_one()
+    places = [Path(os.path.abspath(named or ""))]
+    cure = _how_to_get_one()
     if not named:
         places = [place / "bin" / "python" for place in _places()]
     runnable = [place for place in places if place.is_file() and os.access(place, os.X_OK)]
@@ -130,10 +131,8 @@ def find_vllm() -> VLLM:
     python = runnable[0]
     asked = _ask(python)
     if not asked["vllm"]:
-        rule, got = (
-            "must be the Python of an environment with vLLM",
-            f"none for Python {asked['python']}",
-        )
+        rule = "must be the Python of an environment with vLLM"
+        got = f"none for Python {asked['python']}"
         raise VLLMError(python, rule, got=got, cure=cure)
     cpu, flags = cpu_here()
     is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
@@ -235,7 +234,8 @@ def gpus_here() -> tuple[GPU, ...]:
 
 def cpu_here() -> tuple[str, frozenset[str]]:
     """Processor name and flags; empty where there is no /proc/cpuinfo."""
-    info, fields = Path("/proc/cpuinfo"), {}
+    info = Path("/proc/cpuinfo")
+    fields = {}
     if info.is_file():
         for line in info.read_text().splitlines():
             key, _, value = line.partition(":")

@@ -120,7 +120,8 @@ class AutoRound(NamedTuple):
         )
 
     def _built(self, choice: _Choice) -> VLLMModule:
-        size, is_one = choice.group_size, isinstance(choice.group_size, int)
+        size = choice.group_size
+        is_one = isinstance(choice.group_size, int)
         match self.packing, choice.bits, choice.is_symmetric:
             case "fp", 8, True if isinstance(size, list | tuple):
                 return registers(
@@ -144,7 +145,8 @@ def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(AutoRoundGiven, raw)
-    data_type, backend = given.data_type or "int", given.backend or given.vllm_backend or "auto"
+    data_type = given.data_type or "int"
+    backend = given.backend or given.vllm_backend or "auto"
     if data_type == "fp8":
         data_type = "fp"
     packed = _PACKINGS.get(given.packing_format or "", "")

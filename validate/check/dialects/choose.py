@@ -58,11 +58,13 @@ def read_dialect(
         CheckpointError: a key has another type than vLLM reads, or an entry is no regular
             expression.
     """
-    where, raw = "config.json: quantization_config", quantization_of(config)
+    where = "config.json: quantization_config"
+    raw = quantization_of(config)
     if raw is None and hf_quant_config is None:
         return UNQUANTIZED
     if raw is None:
-        where, raw = HF_QUANT_CONFIG, {"quant_method": "modelopt", **(hf_quant_config or {})}
+        where = HF_QUANT_CONFIG
+        raw = {"quant_method": "modelopt", **(hf_quant_config or {})}
     try:
         return _read(raw, config, hf_quant_config or {}, renamer(config, part, vllm), dtypes, vllm)
     except CheckpointError as error:
@@ -159,7 +161,8 @@ def unloadable(
         found: its quantization config, wherever vLLM finds it.
         vllm: the version.
     """
-    methods, name = asked(vllm), f"vLLM {minor(vllm)}"
+    methods = asked(vllm)
+    name = f"vLLM {minor(vllm)}"
     method = method_of(found or {})
     given = config.get("quantization")
     if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
@@ -168,7 +171,8 @@ def unloadable(
             "the packed weights"
         )
         return Unloadable("config.json: quantization", says, _ELSEWHERE)
-    says, cure = "", _ELSEWHERE
+    says = ""
+    cure = _ELSEWHERE
     if method in methods.deprecated_methods:
         says = (
             f"is {method}, which {name} refuses as deprecated unless "

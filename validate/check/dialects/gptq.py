@@ -77,10 +77,8 @@ class Gptq(NamedTuple):
                 return raises(SHARDS_DIFFER.format(module), "")
         if override is None:
             return plain(f"-:{entry}")
-        bits, is_symmetric = (
-            _number(override, "bits", self.bits),
-            bool(override.get("sym", self.is_symmetric)),
-        )
+        bits = _number(override, "bits", self.bits)
+        is_symmetric = bool(override.get("sym", self.is_symmetric))
         if bits not in (4, 8) or not is_symmetric:
             error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
             return raises(error, entry or "quantization_config")
@@ -192,7 +190,8 @@ def read_awq(raw: Mapping[str, Any], rename: Renamer, floats: Iterable[str]) -> 
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(AwqGiven, raw)
-    bits, group_size = given.w_bit or given.bits, given.q_group_size or given.group_size
+    bits = given.w_bit or given.bits
+    group_size = given.q_group_size or given.group_size
     error = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
     if not error and bits != 4:
         error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"

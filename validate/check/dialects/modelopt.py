@@ -90,7 +90,8 @@ class ModelOpt:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
         MIXED_PRECISION.
         """
-        is_vllm, is_experts = self.runtime == "vllm", kind == "experts"
+        is_vllm = self.runtime == "vllm"
+        is_experts = kind == "experts"
         parts = () if is_experts else shards
         if (is_vllm or not is_experts) and (
             found := skipped(self.runtime, module, parts, self.exclude)
@@ -127,7 +128,8 @@ class ModelOpt:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
         shards differ.
         """
-        layers, spellings = self.quantized_layers, _spellings(self.runtime, module)
+        layers = self.quantized_layers
+        spellings = _spellings(self.runtime, module)
         for name in spellings:
             if name in layers:
                 return name, layers[name]
@@ -202,23 +204,25 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
     """
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
-    algorithm, layers = (holder.quant_algo or "").upper(), _layers(holder, rename)
+    algorithm = (holder.quant_algo or "").upper()
+    layers = _layers(holder, rename)
     listed = (
         holder.exclude_modules if given.quantization or holder.ignore is None else holder.ignore
     )
-    name, error, sizes = "modelopt", "", _block_sizes(holder)
+    name = "modelopt"
+    error = ""
+    sizes = _block_sizes(holder)
     if algorithm == _MIXED and not any(each in _FOUR_BITS for each in layers.values()):
-        name, error = (
-            "w4afp8",
-            "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8",
-        )
+        name = "w4afp8"
+        error = "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
     elif algorithm == _MIXED:
         name = "modelopt_mixed"
         error = "ValueError: all block-FP8 layers must use one group_size" if len(sizes) > 1 else ""
     elif algorithm == "FP8":
         name = "modelopt_fp8"
     elif "FP4" in algorithm:
-        name, algorithm = "modelopt_fp4", algorithm.replace("NVFP4_AWQ", "NVFP4")
+        name = "modelopt_fp4"
+        algorithm = algorithm.replace("NVFP4_AWQ", "NVFP4")
         error = (
             ""
             if algorithm in _FOUR_BITS

@@ -82,7 +82,8 @@ def config_is_read(view: SglangView) -> Iterator[Objection]:
 
 def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
     """SGLang's loaders assert one MTP layer; where they do not, they build the first of several."""
-    promised, model = view.runtime.promised, view.model
+    promised = view.runtime.promised
+    model = view.model
     if model.draft is None or promised <= 1 or "{i}" in model.draft:
         return
     where = f"config.json: {view.runtime.view.mtp_count_key}"
@@ -118,7 +119,8 @@ def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
     #39064, #40597).
     """
     for module in () if view.model.no_draft else view.modules:
-        dialect, answer = view.dialects[module.part], module.resolution
+        dialect = view.dialects[module.part]
+        answer = module.resolution
         if isinstance(dialect, OneAnswer) and dialect.answer.error:
             continue
         if answer.error:
@@ -143,11 +145,13 @@ def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
     Of FP8 in blocks it reads the size of a block from the target `Linear` alone.
     """
     for module in view.modules:
-        form, dialect = module.resolution.built.form, view.dialects[module.part]
+        form = module.resolution.built.form
+        dialect = view.dialects[module.part]
         alike = [each for each in module.members if form in ("fp8_block", each.weight.form)]
         if not alike or not module.name.endswith(".kv_b_proj"):
             continue
-        rule, says = "", f"SGLang splits {module.name} after loading and "
+        rule = ""
+        says = f"SGLang splits {module.name} after loading and "
         has_size = not isinstance(dialect, CompressedTensors) or "Linear" in dialect.builds
         if form == "fp8_block" and not has_size:
             rule = "sglang-block-size"
@@ -163,7 +167,8 @@ def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
                 "splits bytes that are no numbers (deepseek_weight_loader.py: post_load_weights)"
             )
         if rule:
-            cure, cause = "Keep kv_b_proj in BF16 or FP8_DYNAMIC", f"{module.part} {form}"
+            cure = "Keep kv_b_proj in BF16 or FP8_DYNAMIC"
+            cause = f"{module.part} {form}"
             yield _error(rule, alike[0].name, says, cure, cause, times=len(alike))
 
 
@@ -199,7 +204,8 @@ def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
 
     Sliced rows of q, k and v, and DeepSeek-V4's FP8 wo_a, a loader of SGLang's makes over.
     """
-    weight, row = member.weight, member.place.row
+    weight = member.weight
+    row = member.place.row
     is_v4 = view.runtime.view.family.model_type == "deepseek_v4"
     is_wo_a = is_v4 and row.path == "attn.wo_a" and weight.form == "fp8_block"
     if is_wo_a or weight.form == "fp8_sliced" or row.interleaved is not None:
@@ -218,13 +224,13 @@ def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
 
 
 def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: str) -> Objection:
-    built, entry = module.resolution.built, module.resolution.entry
-    name, dialect = module.name if module.loads_quantized else "it", view.dialects[module.part].name
+    built = module.resolution.built
+    entry = module.resolution.entry
+    name = module.name if module.loads_quantized else "it"
+    dialect = view.dialects[module.part].name
     why_plain = view.why_plain(module.part)
-    by, cure = (
-        f"by {entry or dialect}",
-        "Store it in BF16: no entry changes it. Or serve it with vLLM",
-    )
+    by = f"by {entry or dialect}"
+    cure = "Store it in BF16: no entry changes it. Or serve it with vLLM"
     if not module.loads_quantized:
         by = f"sglang/srt/{view.model.file}"
     elif why_plain:

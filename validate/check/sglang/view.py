@@ -102,12 +102,14 @@ class SglangView:
         return ""
 
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
-        kind, last = KINDS.get(members[0].place.role, "linear"), name.rpartition(".")[2]
+        kind = KINDS.get(members[0].place.role, "linear")
+        last = name.rpartition(".")[2]
         shards = [f"{name}.0.{each}" for each in _PROJECTIONS]
         if kind != "experts":
             parts = packed_modules(self.runtime.view, part).get(last, ())
             shards = [name.replace(last, each) for each in parts]
-        named, dialect = tuple(map(VLLMName, shards)), self.dialects[part]
+        named = tuple(map(VLLMName, shards))
+        dialect = self.dialects[part]
         if not asks:
             resolution = plain()
         elif dialect.name == "modelopt_fp4" and name.endswith(self.model.plain_in_fp4):
