@@ -157,7 +157,7 @@ class _Names:
 
     def quantized_layers(self, modules: Iterable[RuntimeModule]) -> dict[str, dict[str, Any]]:
         """MIXED_PRECISION's table, which has whole names and no globs."""
-        layers: dict[str, dict[str, Any]] = {}
+        layers = dict[str, dict[str, Any]]()
         for module in modules:
             if not module.scheme:
                 continue
@@ -179,7 +179,7 @@ class _Names:
         stems = self.draft_stems
         quantized = [module.name for module in modules if module.scheme]
         is_draft_plain = not any(name.startswith(stems) for name in quantized)
-        entries: list[str] = []
+        entries = list[str]()
         for module in modules:
             if not module.scheme and not (is_draft_plain and module.name.startswith(stems)):
                 entries += self.written(module, otherwise=f"*{module.name}")

@@ -51,7 +51,7 @@ def quantization_config(
     matrices: Iterable[Matrix],
     *,
     format: Format,
-    cache: Mapping[str, Any] | None = None,
+    cache: Mapping[str, Any] | None,
 ) -> QuantizationConfig:
     """The quantization config of these matrices.
 

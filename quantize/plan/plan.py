@@ -111,7 +111,7 @@ class Plan:
         Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the
         writer turns them.
         """
-        found: dict[HFName, Spelled] = {}
+        found = dict[HFName, Spelled]()
         for tensor in self.tensors if self.recipe.format == "modelopt" else ():
             if tensor.scheme or tensor.calibrated:
                 found |= modelopt_outputs(tensor)
@@ -146,7 +146,7 @@ class Plan:
         sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
         first files.
         """
-        files: list[list[Unit]] = []
+        files = list[list[Unit]]()
         part = ""
         room = 0
         for unit in self.units:
@@ -371,7 +371,7 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     Raises:
         RecipeError: names the module and what to override it with.
     """
-    first: dict[VLLMName, TensorPlan] = {}
+    first = dict[VLLMName, TensorPlan]()
     for tensor in tensors:
         where = f"{recipe.name}: {tensor.part} {tensor.role}"
         scheme = tensor.scheme

@@ -194,7 +194,7 @@ def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[O
         return _outputs_of(place.module, scheme, shape)
     num_experts, rows, columns = shape
     stem = place.module.removesuffix(place.row.path)
-    outputs: list[Output] = []
+    outputs = list[Output]()
     for expert in range(num_experts):
         for path in place.row.unstacked:
             module = HFName(stem + path.replace("{e}", str(expert)))

@@ -205,7 +205,7 @@ def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     """Every weight [N, K] of the language model, by the name that it has where experts are not
     stacked.
     """
-    found: dict[HFName, Member] = {}
+    found = dict[HFName, Member]()
     for module in runtime.modules:
         for member in module.members:
             weight = member.weight

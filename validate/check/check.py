@@ -30,7 +30,7 @@ from ..facts.dry_load import LoadAccount
 from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
 from ..facts.results import CheckData
 from . import rules_config, rules_forms, rules_kv, rules_mtp
-from .dialects.choose import quantization_of, unloadable
+from .dialects.choose import unloadable
 from .dialects.patterns import time_limit
 from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
@@ -149,15 +149,12 @@ def examine_source(
     # nothing is loaded.
     stored = StoredView(opened, vllm=vllm)
     where = opened.where
-    refused = unloadable(opened.config, quantization_of(opened.config), vllm)
+    refused = unloadable(opened.config, vllm)
     if refused is not None and "vllm" in runtimes:
+        key, says, cure = refused
         facts = _facts(stored)
-        says = (
-            f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
-        )
-        return Checked(
-            _data(where, facts, [objection("method", refused.where, says, refused.cure)])
-        )
+        says += f". {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        return Checked(_data(where, facts, [objection("method", key, says, cure)]))
     try:
         runtime = RuntimeView.of(opened, vllm)
         if min(runtime.view.num_layers, runtime.promised) < 0:
@@ -176,7 +173,7 @@ def examine_source(
             if isinstance(runtime, RecipeError):
                 found = objections_without_family(stored, runtime)
                 return Checked(_data(where, _facts(stored), found), opened)
-            found: list[Objection] = []
+            found = list[Objection]()
             for server in runtimes:
                 for rule in RULES_OF[server]:
                     found += rule(runtime)

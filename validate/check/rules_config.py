@@ -49,7 +49,7 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
     view = runtime.view
     text = runtime.view.text_config
     original = "from the original release's config.json"
-    faults: dict[str, tuple[str, str]] = {}
+    faults = dict[str, tuple[str, str]]()
     for key in view.family.loader.needs:
         if text.get(key) is None:
             says = f"is missing: vLLM raises AttributeError: object has no attribute '{key}'"
@@ -84,7 +84,7 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     in_config = given.file == "config.json"
     where = f"{given.file}: quantization{'_config' if in_config else ''}"
     nested = f"{given.file}: quantization"
-    faults: dict[str, tuple[str, str]] = {}
+    faults = dict[str, tuple[str, str]]()
     if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
         says = (
             f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt "

@@ -78,7 +78,7 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """
     for module in runtime.modules:
         built = module.resolution.built
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes = dict[str, tuple[int, ...]]()
         for member in module.members if len(module.members) > 1 else ():
             path = member.place.row.path
             weight = member.weight.weight
@@ -238,7 +238,7 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
     #57532).
     """
     view = runtime.view
-    heads: dict[str, HFName] = {}
+    heads = dict[str, HFName]()
     for name, (disk, *_) in view.disk_modules.items():
         place = view.place(HFName(f"{disk}.weight"))
         if place and place.part == "mtp" and place.role == "head" and place.layer is not None:

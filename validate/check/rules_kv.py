@@ -142,7 +142,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
     is_fp8 = _is_fp8(scheme) or str(algorithm).upper() == "FP8"
     if not is_fp8 or no_place(runtime.view):
         return
-    attentions: dict[HFName, Part] = {}
+    attentions = dict[HFName, Part]()
     for name, place in runtime.placed.items():
         if place.role == "attention" and name.endswith(".k_proj"):
             attentions[HFName(name.removesuffix(".k_proj"))] = place.part

@@ -204,7 +204,7 @@ def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
 def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
     """The parts of each layer's mixer, and of its feed-forward part, in any stored form."""
     family = runtime.view.family
-    found: dict[tuple[str, Part, int], set[str]] = {}
+    found = dict[tuple[str, Part, int], set[str]]()
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
     for place in runtime.placed.values():
         row = place.row

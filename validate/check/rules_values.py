@@ -104,7 +104,7 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
         runtime: the checkpoint.
         read: the summaries of some of its tensors. Vision and other opaque parts are not judged.
     """
-    tensors: dict[HFName, Tensor] = {}
+    tensors = dict[HFName, Tensor]()
     for name, summary in read.items():
         place = runtime.view.place(name)
         if place is None and is_kv_scale(name.rpartition(".")[2]):

@@ -198,7 +198,7 @@ class StoredView:
         others are packed.
         """
         packed = {_kind(weight) for weight in self.weights.values() if weight.form != "plain"}
-        found: list[Module] = []
+        found = list[Module]()
         with time_limit():
             for weight in self.weights.values():
                 if _kind(weight) in packed:

@@ -33,7 +33,7 @@ class Values(NamedTuple):
     findings: tuple[Finding, ...]
     num_tensors: int
     num_bytes: int
-    num_compared: int = 0
+    num_compared: int
 
 
 def check_values(

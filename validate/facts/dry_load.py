@@ -217,7 +217,7 @@ class LoadAccount(Fact):
 
 def by_version(loads: Iterable[DryLoad]) -> dict[str, list[DryLoad]]:
     """The loads of each vLLM, the oldest first."""
-    found: dict[str, list[DryLoad]] = {}
+    found = dict[str, list[DryLoad]]()
     for load in sorted(loads, key=lambda load: parsed(load.vllm)):
         found.setdefault(load.vllm, []).append(load)
     return found

@@ -96,7 +96,7 @@ class Objection(NamedTuple):
 
     finding: Finding
     cause: str
-    times: int = 1
+    times: int
 
 
 def objection(
@@ -124,7 +124,7 @@ def objection(
 
 def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Finding]:
     """The first finding of each cause, with the number of tensors or entries that have it."""
-    first: dict[tuple[str, str, str], Finding] = {}
+    first = dict[tuple[str, str, str], Finding]()
     counts = Counter[tuple[str, str, str]]()
     for finding, cause, times in objections:
         key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")

@@ -161,7 +161,7 @@ def cut_windows(
         RecipeError: no text of two tokens.
     """
     before = tuple(tokenize(""))
-    windows: list[tuple[int, ...]] = []
+    windows = list[tuple[int, ...]]()
     left = num_tokens
     for each in text.texts:
         ids = tuple(tokenize(each))

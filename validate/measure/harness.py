@@ -313,7 +313,7 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Wat
         ServerFailed: see `Host.answer`.
         VLLMError, CheckpointError: see `hosting`.
     """
-    servers: dict[tuple[int, tuple[str, ...]], list[Work]] = {}
+    servers = dict[tuple[int, tuple[str, ...]], list[Work]]()
     for work in works:
         servers.setdefault((work.k, work.words), []).append(work)
     if servers:

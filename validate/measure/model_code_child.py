@@ -53,7 +53,7 @@ def main(own_end: int) -> None:
     else:
         os.write(own_end, b"!")  # it has started
         os.dup2(1, own_end)  # nothing can be read
-        names: dict[str, Any] = {}
+        names = dict[str, Any]()
         exec(ast.literal_eval(link.readline()), names)  # noqa: S102 - this is what the file is for
         for line in link:
             name, args, named = ast.literal_eval(line)

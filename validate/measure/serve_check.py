@@ -78,8 +78,8 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
     it.
     """
     works = [_work(model, k, setup, check) for k in check.ks]
-    errors: dict[int, str] = {}
-    how: dict[str, Any] = {}
+    errors = dict[int, str]()
+    how = dict[str, Any]()
     if missing := [work for work in works if work.missing()]:
         with hosting(model, setup, watch) as host:
             how = {"as_served": host.as_served, "reason": host.reason}
@@ -90,7 +90,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
                     errors[work.k] = failure.words
                     if not work.k:
                         break  # with method=mtp it would fail the same way, minutes later
-    runs: list[Run] = []
+    runs = list[Run]()
     for work in works:
         log = str(setup.log(work.name))
         if work.k in errors:
@@ -180,7 +180,7 @@ def _run(
 
 def _forms(source: Source) -> str:
     """Stored forms, largest share of bytes first; plain weights as their dtype."""
-    sizes: Counter[str] = Counter()
+    sizes = Counter[str]()
     for weight in stored_weights(source.entries.values())[0].values():
         forms = {"plain": weight.weight.dtype}
         name = forms.get(weight.form, weight.scheme or weight.form)

@@ -266,8 +266,8 @@ class LineFile(Generic[Head, Line]):
     def __init__(self, path: Path, header: Head) -> None:
         self.path = path
         self.header = header
-        self.lines: dict[Any, Line] = {}
-        self.sittings: dict[int, Sitting] = {}
+        self.lines = dict[Any, Line]()
+        self.sittings = dict[int, Sitting]()
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class AutoRound(NamedTuple):
     blocks: tuple[str, ...]
     extra: Mapping[str, AutoRoundException]
     entries: tuple[ConfigEntry, ...]
-    error: str = ""
+    error: str
     name: str = "auto-round"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -80,7 +80,7 @@ class AutoRound(NamedTuple):
         built = self._built(choice)
         if kind == "experts" and built.form == "fp8_block":
             return raises(_NO_EXPERTS, choice.entry)
-        return Resolution(built=built, entry=choice.entry)
+        return Resolution(built, choice.entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """A whole name, the end of one, or an expression anywhere in it."""

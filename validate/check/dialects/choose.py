@@ -11,7 +11,7 @@ nothing there.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ....checkpoints.companions import HF_QUANT_CONFIG
 from ....checkpoints.stored import FLOATS
@@ -97,7 +97,12 @@ def _read(
             return read_quark(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":
         return read_modelopt(raw, hf_quant_config, rename, vllm)
-    return read_unknown(method or "quantization_config without quant_method", raw)
+    # A dialect that keepmtp does not know: only the lists of modules to leave alone are read.
+    entries = list[ConfigEntry]()
+    for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
+        if isinstance(listed := raw.get(key), list | dict):
+            entries += entries_of(key, (word for word in listed if isinstance(word, str)), str)
+    return UnknownDialect(method or "quantization_config without quant_method", tuple(entries))
 
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:
@@ -121,29 +126,6 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((each for each in found if isinstance(each, Mapping)), None)
 
 
-def read_unknown(method: str, raw: Mapping[str, Any]) -> UnknownDialect:
-    """A dialect that keepmtp does not know: it reads only the lists of modules to leave alone."""
-    entries: list[ConfigEntry] = []
-    for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
-        if isinstance(listed := raw.get(key), list | dict):
-            entries += entries_of(key, (word for word in listed if isinstance(word, str)), str)
-    return UnknownDialect(name=method, entries=tuple(entries))
-
-
-class Unloadable(NamedTuple):
-    """Why vLLM does not load a checkpoint, from its quantization method alone.
-
-    Attributes:
-        where: the key of config.json.
-        says: what vLLM does.
-        cure: what to do.
-    """
-
-    where: str
-    says: str
-    cure: str
-
-
 def method_of(raw: Mapping[str, Any]) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
     word = raw.get("quant_method")
@@ -151,26 +133,20 @@ def method_of(raw: Mapping[str, Any]) -> str:
     return ALIASES.get(method, method)
 
 
-def unloadable(
-    config: Mapping[str, Any], found: Mapping[str, Any] | None, vllm: str = NEWEST
-) -> Unloadable | None:
-    """Why vLLM has nothing to load this with, if it has not.
-
-    Args:
-        config: config.json.
-        found: its quantization config, wherever vLLM finds it.
-        vllm: the version.
+def unloadable(config: Mapping[str, Any], vllm: str) -> tuple[str, str, str] | None:
+    """Why this vLLM has nothing to load the quantization method with, if it has not: the key of
+    config.json, what vLLM does, and the cure.
     """
     methods = asked(vllm)
     name = f"vLLM {minor(vllm)}"
-    method = method_of(found or {})
+    method = method_of(quantization_of(config) or {})
     given = config.get("quantization")
     if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
         says = (
             f"is MLX's key, which {name} does not read: it builds a plain model and raises on "
             "the packed weights"
         )
-        return Unloadable("config.json: quantization", says, _ELSEWHERE)
+        return "config.json: quantization", says, _ELSEWHERE
     says = ""
     cure = _ELSEWHERE
     if method in methods.deprecated_methods:
@@ -189,4 +165,4 @@ def unloadable(
         cure = (
             f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
         )
-    return Unloadable("config.json: quantization_config.quant_method", says, cure) if says else None
+    return ("config.json: quantization_config.quant_method", says, cure) if says else None

@@ -60,8 +60,8 @@ class CompressedTensors(NamedTuple):
     builds: _Builds
     expert_builds: _Builds
     entries: tuple[ConfigEntry, ...]
-    runtime: Runtime = "vllm"
-    is_mxfp4: bool = False
+    runtime: Runtime
+    is_mxfp4: bool
     name: str = "compressed-tensors"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -137,9 +137,9 @@ def read_compressed_tensors(
     given = read_given(CompressedTensorsGiven, raw)
     is_vllm = runtime == "vllm"
     built, renamed = (_built_by_vllm, rename.path) if is_vllm else (_built_by_sglang, rename.name)
-    linear: dict[str, VLLMModule | str] = {}
-    experts: dict[str, VLLMModule | str] = {}
-    entries: list[ConfigEntry] = []
+    linear = dict[str, VLLMModule | str]()
+    experts = dict[str, VLLMModule | str]()
+    entries = list[ConfigEntry]()
     is_mxfp4 = not is_vllm and "mxfp4" in (given.format or "")
     for key, group in (given.config_groups or {}).items():
         targets = group.targets or ()

@@ -67,7 +67,7 @@ class Fp8(NamedTuple):
         ):
             return found
         if kind == "linear":
-            return Resolution(built=self.linear)
+            return Resolution(self.linear)
         if self.keeps_mxfp4 and (
             match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)
         ):
@@ -77,8 +77,8 @@ class Fp8(NamedTuple):
             )
             for pattern in self.keeps_mxfp4:
                 if fnmatchcase(f"{on_disk}.ffn.experts", pattern):
-                    return Resolution(built=_DSV4_MXFP4, entry=pattern)
-        return Resolution(built=self.experts)
+                    return Resolution(_DSV4_MXFP4, pattern)
+        return Resolution(self.experts)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name; for experts every entry that contains it."""
@@ -121,10 +121,10 @@ def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | 
     given = read_given(Fp8Given, raw)
     if given.activation_scheme not in ("static", "dynamic"):
         error = f"ValueError: Unsupported activation scheme {given.activation_scheme}"
-        return OneAnswer(name="fp8", answer=raises(error))
+        return OneAnswer("fp8", raises(error))
     if given.weight_block_size and given.activation_scheme != "dynamic":
         error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
-        return OneAnswer(name="fp8", answer=raises(error))
+        return OneAnswer("fp8", raises(error))
     listed = given.modules_to_not_convert if given.ignored_layers is None else given.ignored_layers
     bare = [entry.removeprefix("model.") for entry in listed or ()]
     linear = _built(given, config)

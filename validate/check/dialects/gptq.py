@@ -57,8 +57,8 @@ class Gptq(NamedTuple):
     dynamic: tuple[tuple[str, Mapping[str, Any] | None], ...]
     stored: Substrings
     entries: tuple[ConfigEntry, ...]
-    error: str = ""
-    excepts_draft: bool = False
+    error: str
+    excepts_draft: bool
     name: str = "gptq"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -82,9 +82,8 @@ class Gptq(NamedTuple):
         if bits not in (4, 8) or not is_symmetric:
             error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
             return raises(error, entry or "quantization_config")
-        return Resolution(
-            built=gptq_built(bits, _number(override, "group_size", self.group_size)), entry=entry
-        )
+        size = _number(override, "group_size", self.group_size)
+        return Resolution(gptq_built(bits, size), entry)
 
     @property
     def is_blind_to_experts(self) -> bool:
@@ -109,7 +108,7 @@ class Awq(NamedTuple):
     has_quantized_head: bool
     skipped: Substrings
     entries: tuple[ConfigEntry, ...]
-    error: str = ""
+    error: str
     name: str = "awq"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -127,7 +126,7 @@ class Awq(NamedTuple):
         for names in ((module,), parts):
             if found := left_out(names, skipped.within, SHARDS_DIFFER.format(module)):
                 return found
-        return Resolution(built=awq_built(self.group_size, has_zeros=self.has_zeros))
+        return Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether it is a part of the name."""
@@ -146,7 +145,7 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic: list[tuple[str, Mapping[str, Any] | None]] = []
+    dynamic = list[tuple[str, Mapping[str, Any] | None]]()
     for key, value in (given.dynamic or {}).items():
         override = value if isinstance(value, Mapping) else {}
         dynamic.append(
@@ -170,9 +169,7 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         has_quantized_head=bool(given.lm_head),
         dynamic=tuple(dynamic),
         stored=Substrings(rename.name(word) for word in words or integers),
-        entries=tuple(
-            ConfigEntry(where="dynamic", written=f"-:{each}", read=(each,)) for each in excepted
-        ),
+        entries=tuple(ConfigEntry("dynamic", f"-:{each}", (each,)) for each in excepted),
         error=error,
         excepts_draft=any(key.startswith("-:") and "mtp" in key for key in given.dynamic or {}),
     )
@@ -218,14 +215,11 @@ def gptq_built(bits: int, group_size: int) -> VLLMModule:
 
 def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
     """What AutoAWQMarlinLinearMethod and AutoAWQMoEMethod register, in four bits."""
+    zeros = frozenset({"qzeros"})
+    built = registers("awq", "qweight", "scales", group_size=_group(group_size), bits=4)
     if has_zeros:
-        return registers(
-            "awq", "qweight", "scales", "qzeros", group_size=_group(group_size), bits=4
-        )
-    unused = frozenset({"qzeros"})
-    return registers(
-        "awq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=4
-    )
+        return built._replace(leaves=built.leaves | zeros)
+    return built._replace(optional=zeros)
 
 
 def _group(size: int) -> int | None:

@@ -106,7 +106,7 @@ class ModelOpt:
                 is_experts
             ):  # vLLM's have one FP8 method, with one scale a tensor, whatever the algorithm is
                 algorithm = _OF_ONE.get(algorithm, algorithm)
-            return Resolution(built=modelopt_built(algorithm, self.group_size, self.block))
+            return Resolution(modelopt_built(algorithm, self.group_size, self.block))
         entry, algorithm = self._named(module, parts)
         if algorithm is None:
             return raises(f"ValueError: Mixed quant_algo within fused layer {module}", entry)
@@ -117,7 +117,7 @@ class ModelOpt:
         built = modelopt_built(algorithm, self.group_size, self.block)
         is_known = is_vllm and (is_experts or algorithm in self.codecs)
         is_plain = built == UNKNOWN and not is_known
-        return Resolution(built=PLAIN if is_plain else built, entry=entry)
+        return Resolution(PLAIN if is_plain else built, entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """As `resolve` does in vLLM, with this entry only."""
@@ -149,7 +149,7 @@ class ModelOpt:
         """The first of quantized_layers below each module, with its algorithm: a list may have an
         entry an expert.
         """
-        first: dict[str, tuple[str, str]] = {}
+        first = dict[str, tuple[str, str]]()
         for row in self.quantized_layers.items():
             at = row[0].find(".")
             while at >= 0:
@@ -180,10 +180,8 @@ def read_modelopt(
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
-        return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
-    excluded = [
-        ConfigEntry(where="exclude", written=entry, read=rename.modelopt(entry)) for entry in listed
-    ]
+        return UnknownDialect(f"modelopt {algorithm or 'without quant_algo'}")
+    excluded = [ConfigEntry("exclude", entry, rename.modelopt(entry)) for entry in listed]
     return ModelOpt(
         algorithm=algorithm,
         exclude=tuple(word for entry in excluded for word in entry.read),
@@ -234,7 +232,7 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
             f"{algorithm!r}"
         )
     if error:
-        return OneAnswer(name=name, answer=raises(error))
+        return OneAnswer(name, raises(error))
     return ModelOpt(
         algorithm=algorithm,
         exclude=read_by_sglang(listed or (), rename),
