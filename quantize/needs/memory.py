@@ -266,7 +266,7 @@ def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
     return _of_inputs(tensors, lambda channels: F32 * channels**2)
 
 
-def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:
+def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool) -> int:
     """What AWQ keeps on the host: the inputs of attention and MLP, and of each projection behind
     another one.
 

@@ -19,7 +19,13 @@ from itertools import chain
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
-from ...recipes.conventions import ALGORITHMS, CACHE, NOT_FOR_EXPERTS
+from ...recipes.conventions import (
+    ALGORITHMS,
+    CACHE,
+    NOT_FOR_EXPERTS,
+    cache_scale_in,
+    in_modelopt,
+)
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
 from ...recipes.family import HFName, VLLMName
@@ -29,7 +35,7 @@ from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, added_aliases, matching_limit
 from .kv_cache import with_cache_scales
-from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs, outputs_of
+from .tensor_plan import Output, Spelled, TensorPlan, outputs_of
 
 SHARD_BYTES = 5_000_000_000
 _NUMBERS = re.compile(r"(\d+)")
@@ -113,8 +119,16 @@ class Plan:
         """
         found = dict[HFName, Spelled]()
         for tensor in self.tensors if self.recipe.format == "modelopt" else ():
-            if tensor.scheme or tensor.calibrated:
-                found |= modelopt_outputs(tensor)
+            if tensor.calibrated == "cache":
+                name = HFName(cache_scale_in("modelopt", tensor.name))
+                found[tensor.name] = Spelled(Output(name, "F32", ()), "dtype")
+            elif tensor.scheme:
+                of_experts = tensor.role == "experts"
+                for name, dtype, shape in tensor.outputs:
+                    module, _, leaf = name.rpartition(".")
+                    other = in_modelopt(tensor.scheme, leaf, dtype, shape, of_experts=of_experts)
+                    written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
+                    found[name] = Spelled(written, other.change)
         return found
 
     def on_disk(self, output: Output) -> Output:

@@ -123,20 +123,19 @@ def find_vllm() -> VLLM:
         places = [place / "bin" / "python" for place in _places()]
     runnable = [place for place in places if place.is_file() and os.access(place, os.X_OK)]
     if not runnable and named:
-        rule = "must name a Python that can be run"
-        raise VLLMError("VLLM_PYTHON", rule, got=named, cure=cure)
+        raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=cure)
     if not runnable:
         got = f"neither VLLM_PYTHON nor {' nor '.join(map(str, places))}"
         raise VLLMError("vllm", "needs an environment of its own", got=got, cure=cure)
     python = runnable[0]
     asked = _ask(python)
     if not asked["vllm"]:
-        rule = "must be the Python of an environment with vLLM"
         got = f"none for Python {asked['python']}"
-        raise VLLMError(python, rule, got=got, cure=cure)
+        raise VLLMError(
+            python, "must be the Python of an environment with vLLM", got=got, cure=cure
+        )
     cpu, flags = cpu_here()
     is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
-    versions = {name: asked[name] for name in _PACKAGES}
     return VLLM(
         python=python,
         version=asked["vllm"],
@@ -145,7 +144,7 @@ def find_vllm() -> VLLM:
         gpus=gpus_here(),
         cpu=cpu,
         cpu_features=tuple(flag for flag in CPU_FLAGS if flag in flags),
-        **versions,
+        **{name: asked[name] for name in _PACKAGES},
     )
 
 
