@@ -30,7 +30,7 @@ from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
 from ...checkpoints.values import read_tensor, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objections, objection
 from .reading import BytesRead, is_remote
 from .runtime_view import Member, RuntimeView
 
@@ -110,7 +110,7 @@ def compared(
     release: RuntimeView,
     found: list[Pair],
     progress: BytesRead = lambda _bytes: None,
-) -> Iterator[Objection]:
+) -> Objections:
     """Compare weight by weight.
 
     Args:
@@ -130,7 +130,7 @@ def compared(
             progress(pair.num_bytes)
 
 
-def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
+def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     weight, theirs, place = pair
     bound = max(BOUND[weight.form], BOUND[theirs.form])
     severity = "error"

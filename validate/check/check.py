@@ -12,7 +12,7 @@ the files. What only other versions or other engines refuse is a warning. A vers
 does not know has the rules of the newest one before it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,15 @@ from ...recipes.errors import (
 from ...recipes.families import is_drafted, promises_mtp
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.dry_load import LoadAccount
-from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
+from ..facts.findings import (
+    CheckpointFacts,
+    Objection,
+    Objections,
+    Runtime,
+    errors_first,
+    grouped,
+    objection,
+)
 from ..facts.results import CheckData
 from . import rules_config, rules_forms, rules_kv, rules_mtp
 from .dialects.choose import unloadable
@@ -35,14 +43,14 @@ from .dialects.patterns import time_limit
 from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
 
-Rule = Callable[[RuntimeView], Iterator[Objection]]
+Rule = Callable[[RuntimeView], Objections]
 RULES: tuple[Rule, ...] = (
     *rules_mtp.RULES,
     *rules_forms.RULES,
     *rules_kv.RULES,
     *rules_config.RULES,
 )
-WITHOUT_FAMILY: tuple[Callable[[StoredView], Iterator[Objection]], ...] = (
+WITHOUT_FAMILY: tuple[Callable[[StoredView], Objections], ...] = (
     rules_forms.stored_form_is_what_is_built,
     rules_forms.schemes_are_known,
     rules_mtp.scales_have_weights,

@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -28,6 +27,7 @@ from ...checkpoints.source import Source
 from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES
 from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from .runtime_view import RuntimeView
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
@@ -79,7 +79,7 @@ _BITS: Mapping[str, Bits] = MappingProxyType(
 _BYTES = Bits(torch.uint8, 0xFF, has_zero=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Summary:
     """What a tensor holds.
 

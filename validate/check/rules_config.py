@@ -6,12 +6,12 @@ docs/failures.md.
 Easy to get wrong: of two quantization configs vLLM reads one, and which one hangs on their keys.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objections, objection
 from .dialects.choose import method_of, quantization_of, read_dialect
+from .dialects.given import Raw
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from .runtime_view import RuntimeView, StoredView
 from .vllm_module import UnknownDialect
@@ -21,7 +21,7 @@ _SIZE_TOLERANCE = 0.01
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
-def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
+def quantization_configs_agree(runtime: RuntimeView) -> Objections:
     """config.json and hf_quant_config.json name one algorithm: R5; M11."""
     config = runtime.source.config
     given = quantization_of(config)
@@ -44,7 +44,7 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("two-configs", where, says, "Make both say what is on disk")
 
 
-def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
+def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
     view = runtime.view
     text = runtime.view.text_config
@@ -74,7 +74,7 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("config", f"config.json: {key}", says, cure)
 
 
-def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def modelopt_is_complete(runtime: RuntimeView) -> Objections:
     """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that
     NVFP4 needs: R7.
     """
@@ -130,12 +130,12 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("algorithm", place, says, cure)
 
 
-def _is_by_modelopt(raw: Mapping[str, Any]) -> bool:
+def _is_by_modelopt(raw: Raw) -> bool:
     producer = raw.get("producer")
     return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
 
 
-def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
+def extras_are_present(runtime: RuntimeView) -> Objections:
     """Keys that a family's runtime wants inside quantization_config: Fp4 (vllm #43288); M12."""
     quantization = quantization_of(runtime.source.config)
     for key, value in runtime.view.family.config_extras.items():
@@ -150,7 +150,7 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
             )
 
 
-def own_code_is_known(view: StoredView) -> Iterator[Objection]:
+def own_code_is_known(view: StoredView) -> Objections:
     """Python that the checkpoint brings, or takes from another repository: it would run as whoever
     serves it.
 

@@ -13,13 +13,12 @@ not the one on disk.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Literal
 
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.runtimes.vllm import holds
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objections, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.gptq import ACT_ORDER, Awq, Gptq
@@ -53,7 +52,7 @@ _EXCEPTIONS = {
 _IGNORE = ("ignore", "re:^{pattern}")
 
 
-def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
+def fused_modules_are_uniform(runtime: RuntimeView) -> Objections:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
     for module in filter(_is_mixed, runtime.modules):
         usual, _ = Counter(manner(member.weight) for member in module.members).most_common(1)[0]
@@ -72,7 +71,7 @@ def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
                 yield objection("fused-uniform", member.name, says, cure, cause)
 
 
-def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
     """Inside one form: all weights of one projection have one shape, and FP8 blocks end where
     shards do: R15; M2.
     """
@@ -98,7 +97,7 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 yield objection("shapes", weight.name, says, cure, f"block {module.part} {path}")
 
 
-def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
+def stored_form_is_what_is_built(view: StoredView) -> Objections:
     """Each weight agrees with what vLLM builds for its runtime name: R2, R4, R7; F11-F29, F34-F42;
     Fp5, Fp9, G1-H7, M5.
 
@@ -123,7 +122,7 @@ def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
                     yield from _compare(view, module, member)
 
 
-def _compare(view: StoredView, module: Module, member: Member) -> Iterator[Objection]:
+def _compare(view: StoredView, module: Module, member: Member) -> Objections:
     weight = member.weight
     built = module.resolution.built
     entry = module.resolution.entry
@@ -233,7 +232,7 @@ def _cover_cure(view: StoredView, module: Module) -> str:
     return f"{cure}, or store the weight in BF16"
 
 
-def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
+def draft_head_is_excluded(runtime: RuntimeView) -> Objections:
     """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm
     #57532).
     """
@@ -257,7 +256,7 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("draft-head", name, says, cure, "draft head")
 
 
-def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objection]:
+def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Objections:
     """q, k and v in one tensor, as in MiMo-V2.5, load right in the release's own FP8 only: vllm
     #42803, #57508.
     """
@@ -281,7 +280,7 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
             yield objection("rows", member.name, says, cure, module.part, severity)
 
 
-def schemes_are_known(view: StoredView) -> Iterator[Objection]:
+def schemes_are_known(view: StoredView) -> Objections:
     """A method or scheme whose tensors the check does not know is said to be one, or silence would
     read as good: R8.
 
@@ -312,7 +311,7 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
             yield objection("dialect", weight.weight.name, says, cure, "plain draft")
 
 
-def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
+def table_is_as_built(runtime: RuntimeView) -> Objections:
     """A table whose rows are looked up is stored as vLLM holds it: BF16, or FP8 with one scale for
     all of its parts.
 

@@ -14,7 +14,7 @@ compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...checkpoints.stored import KV_SCALE_LEAVES
@@ -22,7 +22,7 @@ from ...quantize.plan.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
-from ..facts.findings import Objection, Severity, objection
+from ..facts.findings import Objections, Severity, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
 from .runtime_view import RuntimeView
@@ -49,7 +49,7 @@ def draft_takes(loader: Loader, name: str) -> bool:
     return loader.takes_kv_scales or (loader.draft_kv_names == "own" and ".attn." in name)
 
 
-def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
+def kv_entry_is_known(runtime: RuntimeView) -> Objections:
     """The entry is one that vLLM reads: FP8 under compressed-tensors, FP8 or NVFP4 under
     modelopt.
     """
@@ -104,7 +104,7 @@ def _is_fp8(scheme: Any) -> bool:
     return isinstance(scheme, Mapping) and all(scheme.get(key) == wanted[key] for key in wanted)
 
 
-def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
+def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
     """vLLM's classes load the scales of the KV cache, or leave them alone: R9; F32."""
     loader = runtime.loader
     for entry in runtime.others:
@@ -134,7 +134,7 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("kv-scales", entry.name, says, cure, cure)
 
 
-def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
+def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
     """Where some attention layers have scales of an FP8 cache, all have two; and nothing else
     has any.
     """

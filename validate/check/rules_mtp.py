@@ -11,7 +11,7 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ...checkpoints.stored import (
     FLOATS,
@@ -22,7 +22,7 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection, Objections, objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
@@ -37,7 +37,7 @@ _AGAIN = "Quantize the checkpoint again"
 _BLOCK_BACK = "Put the release's block in"
 
 
-def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
+def promised_layers_exist(runtime: RuntimeView) -> Objections:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7,
     M9.
     """
@@ -111,7 +111,7 @@ def _way_to_a_block(runtime: RuntimeView) -> str:
     return _BLOCK_BACK
 
 
-def files_are_indexed(view: StoredView) -> Iterator[Objection]:
+def files_are_indexed(view: StoredView) -> Objections:
     """Files that the index does not list are not read: R6; F4, F9."""
     for entry in view.source.unindexed.values():
         says = (
@@ -129,7 +129,7 @@ def files_are_indexed(view: StoredView) -> Iterator[Objection]:
         yield objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
 
 
-def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2;
     M1.
     """
@@ -143,7 +143,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
             yield objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
 
 
-def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def layers_are_complete(runtime: RuntimeView) -> Objections:
     """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7,
     E8; M1, M2, M8.
 
@@ -188,7 +188,7 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
             yield objection(rule, where, says, cure, f"{part} {index} {half}")
 
 
-def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
+def counted_layers_are_there(view: StoredView) -> Objections:
     """The layers that config.json counts have tensors; without a family."""
     count = view.text_config.get("num_hidden_layers")
     stem, held = view.decoder_layers
@@ -227,7 +227,7 @@ def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
     return found
 
 
-def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def experts_are_complete(runtime: RuntimeView) -> Objections:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2;
     M1.
     """
@@ -256,7 +256,7 @@ def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     yield objection("experts", where, says, cure, cause, times=len(wrong))
 
 
-def scales_have_weights(view: StoredView) -> Iterator[Objection]:
+def scales_have_weights(view: StoredView) -> Objections:
     """A scale belongs to a weight."""
     for entry in view.others:
         leaf = view.leaf_of(entry.name)
@@ -273,7 +273,7 @@ def _is_of_a_weight(leaf: str) -> bool:
     return leaf in (*SCALE_LEAVES, *TRANSPOSED_LEAVES) and not is_kv_scale(leaf)
 
 
-def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
+def names_are_known(runtime: RuntimeView) -> Objections:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     known = runtime.loader.mtp_leaves
     for key, weight in runtime.weights.items():
@@ -329,7 +329,7 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
     return objection("unknown-tensor", name, says, cure, cause, severity)
 
 
-def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
+def aliases_are_present(runtime: RuntimeView) -> Objections:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456,
     #43459); M14.
 
@@ -347,7 +347,7 @@ def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
                 yield objection("alias", name, says, cure, f"alias {index}", severity="warning")
 
 
-def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iterator[Objection]:
+def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Objections:
     """MTP tensors against the release's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8.
 
     A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
@@ -382,7 +382,7 @@ def _every_weight(runtime: RuntimeView) -> dict[HFName, StoredWeight]:
     return found | dict(runtime.weights)
 
 
-def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
+def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
     """Another logical shape, or another dtype of a plain tensor.
 
     The shape of packed integers takes bits and group from the config.

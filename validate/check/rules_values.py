@@ -15,7 +15,7 @@ modelopt.py (process_weights_after_loading), compressed_tensors_moe_w4a4_nvfp4.p
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import KV_SCALE_LEAVES, Form
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection, Objections, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
 from .runtime_view import RuntimeView
@@ -97,7 +97,7 @@ class Tensor(NamedTuple):
 _Tensors = Mapping[HFName, Tensor]
 
 
-def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:
+def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objections:
     """Everything that the rules on values object to.
 
     Args:
@@ -154,7 +154,7 @@ def _not_finite(tensor: Tensor, cure: str) -> Objection:
     return _objection("finite", tensor.name, says, cure, tensor.cause)
 
 
-def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objection]:
+def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
     """No scale is negative, no divisor is zero, no matrix has scales of zero only, or scales that
     are all equal.
 
@@ -188,7 +188,7 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objectio
         yield _warning("scale-constant", tensor.name, says, _REQUANTIZE, tensor.cause)
 
 
-def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Iterator[Objection]:
+def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Objections:
     """Norms of the MTP block are neither near zero nor huge."""
     largest = tensor.summary.largest
     is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
@@ -200,7 +200,7 @@ def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Iterator[Objectio
         yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
 
 
-def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Iterator[Objection]:
+def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
     """A matrix of the language model that is all zeros or one repeated value.
 
     A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ
@@ -230,7 +230,7 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Iterator[Objection]
     yield _objection("empty-weight", tensor.name, says, cure, cause, severity)
 
 
-def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Objection]:
+def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> Objections:
     """The scales of a weight give values that weights have: a reciprocal in the wrong convention
     does not.
     """
@@ -257,7 +257,7 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
             yield _objection("scale-magnitude", scale.name, says, cure, cause)
 
 
-def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
+def fused_scales_agree(tensors: _Tensors) -> Objections:
     """Weights that vLLM fuses have one global scale: vllm#54150."""
     groups: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
@@ -288,7 +288,7 @@ def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
         yield _objection("fused-scales", worst.name, says, cure, cause, severity)
 
 
-def input_scales_are_measured(tensors: _Tensors) -> Iterator[Objection]:
+def input_scales_are_measured(tensors: _Tensors) -> Objections:
     """Input scales are not all one constant: no batch gave them."""
     for leaf in _INPUT_SCALES:
         found = [each for each in tensors.values() if each.leaf == leaf and each.size == 1]
@@ -302,7 +302,7 @@ def input_scales_are_measured(tensors: _Tensors) -> Iterator[Objection]:
             yield _warning("input-scale-constant", found[0].name, says, cure)
 
 
-def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Objection]:
+def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Objections:
     """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds
     one.
     """

@@ -29,6 +29,7 @@ from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.runtimes.vllm import NEWEST
 from .dialects.choose import quantization_of, read_dialect
+from .dialects.given import Raw
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit
@@ -97,8 +98,8 @@ class GivenConfig(NamedTuple):
     """
 
     file: str
-    raw: Mapping[str, Any]
-    nested: Mapping[str, Any] | None
+    raw: Raw
+    nested: Raw | None
 
     def get(self, key: str) -> Any:
         """A value, below `quantization` where there is such a thing."""
@@ -132,7 +133,7 @@ class StoredView:
         return ""
 
     @cached_property
-    def text_config(self) -> Mapping[str, Any]:
+    def text_config(self) -> Raw:
         """The part of config.json for the language model."""
         inner = self.source.config.get("text_config") or self.source.config.get("llm_config")
         return inner if isinstance(inner, Mapping) else self.source.config
@@ -154,7 +155,7 @@ class StoredView:
         return weights | transposed, others
 
     @cached_property
-    def hf_quant_config(self) -> Mapping[str, Any] | None:
+    def hf_quant_config(self) -> Raw | None:
         """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a
         quantization config.
 

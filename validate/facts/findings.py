@@ -9,7 +9,7 @@ equal.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
@@ -97,6 +97,10 @@ class Objection(NamedTuple):
     finding: Finding
     cause: str
     times: int
+
+
+Objections = Iterator[Objection]
+"""What a rule yields."""
 
 
 def objection(

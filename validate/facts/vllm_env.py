@@ -14,13 +14,14 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ...quantize.needs.cards import GPU
 from ...recipes.errors import VLLMError
+from ...recipes.frozen import frozen
 from .child import answer, environment
 
 TESTED = ("0.32.0",)
@@ -58,7 +59,7 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class VLLM:
     """A vLLM environment on this machine.
 

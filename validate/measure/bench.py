@@ -20,12 +20,12 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.source import Source
+from ...recipes.frozen import frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
 from ..facts.child import Child
 from ..facts.results import TIME
@@ -60,7 +60,7 @@ _TIMES = {"first_token": "ttft", "per_token": "tpot", "between": "itl"}
 _MAX_WORDS = 300
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BenchPlan:
     """What to measure.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import AutoRoundException, AutoRoundGiven, read_given
+from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
 from .matching import entries_of, lacks, plain, raises, registers
 from .patterns import matches_inside
@@ -138,7 +138,7 @@ class AutoRound(NamedTuple):
         return UNKNOWN
 
 
-def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
+def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
     """The config as vLLM reads it, entries renamed.
 
     Raises:
@@ -180,7 +180,7 @@ def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
 
 
 def _is_supported(
-    raw: Mapping[str, Any], given: AutoRoundGiven, data_type: str, packed: str, backend: str
+    raw: Raw, given: AutoRoundGiven, data_type: str, packed: str, backend: str
 ) -> bool:
     """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
     size = given.group_size

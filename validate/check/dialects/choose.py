@@ -11,7 +11,6 @@ nothing there.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from ....checkpoints.companions import HF_QUANT_CONFIG
 from ....checkpoints.stored import FLOATS
@@ -23,6 +22,7 @@ from ..vllm_module import ConfigEntry, Dialect, UnknownDialect
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
+from .given import Raw
 from .gptq import read_awq, read_gptq
 from .matching import OneAnswer, entries_of, plain
 from .modelopt import read_modelopt
@@ -39,8 +39,8 @@ UNQUANTIZED = Unquantized(name="none", answer=plain())
 
 
 def read_dialect(
-    config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any] | None,
+    config: Raw,
+    hf_quant_config: Raw | None,
     part: Part = "backbone",
     dtypes: Mapping[HFName, str] = _NO_TENSORS,
     vllm: str = NEWEST,
@@ -72,9 +72,9 @@ def read_dialect(
 
 
 def _read(
-    raw: Mapping[str, Any],
-    config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any],
+    raw: Raw,
+    config: Raw,
+    hf_quant_config: Raw,
     rename: Renamer,
     dtypes: Mapping[HFName, str],
     vllm: str,
@@ -114,7 +114,7 @@ def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str
     )
 
 
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantization_of(config: Raw) -> Raw | None:
     """config.json's quantization config, wherever vLLM looks for it; None if it has none."""
     text_config = config.get("text_config") or {}
     places = (
@@ -126,14 +126,14 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((each for each in found if isinstance(each, Mapping)), None)
 
 
-def method_of(raw: Mapping[str, Any]) -> str:
+def method_of(raw: Raw) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
     word = raw.get("quant_method")
     method = word.lower() if isinstance(word, str) else ""
     return ALIASES.get(method, method)
 
 
-def unloadable(config: Mapping[str, Any], vllm: str) -> tuple[str, str, str] | None:
+def unloadable(config: Raw, vllm: str) -> tuple[str, str, str] | None:
     """Why this vLLM has nothing to load the quantization method with, if it has not: the key of
     config.json, what vLLM does, and the cure.
     """

@@ -21,7 +21,7 @@ from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
+from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
 from .matching import SCHEMES_DIFFER, OneAnswer, entries_of, left_out, plain, raises, registers
 from .patterns import Entries, equal_or_regex
 
@@ -127,7 +127,7 @@ class CompressedTensors(NamedTuple):
 
 
 def read_compressed_tensors(
-    raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm"
+    raw: Raw, rename: Renamer, runtime: Runtime = "vllm"
 ) -> CompressedTensors | OneAnswer:
     """The config as a server reads it, entries renamed.
 

@@ -14,16 +14,16 @@ tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import Fp8Given, read_given
+from .given import Fp8Given, Raw, read_given
 from .matching import OneAnswer, entries_of, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
 
@@ -85,7 +85,7 @@ class Fp8(NamedTuple):
         return skipped("vllm", name, (), entry.read) is not None
 
 
-def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
+def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     """The config as vLLM reads it; DeepSeek-V4 by its own class.
 
     Raises:
@@ -112,7 +112,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 
 
-def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | OneAnswer:
+def read_sglang_fp8(raw: Raw, config: Raw) -> Fp8 | OneAnswer:
     """The config as SGLang reads it; DeepSeek-V4's experts may be MXFP4.
 
     Raises:
@@ -136,11 +136,11 @@ def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | 
     )
 
 
-def _is_v4(config: Mapping[str, Any]) -> bool:
+def _is_v4(config: Raw) -> bool:
     return config.get("model_type") == "deepseek_v4"
 
 
-def _built(given: Fp8Given, config: Mapping[str, Any]) -> VLLMModule:
+def _built(given: Fp8Given, config: Raw) -> VLLMModule:
     """What a linear module registers; DeepSeek-V4's loaders rename `.scale`."""
     leaves = ["weight", "weight_scale"]
     if given.activation_scheme == "static":

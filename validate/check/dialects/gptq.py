@@ -18,12 +18,12 @@ the real functions by tests/validate/check/test_dialects.py and test_foreign_sch
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import ConfigEntry, Kind, Resolution, VLLMModule
-from .given import AwqGiven, GptqGiven, read_given
+from .given import AwqGiven, GptqGiven, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,
     SHARDS_DIFFER,
@@ -54,7 +54,7 @@ class Gptq(NamedTuple):
     group_size: int
     is_symmetric: bool
     has_quantized_head: bool
-    dynamic: tuple[tuple[str, Mapping[str, Any] | None], ...]
+    dynamic: tuple[tuple[str, Raw | None], ...]
     stored: Substrings
     entries: tuple[ConfigEntry, ...]
     error: str
@@ -133,7 +133,7 @@ class Awq(NamedTuple):
         return entry.read[0] in name
 
 
-def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) -> Gptq:
+def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
     """The config as vLLM reads it.
 
     Args:
@@ -145,7 +145,7 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic = list[tuple[str, Mapping[str, Any] | None]]()
+    dynamic = list[tuple[str, Raw | None]]()
     for key, value in (given.dynamic or {}).items():
         override = value if isinstance(value, Mapping) else {}
         dynamic.append(
@@ -175,7 +175,7 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
     )
 
 
-def read_awq(raw: Mapping[str, Any], rename: Renamer, floats: Iterable[str]) -> Awq:
+def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     """The config as vLLM reads it.
 
     Args:
@@ -226,6 +226,6 @@ def _group(size: int) -> int | None:
     return size if size > 0 else None
 
 
-def _number(override: Mapping[str, Any], key: str, default: int) -> int:
+def _number(override: Raw, key: str, default: int) -> int:
     found = override.get(key, default)
     return found if isinstance(found, int) else default

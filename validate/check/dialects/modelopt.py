@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
-from typing import Any
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
@@ -26,7 +25,7 @@ from ....recipes.runtimes.sglang import excluding_entry
 from ....recipes.runtimes.vllm import holds
 from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
-from .given import ModelOptGiven, ModelOptInner, read_given
+from .given import ModelOptGiven, ModelOptInner, Raw, read_given
 from .matching import (
     OneAnswer,
     plain,
@@ -159,7 +158,7 @@ class ModelOpt:
 
 
 def read_modelopt(
-    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer, vllm: str
+    raw: Raw, hf_quant_config: Raw, rename: Renamer, vllm: str
 ) -> ModelOpt | UnknownDialect:
     """The config as a version of vLLM reads it: in the form of config.json, or under `quantization`
     as in hf_quant_config.json.
@@ -193,7 +192,7 @@ def read_modelopt(
     )
 
 
-def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | OneAnswer:
+def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
     """The config as SGLang reads it: that of config.json, or `quantization` of
     hf_quant_config.json.
 
@@ -245,7 +244,7 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
     )
 
 
-def reads_other_file(raw: Mapping[str, Any]) -> bool:
+def reads_other_file(raw: Raw) -> bool:
     """Whether vLLM reads hf_quant_config.json, its exclusions too, in place of config.json's
     quantization_config.
 

@@ -17,14 +17,14 @@ and test_sglang.py.
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, read_given
+from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
 from .matching import (
     SCHEMES_DIFFER,
     entries_of,
@@ -128,7 +128,7 @@ class Quark(NamedTuple):
         return "", self.usual
 
 
-def read_quark(raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm") -> Quark:
+def read_quark(raw: Raw, rename: Renamer, runtime: Runtime = "vllm") -> Quark:
     """The config as a server reads it, entries renamed.
 
     Raises:

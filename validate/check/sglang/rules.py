@@ -11,11 +11,11 @@ read the same list.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from ....checkpoints.stored import StoredWeight
-from ...facts.findings import Objection, objection
+from ...facts.findings import Objection, Objections, objection
 from .. import rules_mtp
 from ..dialects.compressed_tensors import CompressedTensors
 from ..dialects.matching import OneAnswer
@@ -46,14 +46,14 @@ _BLOCK = {
 }
 
 
-def judge(runtime: RuntimeView) -> Iterator[Objection]:
+def judge(runtime: RuntimeView) -> Objections:
     """All rules, on one view."""
     view = SglangView(runtime)
     for rule in RULES:
         yield from rule(view)
 
 
-def draft_class_exists(view: SglangView) -> Iterator[Objection]:
+def draft_class_exists(view: SglangView) -> Objections:
     """SGLang has a class for the model and one for its draft (#32736 lists what it takes for a
     draft).
     """
@@ -64,7 +64,7 @@ def draft_class_exists(view: SglangView) -> Iterator[Objection]:
         yield _error("sglang-draft", "config.json: architectures", says, _ELSEWHERE)
 
 
-def config_is_read(view: SglangView) -> Iterator[Objection]:
+def config_is_read(view: SglangView) -> Objections:
     """SGLang has a reader for the quantization config, and the reader takes it (#37322)."""
     dialect = view.dialects["backbone"]
     if isinstance(dialect, OneAnswer) and dialect.answer.error:
@@ -80,7 +80,7 @@ def config_is_read(view: SglangView) -> Iterator[Objection]:
         yield _warning("sglang-config", _CONFIG, says, cure)
 
 
-def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
+def one_layer_is_promised(view: SglangView) -> Objections:
     """SGLang's loaders assert one MTP layer; where they do not, they build the first of several."""
     promised = view.runtime.promised
     model = view.model
@@ -96,7 +96,7 @@ def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
         yield _warning("sglang-layers", where, says, "Serve it with vLLM to draft with all layers")
 
 
-def block_is_whole(view: SglangView) -> Iterator[Objection]:
+def block_is_whole(view: SglangView) -> Objections:
     """The files hold the promised block: what the files lack, SGLang does not notice (#36507)."""
     if view.model.draft is None:
         return
@@ -114,7 +114,7 @@ def block_is_whole(view: SglangView) -> Iterator[Objection]:
                 yield each._replace(finding=found.model_copy(update=changed))
 
 
-def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
+def stored_form_is_what_is_built(view: SglangView) -> Objections:
     """Each weight agrees with what SGLang builds (#34906, #36599, #36653, #38574, #35797, #38870,
     #39064, #40597).
     """
@@ -138,7 +138,7 @@ def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
                     yield _misbuilt(view, module, member.weight, effect)
 
 
-def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
+def absorbed_weight_is_read(view: SglangView) -> Objections:
     """SGLang splits kv_b_proj after loading, and reads `weight` as rows of numbers (#32736,
     #37207).
 
@@ -172,7 +172,7 @@ def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
             yield _error(rule, alike[0].name, says, cure, cause, times=len(alike))
 
 
-def cache_scheme_is_read(view: SglangView) -> Iterator[Objection]:
+def cache_scheme_is_read(view: SglangView) -> Objections:
     """Of compressed-tensors' KV schemes SGLang takes static FP8 with one scale; others it ignores
     with a warning.
     """
@@ -188,7 +188,7 @@ def cache_scheme_is_read(view: SglangView) -> Iterator[Objection]:
         yield _warning("sglang-kv-cache", f"{_CONFIG}.kv_cache_scheme", says, cure)
 
 
-RULES: tuple[Callable[[SglangView], Iterator[Objection]], ...] = (
+RULES: tuple[Callable[[SglangView], Objections], ...] = (
     draft_class_exists,
     config_is_read,
     one_layer_is_promised,
