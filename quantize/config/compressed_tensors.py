@@ -47,7 +47,7 @@ def compressed_tensors_config(
     by_scheme: ByScheme = defaultdict(set)
     for module in modules:
         by_scheme[module.scheme].add(module.spelled)
-    added, obstacles = _for_sglang(view, modules)
+    added, obstacles = added_names(view, modules)
     for scheme, spelled in added.items():
         by_scheme[scheme] |= spelled
     ignored = by_scheme.pop("", set())
@@ -82,9 +82,9 @@ def compressed_tensors_config(
 # --- SGLang ---------------------------------------------------------------------------------------
 
 
-def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
-    """The spellings that only SGLang asks about; or what stands against it, and nothing is
-    added.
+def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
+    """The spellings that only SGLang asks about, by scheme; or what stands against it, and nothing
+    is added.
     """
     if obstacle := no_draft(view):
         return {}, [obstacle]
@@ -94,25 +94,14 @@ def _for_sglang(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[BySch
     has_layers = any(module.place.part == "backbone" for module in known)
     if not has_layers and re.fullmatch(a_layer, model.draft or ""):
         return {}, [f"it gives the MTP layer the names of a decoder layer ({model.file})"]
-    added, clashes = added_names(view, known)
+    spelled_by_vllm = {name for module in known for name in concrete(module.spelled)}
+    asked, clashes = sglang_asks(view, known)
     obstacles = [*dict.fromkeys([*clashes, *unnamed(view, known), *_without_kernel(known)])]
-    if obstacles:
-        return {}, obstacles
-    return added, []
-
-
-def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
-    """The spellings to add, by scheme, and that two modules of different schemes would have one
-    name.
-    """
-    modules = list(modules)
-    spelled_by_vllm = {name for module in modules for name in concrete(module.spelled)}
-    asked, clashes = sglang_asks(view, modules)
     added: ByScheme = defaultdict(set)
     for name, module, spelled in asked:
-        if name not in spelled_by_vllm:
+        if name not in spelled_by_vllm and not obstacles:
             added[module.scheme].add(spelled)
-    return added, clashes
+    return added, obstacles
 
 
 def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
@@ -133,12 +122,9 @@ def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
                 f"it takes experts in {scheme} only where all of the checkpoint is "
                 f"pack-quantized ({_CONFIG})"
             )
-        elif place.module.endswith(".kv_b_proj") and (
-            scheme == "FP8_BLOCK" or "4" in scheme or scheme == "W8A16"
-        ):
-            words = (
-                "its blocks' size from the target Linear alone"
-                if scheme == "FP8_BLOCK"
-                else "an unpacked weight"
-            )
-            yield f"it reads {words} for kv_b_proj, which is in {scheme} ({_WEIGHTS})"
+        elif place.module.endswith(".kv_b_proj"):
+            words = "an unpacked weight" if "4" in scheme or scheme == "W8A16" else ""
+            if scheme == "FP8_BLOCK":
+                words = "its blocks' size from the target Linear alone"
+            if words:
+                yield f"it reads {words} for kv_b_proj, which is in {scheme} ({_WEIGHTS})"

@@ -22,7 +22,7 @@ configs/model_config.py (_parse_modelopt_quant_config).
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ... import __version__
 from ...recipes.conventions import ALGORITHMS, MIXED_FOR_EXPERTS
@@ -30,7 +30,6 @@ from ...recipes.errors import RecipeError
 from ...recipes.family_view import FamilyView
 from ...recipes.renamer import Renamer, renamer
 from ...recipes.runtimes.sglang import (
-    SglangModel,
     container,
     is_excluded,
     sglang_model,
@@ -79,11 +78,7 @@ def modelopt_config(
         "kv_cache_scheme": None,
         **view.family.config_extras,
     }
-    added = entries_for_sglang(view, modules, config)
-    config["ignore"] += added.ignore
-    if added.quantized_layers:
-        config["quantized_layers"] |= added.quantized_layers
-    return config, list(added.obstacles)
+    return config, _add_for_sglang(view, modules, config)
 
 
 def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +157,7 @@ class _Names:
 
     def quantized_layers(self, modules: Iterable[RuntimeModule]) -> dict[str, dict[str, Any]]:
         """MIXED_PRECISION's table, which has whole names and no globs."""
-        layers: dict[str, dict[str, Any]] = {}
+        layers = dict[str, dict[str, Any]]()
         for module in modules:
             if not module.scheme:
                 continue
@@ -184,7 +179,7 @@ class _Names:
         stems = self.draft_stems
         quantized = [module.name for module in modules if module.scheme]
         is_draft_plain = not any(name.startswith(stems) for name in quantized)
-        entries: list[str] = []
+        entries = list[str]()
         for module in modules:
             if not module.scheme and not (is_draft_plain and module.name.startswith(stems)):
                 entries += self.written(module, otherwise=f"*{module.name}")
@@ -205,31 +200,17 @@ class _Names:
 # --- SGLang ---------------------------------------------------------------------------------------
 
 
-class SglangEntries(NamedTuple):
-    """What a config must say to SGLang too, or what stands against it; then nothing is added.
-
-    Attributes:
-        ignore: names and globs of plain modules.
-        quantized_layers: rows of MIXED_PRECISION's table.
-        obstacles: half a sentence each, with SGLang's file.
+def _add_for_sglang(
+    view: FamilyView, modules: Iterable[NamedModule], config: dict[str, Any]
+) -> list[str]:
+    """Add to a config in modelopt's dialect what SGLang asks about; or what stands against it,
+    half a sentence each with SGLang's file, and nothing is added.
     """
-
-    ignore: tuple[str, ...] = ()
-    quantized_layers: Mapping[str, Mapping[str, Any]] | None = None
-    obstacles: tuple[str, ...] = ()
-
-
-def entries_for_sglang(
-    view: FamilyView, modules: Iterable[NamedModule], config: Mapping[str, Any]
-) -> SglangEntries:
-    """What a config in modelopt's dialect must add for SGLang, and what stands against it."""
     if obstacle := no_draft(view):
-        return SglangEntries(obstacles=(obstacle,))
+        return [obstacle]
     method = _method(config)
     if not method:
-        return SglangEntries(
-            obstacles=(f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})",)
-        )
+        return [f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})"]
     model = sglang_model(view.config)
     known = [module for module in modules if module.place.is_known]
     asked = known
@@ -251,7 +232,7 @@ def entries_for_sglang(
         for head in (model.head, model.draft_head):
             if head and not is_excluded(head, ignore):
                 plain.append(head)
-    entries = tuple(dict.fromkeys(_as_entries(view, asked, plain)))
+    entries = [*dict.fromkeys(_as_entries(view, asked, plain))]
     obstacles = [*clashes, *unnamed(view, known), *_without_method(known)]
     names_in_vllm = [name for each in known if each.scheme for name in concrete(each.spelled)]
     for entry in entries:
@@ -270,11 +251,18 @@ def entries_for_sglang(
             f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
             f"({_CONFIG})"
         )
-    if method == "modelopt_fp4":
-        obstacles += _forced_plain(model, known)
-    if obstacles:
-        return SglangEntries(obstacles=tuple(dict.fromkeys(obstacles)))
-    return SglangEntries(ignore=entries, quantized_layers=rows)
+    for module in known if method == "modelopt_fp4" else ():  # where all is NVFP4
+        place = module.place
+        is_in_draft = place.part == "mtp" and method in model.plain_under
+        if module.scheme and (is_in_draft or place.runtime.endswith(model.plain_in_fp4)):
+            what = f"{place.module} is in {module.scheme}"
+            says = f"it builds the module plain where all is NVFP4, and {what} ({model.file})"
+            obstacles.append(says)
+    if not obstacles:
+        ignore += entries
+        if listed is not None:
+            listed |= rows
+    return [*dict.fromkeys(obstacles)]
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -305,16 +293,6 @@ def _as_entries(view: FamilyView, asked: list[NamedModule], plain: list[str]) ->
         *(f"{stem}*" for stem in globs),
         *(name for name in plain if not name.startswith(globs)),
     ]
-
-
-def _forced_plain(model: SglangModel, modules: list[NamedModule]) -> Iterator[str]:
-    """Quantized modules that SGLang builds plain where all is NVFP4."""
-    for module in modules:
-        place = module.place
-        is_in_draft = place.part == "mtp" and "modelopt_fp4" in model.plain_under
-        if module.scheme and (is_in_draft or place.runtime.endswith(model.plain_in_fp4)):
-            what = f"{place.module} is in {module.scheme}"
-            yield f"it builds the module plain where all is NVFP4, and {what} ({model.file})"
 
 
 def _without_method(modules: list[NamedModule]) -> Iterator[str]:

@@ -75,7 +75,7 @@ class RuntimeModule:
 
 def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedModule]:
     """The modules of these matrices, in their order."""
-    found: dict[tuple[str, str, int | None, str], NamedModule] = {}
+    found = dict[tuple[str, str, int | None, str], NamedModule]()
     for matrix in matrices:
         place = matrix.place or unknown_place(matrix.module)
         key = (place.row.path, place.part, place.layer, matrix.scheme)

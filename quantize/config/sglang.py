@@ -40,8 +40,8 @@ def sglang_asks(
     modules = list(modules)
     file = sglang_model(view.config).file
     owner = {name: module for module in modules for name in concrete(module.spelled)}
-    asked: list[tuple[str, NamedModule, Spellings]] = []
-    clashes: list[str] = []
+    asked = list[tuple[str, NamedModule, Spellings]]()
+    clashes = list[str]()
     for module in modules:
         place = module.place
         stem, paths = sglang_spelling(view, place)

@@ -51,7 +51,7 @@ def quantization_config(
     matrices: Iterable[Matrix],
     *,
     format: Format,
-    cache: Mapping[str, Any] | None = None,
+    cache: Mapping[str, Any] | None,
 ) -> QuantizationConfig:
     """The quantization config of these matrices.
 
@@ -69,11 +69,11 @@ def quantization_config(
     return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
 
 
-def with_quantization(
+def config_files(
     config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView
-) -> dict[str, Any]:
-    """A config.json with this quantization config, and without any other in the places where vLLM
-    looks for one.
+) -> dict[str, dict[str, Any]]:
+    """config.json with this quantization config, and without any other in the places where vLLM
+    looks for one; and what modelopt's readers look for next to it.
     """
     made = {key: value for key, value in config.items() if key != "compression_config"}
     is_wanted_twice = view.layout.draft_reads_text_config
@@ -84,16 +84,7 @@ def with_quantization(
             inner.pop("quantization_config", None)
             if is_wanted_twice:
                 inner["quantization_config"] = quantization
-    return {**made, "quantization_config": quantization}
-
-
-def config_files(
-    config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView
-) -> dict[str, dict[str, Any]]:
-    """config.json with this quantization config, and what modelopt's readers look for next to
-    it.
-    """
-    files = {"config.json": with_quantization(config, quantization, view)}
+    files = {"config.json": {**made, "quantization_config": quantization}}
     if quantization["quant_method"] == "modelopt":
         files[HF_QUANT_CONFIG] = hf_quant_config(quantization)
     return files

@@ -114,7 +114,7 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
     if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
         drafts = max(drafts, batch.activations(block, length))
 
-    found: list[StationMemory] = []
+    found = list[StationMemory]()
 
     def add(name: str, tensors: Sequence[TensorPlan], device: int, host: int) -> None:
         device += BF16 * (_elements(around) + _elements(tensors))
@@ -266,7 +266,7 @@ def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
     return _of_inputs(tensors, lambda channels: F32 * channels**2)
 
 
-def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:
+def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool) -> int:
     """What AWQ keeps on the host: the inputs of attention and MLP, and of each projection behind
     another one.
 
@@ -285,8 +285,8 @@ def _of_inputs(
     one_turn: bool = False,
 ) -> int:
     """Bytes for each distinct input of what is rewritten, by its channels."""
-    shared: dict[object, int] = {}
-    of_experts: dict[object, int] = {}
+    shared = dict[object, int]()
+    of_experts = dict[object, int]()
     for tensor in _rewritten(tensors):
         size = num_bytes(tensor.shape[-1])
         is_second = tensor.module.endswith(_SECOND)

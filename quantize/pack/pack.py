@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.values import TORCH_DTYPES, row_ranges
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import CheckpointError
 from ...recipes.schemes import SEARCHES, Scheme
 from .chunk import (
     BITS_DTYPE,
@@ -85,29 +85,17 @@ def pack(
         on the weight's device.
 
     Raises:
-        RecipeError: K does not suit the scheme.
         CheckpointError: a weight is no float matrix, or holds NaN or Inf. The caller knows the name
             and adds it.
     """
     for weight in weights:
-        if (
-            weight.ndim != 2
-            or not weight.numel()
-            or weight.dtype not in (*BITS_DTYPE, torch.float16)
-        ):
+        is_float = weight.dtype in (*BITS_DTYPE, torch.float16)
+        if weight.ndim != 2 or not weight.numel() or not is_float:
             raise CheckpointError(
                 "weight",
                 "only a BF16, F16 or F32 matrix that is not empty can be quantized",
                 got=f"{weight.dtype} {tuple(weight.shape)}",
                 cure="Keep this tensor",
-            )
-        if weight.shape[1] % scheme.k_multiple():
-            cure = "Keep this tensor"
-            raise RecipeError(
-                "weight",
-                f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
-                got=f"K={weight.shape[1]}",
-                cure=f"{cure} or choose another scheme",
             )
     if not search or scheme.name not in SEARCHES[search]:
         search = ""
@@ -183,8 +171,8 @@ def chunk_of(
     scheme: Scheme,
     weight: Tensor,
     num_rows: int,
-    search: str = "",
-    importance: Tensor | None = None,
+    search: str,
+    importance: Tensor | None,
 ) -> Chunk:
     """Buffers for so many rows of a weight."""
     size = num_rows * weight.shape[1]

@@ -86,19 +86,12 @@ def _shifted_codes(chunk: Chunk) -> Tensor:
     if chunk.search:
         scale, values = chunk.swept(shifted_sweep(size, values.device), scale, unsigned)
     stored.copy_(scale)
-    chunk.out["weight_zero_point"].copy_(_zero_words(unsigned))
+    # Eight rows' zero points a word, the first one in the low bits: [ceil(N / 8), groups].
+    padded = torch.nn.functional.pad(unsigned.to(torch.int32), (0, 0, 0, -len(zero) % 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=zero.device).view(1, 8, 1)
+    words = (padded.unflatten(0, (-1, 8)) << shifts).sum(1, dtype=torch.int32)
+    chunk.out["weight_zero_point"].copy_(words)
     scaled = values.unflatten(1, (-1, size)) / scale.unsqueeze(-1)
     # The peer's sum is rounded to the dtype of the values, and its size decides how finely.
     scaled.add_(zero.to(values.dtype).unsqueeze(-1)).clamp_(-8, 7)
     return scaled.round_().add_(8).to(torch.uint8).flatten(1)
-
-
-def _zero_words(zero: Tensor) -> Tensor:
-    """Eight rows' zero points a word, the first one in the low bits: [N, groups] -> I32 [ceil(N /
-    8), groups].
-    """
-    padded = torch.nn.functional.pad(zero.to(torch.int32), (0, 0, 0, -len(zero) % 8)).unflatten(
-        0, (-1, 8)
-    )
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=zero.device).view(1, 8, 1)
-    return (padded << shifts).sum(1, dtype=torch.int32)

@@ -109,7 +109,7 @@ def packed_groups(
         computed: Sequence[Mapping[str, Tensor]] = [{}] * len(modules)
         # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
         if not is_given:
-            importance: list[Tensor] = []
+            importance = list[Tensor]()
             if unit[0].weighted:
                 importance += (_importance(name, given) for name in modules)
             computed = _packed(plan, unit, expert, device, read, importance)
@@ -154,7 +154,7 @@ def _packed(
         exact = mxfp4_as_nvfp4(members)
         if exact is not None:
             return exact
-    weights: list[Tensor] = []
+    weights = list[Tensor]()
     for tensor in unit:
         weights += read(tensor, expert)
     try:
@@ -246,7 +246,7 @@ def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(part.flatten(0, 1) for part in parts_of_slices)
 
 
-def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.device = CPU) -> Tensor:
+def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.device) -> Tensor:
     """One expert's slice [N, K] of a stacked parameter [E, N, K], without reading the others."""
     entry = plan.entries[tensor.inputs[0]]
     num_bytes = entry.num_bytes // tensor.shape[0]

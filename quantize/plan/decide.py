@@ -47,7 +47,7 @@ class Decisions:
         self.recipe = recipe
         self.source = source
         self.view = view
-        self.matched: set[str] = set()
+        self.matched = set[str]()
 
     def override(self, module: HFName) -> str | None:
         """The scheme of the first override that names this module."""

@@ -38,7 +38,9 @@ def with_cache_scales(
     scales = list[TensorPlan]()
     why = no_place(view)
     for tensor in tensors:
-        if module := attention_of(tensor):
+        is_matrix = tensor.role == "attention" and len(tensor.shape) == 2 and tensor.fate != "drop"
+        if is_matrix and any(".k_proj." in output.name for output in tensor.outputs):
+            module = HFName(tensor.module.rpartition(".")[0])
             names = scale_names(view, tensor.part, module)
             tensor = tensor._replace(cache=names)
             place = replace(tensor.place, module=module)
@@ -79,14 +81,6 @@ def no_place(view: FamilyView) -> str:
     if view.family.loader.backbone_takes_kv_scales or view.family.no_fp8_cache:
         return view.family.no_fp8_cache
     return "a class of vLLM's without these parameters"
-
-
-def attention_of(tensor: TensorPlan) -> HFName:
-    """The attention module on disk that a projection of keys belongs to; "" for other tensors."""
-    is_projection = tensor.role == "attention" and len(tensor.shape) == 2 and tensor.fate != "drop"
-    if is_projection and any(".k_proj." in output.name for output in tensor.outputs):
-        return HFName(tensor.module.rpartition(".")[0])
-    return HFName("")
 
 
 def scale_names(view: FamilyView, part: Part, module: HFName) -> tuple[HFName, ...]:

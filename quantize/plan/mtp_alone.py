@@ -25,9 +25,7 @@ from .plan import (
 from .tensor_plan import same_output
 
 
-def plan_mtp_alone(
-    source: Source, view: FamilyView, word: str, *, as_released: bool = False
-) -> Plan:
+def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: bool) -> Plan:
     """Decide what becomes of each tensor of a release's MTP block.
 
     Args:

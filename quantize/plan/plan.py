@@ -19,7 +19,13 @@ from itertools import chain
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
-from ...recipes.conventions import ALGORITHMS, CACHE, NOT_FOR_EXPERTS
+from ...recipes.conventions import (
+    ALGORITHMS,
+    CACHE,
+    NOT_FOR_EXPERTS,
+    cache_scale_in,
+    in_modelopt,
+)
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
 from ...recipes.family import HFName, VLLMName
@@ -29,7 +35,7 @@ from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, added_aliases, matching_limit
 from .kv_cache import with_cache_scales
-from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs, outputs_of
+from .tensor_plan import Output, Spelled, TensorPlan, outputs_of
 
 SHARD_BYTES = 5_000_000_000
 _NUMBERS = re.compile(r"(\d+)")
@@ -111,10 +117,18 @@ class Plan:
         Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the
         writer turns them.
         """
-        found: dict[HFName, Spelled] = {}
+        found = dict[HFName, Spelled]()
         for tensor in self.tensors if self.recipe.format == "modelopt" else ():
-            if tensor.scheme or tensor.calibrated:
-                found |= modelopt_outputs(tensor)
+            if tensor.calibrated == "cache":
+                name = HFName(cache_scale_in("modelopt", tensor.name))
+                found[tensor.name] = Spelled(Output(name, "F32", ()), "dtype")
+            elif tensor.scheme:
+                of_experts = tensor.role == "experts"
+                for name, dtype, shape in tensor.outputs:
+                    module, _, leaf = name.rpartition(".")
+                    other = in_modelopt(tensor.scheme, leaf, dtype, shape, of_experts=of_experts)
+                    written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
+                    found[name] = Spelled(written, other.change)
         return found
 
     def on_disk(self, output: Output) -> Output:
@@ -146,7 +160,7 @@ class Plan:
         sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
         first files.
         """
-        files: list[list[Unit]] = []
+        files = list[list[Unit]]()
         part = ""
         room = 0
         for unit in self.units:
@@ -371,7 +385,7 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     Raises:
         RecipeError: names the module and what to override it with.
     """
-    first: dict[VLLMName, TensorPlan] = {}
+    first = dict[VLLMName, TensorPlan]()
     for tensor in tensors:
         where = f"{recipe.name}: {tensor.part} {tensor.role}"
         scheme = tensor.scheme

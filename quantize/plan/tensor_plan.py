@@ -7,14 +7,14 @@ Easy to get wrong: the outputs of a 3-D expert parameter. Where it is quantized,
 of tensors for each expert and each projection, under the names of single experts.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
 from ...checkpoints.source import Entry
 from ...checkpoints.stored import Form, StoredWeight
-from ...recipes.conventions import Change, cache_scale_in, in_modelopt
+from ...recipes.conventions import Change
 from ...recipes.family import HFName, Part, Role, VLLMName
 from ...recipes.family_view import Place
 from ...recipes.schemes import DTYPE_BITS, SCHEMES
@@ -159,22 +159,6 @@ def importance_of(module: HFName) -> HFName:
     return HFName(f"{module}.{IMPORTANCE}")
 
 
-def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
-    """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-
-    tensors'.
-    """
-    if tensor.calibrated == "cache":
-        name = HFName(cache_scale_in("modelopt", tensor.name))
-        yield tensor.name, Spelled(Output(name, "F32", ()), "dtype")
-        return
-    of_experts = tensor.role == "experts"
-    for output in tensor.outputs:
-        module, _, leaf = output.name.rpartition(".")
-        other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=of_experts)
-        written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
-        yield output.name, Spelled(written, other.change)
-
-
 def outputs_of(tensors: Iterable[TensorPlan]) -> list[Output]:
     """The outputs of several tensors."""
     return [output for tensor in tensors for output in tensor.outputs]
@@ -194,7 +178,7 @@ def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[O
         return _outputs_of(place.module, scheme, shape)
     num_experts, rows, columns = shape
     stem = place.module.removesuffix(place.row.path)
-    outputs: list[Output] = []
+    outputs = list[Output]()
     for expert in range(num_experts):
         for path in place.row.unstacked:
             module = HFName(stem + path.replace("{e}", str(expert)))

@@ -63,8 +63,8 @@ class Statistics:
             CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of
                 another file.
         """
-        entries: dict[HFName, Entry] = {}
-        sums: dict[HFName, str] = {}
+        entries = dict[HFName, Entry]()
+        sums = dict[HFName, str]()
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
@@ -121,7 +121,7 @@ def write_statistics(
     path.parent.mkdir(parents=True, exist_ok=True)
     apart = dict[str, Tensor]()
     sums = dict[str, str]()
-    storages: set[int] = set()
+    storages = set[int]()
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
         if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
@@ -176,7 +176,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
                 cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
             )
         return
-    allowed: dict[HFName, Output] = {}
+    allowed = dict[HFName, Output]()
     for unit in plan.units:
         allowed |= _taken(unit, statistics)
     for name, entry in statistics.entries.items():
@@ -193,8 +193,8 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
 
 def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit takes from the statistics, once all of it is found there."""
-    required: dict[HFName, Output] = {}
-    optional: dict[HFName, Output] = {}
+    required = dict[HFName, Output]()
+    optional = dict[HFName, Output]()
     for tensor in unit:
         if tensor.calibrated or tensor.tuned:
             for output in (*tensor.calibrated_outputs, *tensor.importances):
@@ -217,7 +217,7 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
 
 def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
-    scales: dict[HFName, float] = {}
+    scales = dict[HFName, float]()
     for name in statistics:
         if name.rpartition(".")[2] in _TENSOR_SCALES:
             scales[name] = value = statistics.read(name).item()
@@ -232,7 +232,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
-        first: dict[tuple[str, str], HFName] = {}
+        first = dict[tuple[str, str], HFName]()
         for name, *_ in outputs_of(unit):
             if name not in scales:
                 continue

@@ -333,7 +333,7 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     return digest.hexdigest()
 
 
-def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Record:
+def record_of(plan: Plan, calibration: Mapping[str, Any] | None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
     source = plan.source
     other = plan.source.mtp_source

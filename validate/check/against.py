@@ -30,7 +30,7 @@ from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
 from ...checkpoints.values import read_tensor, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objections, objection
 from .reading import BytesRead, is_remote
 from .runtime_view import Member, RuntimeView
 
@@ -83,7 +83,8 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
     experts each.
     """
-    own, theirs = _matrices(runtime), _matrices(release)
+    own = _matrices(runtime)
+    theirs = _matrices(release)
     last = runtime.view.num_layers - 1
     found = []
     for module, (place, weight) in own.items():
@@ -109,7 +110,7 @@ def compared(
     release: RuntimeView,
     found: list[Pair],
     progress: BytesRead = lambda _bytes: None,
-) -> Iterator[Objection]:
+) -> Objections:
     """Compare weight by weight.
 
     Args:
@@ -118,7 +119,8 @@ def compared(
         found: from `pairs`.
         progress: called with the bytes that were read.
     """
-    sources, num_threads = (runtime.source, release.source), _AT_A_TIME
+    sources = (runtime.source, release.source)
+    num_threads = _AT_A_TIME
     if any(map(is_remote, sources)):
         num_threads = _AT_A_TIME_REMOTE
     with ThreadPoolExecutor(num_threads) as pool:
@@ -128,10 +130,12 @@ def compared(
             progress(pair.num_bytes)
 
 
-def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
+def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     weight, theirs, place = pair
     bound = max(BOUND[weight.form], BOUND[theirs.form])
-    severity, name, kind = "error", weight.weight.name, f"{place.part} {place.row.path}"
+    severity = "error"
+    name = weight.weight.name
+    kind = f"{place.part} {place.row.path}"
     if weight.shape != theirs.shape:
         # A vocabulary may be padded; another shape of a layer's weight is another model.
         severity = "warning" if place.role in ("embedding", "head") else "error"
@@ -156,10 +160,8 @@ def _compared(pair: Pair, own: Source, release: Source) -> Iterator[Objection]:
     if not torch.isfinite(ours).all():
         words = "it has values that are infinite or NaN"
     elif ours.numel() <= _DESCRIBED and has_column_factors(ours.float(), original.float(), bound):
-        severity, words = (
-            "warning",
-            "each input channel has a factor of its own, as after AWQ or SmoothQuant",
-        )
+        severity = "warning"
+        words = "each input channel has a factor of its own, as after AWQ or SmoothQuant"
     says = (
         f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
         f"{bound:.0%}: {words}"
@@ -190,7 +192,8 @@ def has_column_factors(ours: Tensor, original: Tensor, bound: float) -> bool:
     """Whether factors of input channels, and none of rows, leave only rounding of a difference
     [N, K].
     """
-    product, square = ours * original, original.square()
+    product = ours * original
+    square = original.square()
     rows = product.sum(1, keepdim=True) / square.sum(1, keepdim=True).clamp_min(1e-30)
     columns = product.sum(0) / square.sum(0).clamp_min(1e-30)
     if relative_error(ours, original * rows) <= bound:
@@ -202,10 +205,11 @@ def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     """Every weight [N, K] of the language model, by the name that it has where experts are not
     stacked.
     """
-    found: dict[HFName, Member] = {}
+    found = dict[HFName, Member]()
     for module in runtime.modules:
         for member in module.members:
-            weight, num_dims = member.weight, len(member.weight.shape)
+            weight = member.weight
+            num_dims = len(member.weight.shape)
             if member.place.row.stacked and weight.form == "plain" and num_dims == 3:
                 found |= {
                     each.weight.module: each for each in _unstacked(weight.weight, member.place)
@@ -224,7 +228,8 @@ def _unstacked(entry: Entry, place: Place) -> Iterator[Member]:
     shape = (num_rows // len(place.row.stacked), num_columns)
     if math.prod(shape) * count != math.prod(entry.shape):
         return
-    stem, start = place.module.removesuffix(place.row.path), entry.start
+    stem = place.module.removesuffix(place.row.path)
+    start = entry.start
     num_bytes = entry.num_bytes // max(1, count)
     for expert in range(num_experts):
         for path in place.row.unstacked:

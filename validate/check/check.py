@@ -12,7 +12,7 @@ the files. What only other versions or other engines refuse is a warning. A vers
 does not know has the rules of the newest one before it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,22 +27,30 @@ from ...recipes.errors import (
 from ...recipes.families import is_drafted, promises_mtp
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.dry_load import LoadAccount
-from ..facts.findings import CheckpointFacts, Objection, Runtime, errors_first, grouped, objection
+from ..facts.findings import (
+    CheckpointFacts,
+    Objection,
+    Objections,
+    Runtime,
+    errors_first,
+    grouped,
+    objection,
+)
 from ..facts.results import CheckData
 from . import rules_config, rules_forms, rules_kv, rules_mtp
-from .dialects.choose import quantization_of, unloadable
+from .dialects.choose import unloadable
 from .dialects.patterns import time_limit
 from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
 
-Rule = Callable[[RuntimeView], Iterator[Objection]]
+Rule = Callable[[RuntimeView], Objections]
 RULES: tuple[Rule, ...] = (
     *rules_mtp.RULES,
     *rules_forms.RULES,
     *rules_kv.RULES,
     *rules_config.RULES,
 )
-WITHOUT_FAMILY: tuple[Callable[[StoredView], Iterator[Objection]], ...] = (
+WITHOUT_FAMILY: tuple[Callable[[StoredView], Objections], ...] = (
     rules_forms.stored_form_is_what_is_built,
     rules_forms.schemes_are_known,
     rules_mtp.scales_have_weights,
@@ -120,7 +128,8 @@ def examine(
     try:
         opened = open_source(where)
     except OSError as error:
-        got, cure = error.strerror or str(error), "Check its permissions and its disk"
+        got = error.strerror or str(error)
+        cure = "Check its permissions and its disk"
         refusal = NoCheckpointError(error.filename or where, "must be readable", got=got, cure=cure)
         return Checked(_refused(str(where), "files", refusal), refusal=refusal)
     except CheckpointError as error:
@@ -146,16 +155,14 @@ def examine_source(
     """`examine` for a checkpoint whose headers are already read."""
     # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and
     # nothing is loaded.
-    stored, where = StoredView(opened, vllm=vllm), opened.where
-    refused = unloadable(opened.config, quantization_of(opened.config), vllm)
+    stored = StoredView(opened, vllm=vllm)
+    where = opened.where
+    refused = unloadable(opened.config, vllm)
     if refused is not None and "vllm" in runtimes:
+        key, says, cure = refused
         facts = _facts(stored)
-        says = (
-            f"{refused.says}. {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
-        )
-        return Checked(
-            _data(where, facts, [objection("method", refused.where, says, refused.cure)])
-        )
+        says += f". {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        return Checked(_data(where, facts, [objection("method", key, says, cure)]))
     try:
         runtime = RuntimeView.of(opened, vllm)
         if min(runtime.view.num_layers, runtime.promised) < 0:
@@ -165,7 +172,8 @@ def examine_source(
     except CheckpointError as error:
         return Checked(_refused(where, "config", error), opened)
     except (KeyError, TypeError, ValueError) as error:
-        rule, cure = "must count its layers", "Take the original's config.json"
+        rule = "must count its layers"
+        cure = "Take the original's config.json"
         refusal = CheckpointError(f"{where}/config.json", rule, got=repr(error), cure=cure)
         return Checked(_refused(where, "config", refusal), opened)
     try:
@@ -173,7 +181,7 @@ def examine_source(
             if isinstance(runtime, RecipeError):
                 found = objections_without_family(stored, runtime)
                 return Checked(_data(where, _facts(stored), found), opened)
-            found: list[Objection] = []
+            found = list[Objection]()
             for server in runtimes:
                 for rule in RULES_OF[server]:
                     found += rule(runtime)
@@ -196,14 +204,15 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         CheckpointError: the quantization config has a key of another type than vLLM reads.
     """
     found = [objection for rule in WITHOUT_FAMILY for objection in rule(view)]
-    config, severity = view.source.config, "error"
-    says, cure = f"{refusal.rule}; got {refusal.got}", refusal.way_out
+    config = view.source.config
+    severity = "error"
+    says = f"{refusal.rule}; got {refusal.got}"
+    cure = refusal.way_out
     if not (is_drafted(config, view.vllm) or promises_mtp(config) or view.mtp_names):
         severity = "warning"
         says = (
             f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no MTP "
-            "layer, and no tensor "
-            "is named as one: there is no MTP block, and nothing to draft with"
+            "layer, and no tensor is named as one: there is no MTP block, and nothing to draft with"
         )
         cure = (
             "Serve it without method=mtp. A drafter with a checkpoint of its own, such as "
@@ -216,9 +225,8 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         judged += is_packed and module.resolution.built.form != "unknown"
     says += (
         f". Judged: {judged:,} of {packed:,} packed weights against {view.dialect.name}, the "
-        "layers, scales without "
-        "weights, the index. Not judged: vLLM's names of modules, plain weights, and whether vLLM "
-        "has this model"
+        "layers, scales without weights, the index. Not judged: vLLM's names of modules, plain "
+        "weights, and whether vLLM has this model"
     )
     return [objection("family", str(refusal.where), says, cure, severity=severity), *found]
 
@@ -237,13 +245,16 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
 def _facts(view: StoredView) -> CheckpointFacts:
     """What the checkpoint is; without a family, its MTP tensors are those whose names say so."""
     entries = view.source.entries
-    names, forms = entries.keys() & view.mtp_names, set[str]()
+    names = entries.keys() & view.mtp_names
+    forms = set[str]()
     for weight in view.weights.values():
         if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
             forms.add(weight.weight.dtype if weight.form == "plain" else weight.form)
-    family, num_layers = "", 0
+    family = ""
+    num_layers = 0
     if isinstance(view, RuntimeView):
-        family, num_layers = view.view.family.model_type, len(view.found)
+        family = view.view.family.model_type
+        num_layers = len(view.found)
     return CheckpointFacts(
         family=family,
         dialect=shortened(view.dialect.name),

@@ -106,13 +106,13 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     if built.group_size and k % built.group_size:
         return (
             f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
-            "raises, or its kernel "
-            "reads past the scales"
+            "raises, or its kernel reads past the scales"
         )
     groups = k // built.group_size if built.group_size else 1
     shapes: tuple[Shape, ...] = ((n, groups),) if built.group_size else ((n, 1), (n,))
     if built.block:
-        rows, columns = -(-n // built.block[0]), -(-k // built.block[1])
+        rows = -(-n // built.block[0])
+        columns = -(-k // built.block[1])
         shapes = ((rows, columns), (rows, 1, columns, 1))
     elif built.form == "fp8_tensor":
         shapes = _SCALAR
@@ -134,7 +134,9 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
 
 def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
     """GPTQ's and AWQ's matrices, [inputs, outputs]: GPTQ packs the inputs, AWQ the outputs."""
-    pack, rows, outputs = 32 // built.bits, parts["qweight"].shape[0], parts["scales"].shape[1]
+    pack = 32 // built.bits
+    rows = parts["qweight"].shape[0]
+    outputs = parts["scales"].shape[1]
     inputs, packed = (
         (rows * pack, (rows, outputs)) if built.form == "gptq" else (rows, (rows, outputs // pack))
     )

@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -28,6 +27,7 @@ from ...checkpoints.source import Source
 from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES
 from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
+from ...recipes.frozen import frozen
 from .runtime_view import RuntimeView
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
@@ -79,7 +79,7 @@ _BITS: Mapping[str, Bits] = MappingProxyType(
 _BYTES = Bits(torch.uint8, 0xFF, has_zero=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Summary:
     """What a tensor holds.
 
@@ -144,7 +144,7 @@ def summaries(
         CheckpointError: a file ends early, or the Hub does not send it.
     """
     source = runtime.source
-    found: dict[HFName, Summary] = {}
+    found = dict[HFName, Summary]()
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=AT_A_TIME if is_remote(source) else os.cpu_count()) as pool:
         stretches = joined(source, entries)
@@ -166,7 +166,7 @@ def is_remote(source: Source) -> bool:
 def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
     """Neighbours in one read, up to 32 MiB; a request costs what a disk's seek costs many times."""
     gap = GAP_BYTES if is_remote(source) else _GAP_OF_A_DISK
-    found: list[Stretch] = []
+    found = list[Stretch]()
     for entry in entries:
         first, last = (found[-1].entries[0], found[-1].entries[-1]) if found else (entry, entry)
         is_near = entry.file == last.file and entry.start - last.start - last.num_bytes <= gap
@@ -213,7 +213,7 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
         is_scale: a byte of U8 is an exponent.
     """
     bits = _BITS["F8_E8M0"] if dtype == "U8" and is_scale else _BITS.get(dtype, _BYTES)
-    raw_ends: list[int] = []
+    raw_ends = list[int]()
     largest, count, num_bad, first_bad = -1, 0, 0, -1
     for elements in (piece.view(bits.holder) for piece in pieces):
         for chunk in elements.split(_CHUNK_BYTES // elements.element_size()):

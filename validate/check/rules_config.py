@@ -6,12 +6,12 @@ docs/failures.md.
 Easy to get wrong: of two quantization configs vLLM reads one, and which one hangs on their keys.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objections, objection
 from .dialects.choose import method_of, quantization_of, read_dialect
+from .dialects.given import Raw
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from .runtime_view import RuntimeView, StoredView
 from .vllm_module import UnknownDialect
@@ -21,10 +21,11 @@ _SIZE_TOLERANCE = 0.01
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
-def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
+def quantization_configs_agree(runtime: RuntimeView) -> Objections:
     """config.json and hf_quant_config.json name one algorithm: R5; M11."""
     config = runtime.source.config
-    given, other = quantization_of(config), runtime.hf_quant_config
+    given = quantization_of(config)
+    other = runtime.hf_quant_config
     if given is None or other is None:
         return
     first = read_dialect(config, None, dtypes=runtime.dtypes, vllm=runtime.vllm)
@@ -43,16 +44,18 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("two-configs", where, says, "Make both say what is on disk")
 
 
-def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
+def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
-    view, text = runtime.view, runtime.view.text_config
+    view = runtime.view
+    text = runtime.view.text_config
     original = "from the original release's config.json"
-    faults: dict[str, tuple[str, str]] = {}
+    faults = dict[str, tuple[str, str]]()
     for key in view.family.loader.needs:
         if text.get(key) is None:
             says = f"is missing: vLLM raises AttributeError: object has no attribute '{key}'"
             faults[key] = says, f"Start {original} and only add quantization_config"
-    types, ratios = text.get("layer_types"), text.get("compress_ratios")
+    types = text.get("layer_types")
+    ratios = text.get("compress_ratios")
     expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
     if isinstance(types, list) and len(types) != expected:
         says = (
@@ -71,17 +74,17 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("config", f"config.json: {key}", says, cure)
 
 
-def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def modelopt_is_complete(runtime: RuntimeView) -> Objections:
     """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that
     NVFP4 needs: R7.
     """
-    dialect, given, other = runtime.dialect, runtime.given, runtime.hf_quant_config or {}
+    dialect = runtime.dialect
+    given = runtime.given
+    other = runtime.hf_quant_config or {}
     in_config = given.file == "config.json"
-    where, nested = (
-        f"{given.file}: quantization{'_config' if in_config else ''}",
-        f"{given.file}: quantization",
-    )
-    faults: dict[str, tuple[str, str]] = {}
+    where = f"{given.file}: quantization{'_config' if in_config else ''}"
+    nested = f"{given.file}: quantization"
+    faults = dict[str, tuple[str, str]]()
     if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
         says = (
             f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt "
@@ -105,11 +108,9 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if is_named and dialect.algorithm not in _NESTED:
             faults[f"{nested}.quant_algo"] = (
                 f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says "
-                "ValueError 'Unknown ModelOpt "
-                f"quant algo: {dialect.algorithm}'",
-                "Write quantization_config into config.json, with quant_method, quant_algo, "
-                "ignore and the rest at its "
-                "top level",
+                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'",
+                "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
+                "and the rest at its top level",
             )
         for key in (
             ("group_size", "kv_cache_quant_algo", "exclude_modules")
@@ -129,12 +130,12 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("algorithm", place, says, cure)
 
 
-def _is_by_modelopt(raw: Mapping[str, Any]) -> bool:
+def _is_by_modelopt(raw: Raw) -> bool:
     producer = raw.get("producer")
     return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
 
 
-def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
+def extras_are_present(runtime: RuntimeView) -> Objections:
     """Keys that a family's runtime wants inside quantization_config: Fp4 (vllm #43288); M12."""
     quantization = quantization_of(runtime.source.config)
     for key, value in runtime.view.family.config_extras.items():
@@ -149,7 +150,7 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
             )
 
 
-def own_code_is_known(view: StoredView) -> Iterator[Objection]:
+def own_code_is_known(view: StoredView) -> Objections:
     """Python that the checkpoint brings, or takes from another repository: it would run as whoever
     serves it.
 

@@ -13,13 +13,12 @@ not the one on disk.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Literal
 
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.runtimes.vllm import holds
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objections, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.gptq import ACT_ORDER, Awq, Gptq
@@ -53,7 +52,7 @@ _EXCEPTIONS = {
 _IGNORE = ("ignore", "re:^{pattern}")
 
 
-def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
+def fused_modules_are_uniform(runtime: RuntimeView) -> Objections:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
     for module in filter(_is_mixed, runtime.modules):
         usual, _ = Counter(manner(member.weight) for member in module.members).most_common(1)[0]
@@ -72,15 +71,16 @@ def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
                 yield objection("fused-uniform", member.name, says, cure, cause)
 
 
-def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
     """Inside one form: all weights of one projection have one shape, and FP8 blocks end where
     shards do: R15; M2.
     """
     for module in runtime.modules:
         built = module.resolution.built
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes = dict[str, tuple[int, ...]]()
         for member in module.members if len(module.members) > 1 else ():
-            path, weight = member.place.row.path, member.weight.weight
+            path = member.place.row.path
+            weight = member.weight.weight
             expected = shapes.setdefault(path, weight.shape)
             is_inner = path not in runtime.view.last_shards or module.kind == "experts"
             are_blocks = built.block and built.form == member.weight.form == "fp8_block"
@@ -97,7 +97,7 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 yield objection("shapes", weight.name, says, cure, f"block {module.part} {path}")
 
 
-def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
+def stored_form_is_what_is_built(view: StoredView) -> Objections:
     """Each weight agrees with what vLLM builds for its runtime name: R2, R4, R7; F11-F29, F34-F42;
     Fp5, Fp9, G1-H7, M5.
 
@@ -122,23 +122,31 @@ def stored_form_is_what_is_built(view: StoredView) -> Iterator[Objection]:
                     yield from _compare(view, module, member)
 
 
-def _compare(view: StoredView, module: Module, member: Member) -> Iterator[Objection]:
-    weight, built, entry = member.weight, module.resolution.built, module.resolution.entry
-    rule, where, by = "form", weight.weight.name, _decided(view, module)
-    stored, kind = f"stored as {manner(weight)}, but vLLM builds", f"{module.part} {weight.form}"
+def _compare(view: StoredView, module: Module, member: Member) -> Objections:
+    weight = member.weight
+    built = module.resolution.built
+    entry = module.resolution.entry
+    rule = "form"
+    where = weight.weight.name
+    by = _decided(view, module)
+    stored = f"stored as {manner(weight)}, but vLLM builds"
+    kind = f"{module.part} {weight.form}"
     if built.form == weight.form == "plain":
         return
     if not module.loads_quantized:
-        rule, cause = "glue", f"{module.part} {module.members[0].place.row.path} {weight.form}"
+        rule = "glue"
+        cause = f"{module.part} {module.members[0].place.row.path} {weight.form}"
         says = f"{stored} it plain whatever the config says ({member.place.row.why_kept}): "
         says += _EFFECT
         cure = "Store it in BF16: copy it from the original release, or dequantize it"
     elif built.form == "plain":
         says = f"{stored} {module.name} plain ({by}): {_EFFECT}"
-        cure, cause = _cover_cure(view, module), f"built plain {kind} {entry}"
+        cure = _cover_cure(view, module)
+        cause = f"built plain {kind} {entry}"
     elif weight.form == "plain":
         says = f"{stored} {module.name} as {built.form} ({by}): {_EFFECT}"
-        cure, cause = _ignore_cure(view, module), f"built packed {module.part} {built.form} {entry}"
+        cure = _ignore_cure(view, module)
+        cause = f"built packed {module.part} {built.form} {entry}"
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
         part = leaves_built(built, weight).get(leaf)
@@ -151,7 +159,9 @@ def _compare(view: StoredView, module: Module, member: Member) -> Iterator[Objec
         is_block = built.form == "fp8_block" and isinstance(view.dialect, CompressedTensors)
         if not is_block or scale is None or scale.dtype == "F32":
             return
-        rule, where, cause = "scale-dtype", scale.name, f"{module.part} {scale.dtype}"
+        rule = "scale-dtype"
+        where = scale.name
+        cause = f"{module.part} {scale.dtype}"
         says = f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
         says += "forward on Hopper and Blackwell; other kernels take them"
         cure = "Store the scales as F32"
@@ -164,7 +174,8 @@ def _leaves_problem(
 ) -> tuple[str, str, str] | None:
     """A tensor too few or too many: its leaf, what happens, the cure."""
     built = module.resolution.built
-    leaves, optional = leaves_built(built, weight).keys(), set(built.optional)
+    leaves = leaves_built(built, weight).keys()
+    optional = set(built.optional)
     if view.loader and view.loader.unknown_name == "KeyError" and module.part == "mtp":
         optional.discard("g_idx")  # the loaders of vLLM's other classes drop it (AutoWeightsLoader)
     if module.kind == "experts" and built.form == "nvfp4":
@@ -198,7 +209,8 @@ def _decided(view: StoredView, module: Module) -> str:
 
 def _ignore_cure(view: StoredView, module: Module) -> str:
     """How the dialect leaves a module alone."""
-    stem, dialect = module.name, view.dialect
+    stem = module.name
+    dialect = view.dialect
     if module.part == "mtp":
         stem = view.stem_of(module) or stem
     if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
@@ -220,12 +232,12 @@ def _cover_cure(view: StoredView, module: Module) -> str:
     return f"{cure}, or store the weight in BF16"
 
 
-def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
+def draft_head_is_excluded(runtime: RuntimeView) -> Objections:
     """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm
     #57532).
     """
     view = runtime.view
-    heads: dict[str, HFName] = {}
+    heads = dict[str, HFName]()
     for name, (disk, *_) in view.disk_modules.items():
         place = view.place(HFName(f"{disk}.weight"))
         if place and place.part == "mtp" and place.role == "head" and place.layer is not None:
@@ -244,7 +256,7 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("draft-head", name, says, cure, "draft head")
 
 
-def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objection]:
+def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Objections:
     """q, k and v in one tensor, as in MiMo-V2.5, load right in the release's own FP8 only: vllm
     #42803, #57508.
     """
@@ -252,7 +264,8 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
         for member in module.members:
             if not member.place.row.interleaved or _is_put_in_order(module, member):
                 continue
-            severity, weight = "warning", member.weight
+            severity = "warning"
+            weight = member.weight
             says = (
                 "holds q, k and v in one tensor, whose rows vLLM reads in another order than "
                 "the release's (vllm #42803)"
@@ -267,14 +280,15 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Iterator[Objectio
             yield objection("rows", member.name, says, cure, module.part, severity)
 
 
-def schemes_are_known(view: StoredView) -> Iterator[Objection]:
+def schemes_are_known(view: StoredView) -> Objections:
     """A method or scheme whose tensors the check does not know is said to be one, or silence would
     read as good: R8.
 
     Under a method that is not known at all, a plain MTP block must be on the list of what is left
     alone.
     """
-    dialect, unknown = view.dialect, list[Module]()
+    dialect = view.dialect
+    unknown = list[Module]()
     for module in view.modules:
         if module.resolution.built.form == "unknown" and not module.resolution.error:
             unknown.append(module)
@@ -283,13 +297,12 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
         return
     says = f"is {dialect.name} with a scheme that keepmtp does not reproduce: {len(unknown)} "
     says += "modules' weights are not judged against it"
-    cure, where = (
-        "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
-        "config.json: quantization_config",
-    )
+    cure = "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself"
+    where = "config.json: quantization_config"
     yield objection("dialect", where, says, cure, severity="warning")
     for module in unknown if is_unknown else ():
-        name, weight = module.name, module.members[0].weight
+        name = module.name
+        weight = module.members[0].weight
         if module.part != "mtp" or weight.form != "plain" or module.role in ("norm", "head"):
             continue
         if not any(dialect.hits(entry, name) for entry in dialect.entries):
@@ -298,7 +311,7 @@ def schemes_are_known(view: StoredView) -> Iterator[Objection]:
             yield objection("dialect", weight.weight.name, says, cure, "plain draft")
 
 
-def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
+def table_is_as_built(runtime: RuntimeView) -> Objections:
     """A table whose rows are looked up is stored as vLLM holds it: BF16, or FP8 with one scale for
     all of its parts.
 
@@ -318,11 +331,13 @@ def table_is_as_built(runtime: RuntimeView) -> Iterator[Objection]:
         built = _table_built(runtime, name)
         if built == "unknown":
             continue
-        key, where = runtime.view.family.fp8_table_key, scale
+        key = runtime.view.family.fp8_table_key
+        where = scale
         odd = (scale in runtime.source.entries) != (built == "fp8") and built != "nvfp4"
         for part in reversed(parts):
             if _TABLES.get(part.weight.dtype, "plain") != built:
-                where, odd = part.weight.name, True
+                where = part.weight.name
+                odd = True
         if built == "refused" or odd:
             if built == "refused":
                 where = name
@@ -338,7 +353,8 @@ def _table_built(
     runtime: RuntimeView, name: VLLMName
 ) -> Literal["fp8", "nvfp4", "plain", "refused", "unknown"]:
     """How vLLM holds the table."""
-    dialect, has_nvfp4 = runtime.dialect, holds(">=0.33", runtime.vllm)
+    dialect = runtime.dialect
+    has_nvfp4 = holds(">=0.33", runtime.vllm)
     named = runtime.view.text_config.get(runtime.view.family.fp8_table_key)
     if named == _FP8_TABLE:
         return "fp8"
@@ -400,7 +416,8 @@ def _is_made_over(view: StoredView, module: Module, member: Member) -> bool:
 
     vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it.
     """
-    row, weight = member.place.row, member.weight
+    row = member.place.row
+    weight = member.weight
     if not module.loads_quantized:
         is_wk = row.path.endswith("indexer.wk") and "weight_scale_inv" in weight.parts
         if row.table_scale or (is_wk and weight.weight.dtype in FP8):
@@ -415,7 +432,9 @@ def _is_replaced(view: StoredView, module: Module, member: Member) -> bool:
     vLLM 0.32.0 v1/worker/gpu/spec_decode/eagle/utils.py, _should_share;
     v1/spec_decode/llm_base_proposer.py.
     """
-    row, parts, loader = member.place.row, member.weight.parts, view.loader
+    row = member.place.row
+    parts = member.weight.parts
+    loader = view.loader
     if loader is None or module.part != "mtp" or row.is_drafts_own:
         return False
     built = module.resolution.built.form

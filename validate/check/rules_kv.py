@@ -14,7 +14,7 @@ compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...checkpoints.stored import KV_SCALE_LEAVES
@@ -22,7 +22,7 @@ from ...quantize.plan.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
-from ..facts.findings import Objection, Severity, objection
+from ..facts.findings import Objections, Severity, objection
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
 from .runtime_view import RuntimeView
@@ -49,13 +49,15 @@ def draft_takes(loader: Loader, name: str) -> bool:
     return loader.takes_kv_scales or (loader.draft_kv_names == "own" and ".attn." in name)
 
 
-def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
+def kv_entry_is_known(runtime: RuntimeView) -> Objections:
     """The entry is one that vLLM reads: FP8 under compressed-tensors, FP8 or NVFP4 under
     modelopt.
     """
     scheme, algorithm = _kv_entry(runtime)
     severity: Severity = "error"
-    where, cure, says = f"{runtime.given.file}: kv_cache_quant_algo", "Write FP8, NVFP4 or null", ""
+    where = f"{runtime.given.file}: kv_cache_quant_algo"
+    cure = "Write FP8, NVFP4 or null"
+    says = ""
     if isinstance(runtime.dialect, CompressedTensors) and scheme is not None:
         where = "config.json: quantization_config.kv_cache_scheme"
         cure = (
@@ -67,10 +69,8 @@ def kv_entry_is_known(runtime: RuntimeView) -> Iterator[Objection]:
         if runtime.view.family.model_type == "qwen4_exp":
             says = "vLLM raises NotImplementedError: Qwen4Exp QSA does not support KV quantization"
         elif runtime.view.text_config.get("kv_lora_rank"):
-            severity, cure = (
-                "warning",
-                "Serve with --kv-cache-dtype fp8 if you want it, or remove it",
-            )
+            severity = "warning"
+            cure = "Serve with --kv-cache-dtype fp8 if you want it, or remove it"
             says = (
                 "has no effect: latent attention never asks for it, and vLLM keeps that cache "
                 "in BF16"
@@ -104,7 +104,7 @@ def _is_fp8(scheme: Any) -> bool:
     return isinstance(scheme, Mapping) and all(scheme.get(key) == wanted[key] for key in wanted)
 
 
-def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
+def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
     """vLLM's classes load the scales of the KV cache, or leave them alone: R9; F32."""
     loader = runtime.loader
     for entry in runtime.others:
@@ -115,15 +115,13 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
             cure = "Remove the KV-cache scales of the MTP layer"
             says = (
                 "is a scale of the KV cache inside the MTP layer, which this draft's loader does "
-                "not know: vLLM raises "
-                "KeyError, ValueError or AttributeError"
+                "not know: vLLM raises KeyError, ValueError or AttributeError"
             )
         elif not is_mtp and not loader.backbone_takes_kv_scales:
             cure = "Remove the scales of the KV cache"
             says = (
                 "is a scale of the KV cache, for which this family's class has no parameter: vLLM "
-                "raises KeyError or "
-                "ValueError, with and without a draft"
+                "raises KeyError or ValueError, with and without a draft"
             )
         elif isinstance(runtime.dialect, ModelOpt) and math.prod(entry.shape) != 1:
             cure = "Store one number for each of k and v"
@@ -136,7 +134,7 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("kv-scales", entry.name, says, cure, cure)
 
 
-def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
+def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
     """Where some attention layers have scales of an FP8 cache, all have two; and nothing else
     has any.
     """
@@ -144,13 +142,14 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
     is_fp8 = _is_fp8(scheme) or str(algorithm).upper() == "FP8"
     if not is_fp8 or no_place(runtime.view):
         return
-    attentions: dict[HFName, Part] = {}
+    attentions = dict[HFName, Part]()
     for name, place in runtime.placed.items():
         if place.role == "attention" and name.endswith(".k_proj"):
             attentions[HFName(name.removesuffix(".k_proj"))] = place.part
     stored: dict[HFName, set[str]] = defaultdict(set)
     for entry in runtime.others:
-        module, leaf = attention_of_scale(entry.name), entry.name.rpartition(".")[2]
+        module = attention_of_scale(entry.name)
+        leaf = entry.name.rpartition(".")[2]
         if leaf not in CACHE_LEAVES:
             continue
         stored[module].add(leaf)
@@ -162,10 +161,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
             )
             cure = "Remove it, or bring the layer back"
             yield objection("kv-scales", entry.name, says, cure, cure)
-    is_modelopt, cure = (
-        isinstance(runtime.dialect, ModelOpt),
-        "Calibrate the cache again: each layer has two scales",
-    )
+    is_modelopt = isinstance(runtime.dialect, ModelOpt)
+    cure = "Calibrate the cache again: each layer has two scales"
     convention = "modelopt" if is_modelopt else "compressed-tensors"
     with_some = {part for module, part in attentions.items() if module in stored}
     for module, part in attentions.items() if with_some else ():

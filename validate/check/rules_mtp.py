@@ -11,7 +11,7 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ...checkpoints.stored import (
     FLOATS,
@@ -22,7 +22,7 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection, Objections, objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
@@ -37,12 +37,15 @@ _AGAIN = "Quantize the checkpoint again"
 _BLOCK_BACK = "Put the release's block in"
 
 
-def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
+def promised_layers_exist(runtime: RuntimeView) -> Objections:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7,
     M9.
     """
-    view, promised, key = runtime.view, runtime.promised, runtime.view.mtp_count_key
-    where, way_back = f"config.json: {key}", _way_to_a_block(runtime)
+    view = runtime.view
+    promised = runtime.promised
+    key = runtime.view.mtp_count_key
+    where = f"config.json: {key}"
+    way_back = _way_to_a_block(runtime)
     effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
     if runtime.loader.refuses_missing_mtp:
         effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
@@ -50,9 +53,11 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     if any(_is_nested(runtime, name) for name in runtime.source.entries):
         elsewhere.add(0)
     for index in sorted(set(range(promised)) - runtime.found - elsewhere):
-        place, cure = f"{view.mtp_stem(index)}*", way_back
+        place = f"{view.mtp_stem(index)}*"
+        cure = way_back
         if (at := runtime.block_at) is not None:
-            place, depth = f"{view.disk_stem('backbone', at)}*", view.family.num_layers_key
+            place = f"{view.disk_stem('backbone', at)}*"
+            depth = view.family.num_layers_key
             cure = (
                 f"Set {depth} to {at}: layer {at} has the modules of an MTP layer, and is "
                 "counted as a decoder layer"
@@ -67,14 +72,14 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
         yield objection("mtp-missing", place, says, cure)
     extra = sorted(index for index in runtime.found if index >= promised)
     if extra:
-        first, cure = (
-            f"{view.mtp_stem(extra[0])}*",
-            f"Correct {key}, or num_hidden_layers, to what the files hold",
-        )
+        first = f"{view.mtp_stem(extra[0])}*"
+        cure = f"Correct {key}, or num_hidden_layers, to what the files hold"
         if promised == 0:
-            count, error = "missing", runtime.loader.missing_count
+            count = "missing"
+            error = runtime.loader.missing_count
             if {*view.text_config, *view.config}.intersection(view.family.mtp_count_keys):
-                count, error = "0", "ZeroDivisionError"
+                count = "0"
+                error = "ZeroDivisionError"
             says = f"is {count}, but {first} exists: with method=mtp vLLM raises {error}"
             yield objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
         elif view.layout.mtp is None:
@@ -106,23 +111,25 @@ def _way_to_a_block(runtime: RuntimeView) -> str:
     return _BLOCK_BACK
 
 
-def files_are_indexed(view: StoredView) -> Iterator[Objection]:
+def files_are_indexed(view: StoredView) -> Objections:
     """Files that the index does not list are not read: R6; F4, F9."""
     for entry in view.source.unindexed.values():
         says = (
             f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM "
             "does not read it"
         )
-        cure, severity = f"Add the tensors of {entry.file} to the index", "warning"
+        cure = f"Add the tensors of {entry.file} to the index"
+        severity = "warning"
         is_mtp = view.is_mtp_name(entry.name)
         if is_mtp:
-            severity, says = "error", f"{says}, so the draft is missing"
+            severity = "error"
+            says = f"{says}, so the draft is missing"
         else:
             cure += ", or remove the file"
         yield objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
 
 
-def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2;
     M1.
     """
@@ -131,20 +138,20 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if name not in runtime.placed:
             says = (
                 "the MTP block cannot work without it, and it is in no indexed file: vLLM leaves "
-                "it uninitialised in "
-                "silence, the draft guesses"
+                "it uninitialised in silence, the draft guesses"
             )
             yield objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
 
 
-def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def layers_are_complete(runtime: RuntimeView) -> Objections:
     """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7,
     E8; M1, M2, M8.
 
     Decoder layers of one family differ. So a decoder layer lacks something only if another one has
     all that it has, and more; an MTP layer is compared with the decoder layer most like it.
     """
-    view, halves = runtime.view, _halves(runtime)
+    view = runtime.view
+    halves = _halves(runtime)
     backbone = {index for _, part, index in halves if part == "backbone"}
     depth = 1 + max(backbone, default=-1)
     for index in sorted({*range(view.num_layers)} - backbone):
@@ -161,24 +168,27 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if part == "backbone" and paths:
             models[half].add(frozenset(paths))
     for (half, part, index), paths in sorted(halves.items(), key=lambda item: item[0][0] == "ffn"):
-        rule, cure, lacks = "layer-incomplete", _AGAIN, ()
+        rule = "layer-incomplete"
+        cure = _AGAIN
+        lacks = ()
         gaps = [model - paths for model in models[half] if part == "mtp" or paths < model]
         if part == "mtp":
-            rule, cure, lacks = "mtp-incomplete", _way_to_a_block(runtime), view.family.mtp_lacks
+            rule = "mtp-incomplete"
+            cure = _way_to_a_block(runtime)
+            lacks = view.family.mtp_lacks
         for path in sorted(min(gaps, key=len, default=frozenset()).difference(lacks)):
             leaf = ".weight*"
             if path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
                 leaf = ""
             where = view.disk_stem(part, index) + path.replace("{e}", "0") + leaf
             says = (
-                "is missing, though the decoder layers of this checkpoint have it: quantized, "
-                "vLLM leaves the "
-                "parameter uninitialised in silence"
+                "is missing, though the decoder layers of this checkpoint have it: quantized, vLLM "
+                "leaves the parameter uninitialised in silence"
             )
             yield objection(rule, where, says, cure, f"{part} {index} {half}")
 
 
-def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
+def counted_layers_are_there(view: StoredView) -> Objections:
     """The layers that config.json counts have tensors; without a family."""
     count = view.text_config.get("num_hidden_layers")
     stem, held = view.decoder_layers
@@ -194,7 +204,7 @@ def counted_layers_are_there(view: StoredView) -> Iterator[Objection]:
 def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
     """The parts of each layer's mixer, and of its feed-forward part, in any stored form."""
     family = runtime.view.family
-    found: dict[tuple[str, Part, int], set[str]] = {}
+    found = dict[tuple[str, Part, int], set[str]]()
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
     for place in runtime.placed.values():
         row = place.row
@@ -217,7 +227,7 @@ def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
     return found
 
 
-def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+def experts_are_complete(runtime: RuntimeView) -> Objections:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2;
     M1.
     """
@@ -246,7 +256,7 @@ def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     yield objection("experts", where, says, cure, cause, times=len(wrong))
 
 
-def scales_have_weights(view: StoredView) -> Iterator[Objection]:
+def scales_have_weights(view: StoredView) -> Objections:
     """A scale belongs to a weight."""
     for entry in view.others:
         leaf = view.leaf_of(entry.name)
@@ -263,11 +273,12 @@ def _is_of_a_weight(leaf: str) -> bool:
     return leaf in (*SCALE_LEAVES, *TRANSPOSED_LEAVES) and not is_kv_scale(leaf)
 
 
-def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
+def names_are_known(runtime: RuntimeView) -> Objections:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     known = runtime.loader.mtp_leaves
     for key, weight in runtime.weights.items():
-        place, name = runtime.placed.get(key), weight.weight.name
+        place = runtime.placed.get(key)
+        name = weight.weight.name
         others = [leaf for leaf in weight.parts if known and leaf not in known]
         if _is_nested(runtime, name) or place is None or place.leaf != "weight":
             yield _unknown(runtime, name)
@@ -279,7 +290,8 @@ def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
             cure = "Leave the MTP block plain"
             yield objection("unknown-tensor", f"{key}.{others[0]}", says, cure, "mtp leaf")
     for entry in runtime.others:
-        leaf, place = runtime.leaf_of(entry.name), runtime.placed.get(entry.name)
+        leaf = runtime.leaf_of(entry.name)
+        place = runtime.placed.get(entry.name)
         # What another rule judges, and what vLLM computes itself.
         is_known = is_kv_scale(leaf) or _is_of_a_weight(leaf) or _RECOMPUTED.search(entry.name)
         if place is not None:
@@ -297,14 +309,15 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
     if _is_nested(runtime, name):
         says = (
             "carries the vision-language model's prefix, which the draft's loader does not strip: "
-            "vLLM raises 'There "
-            "is no module or parameter named language_model', or skips the block"
+            "vLLM raises 'There is no module or parameter named language_model', or skips the block"
         )
         stem = runtime.view.mtp_stem(0).partition("layers.")[0]
         return objection(
             "mtp-prefix", name, says, f"Rename it to start with {stem or 'mtp.'}", "nested"
         )
-    severity, cause, at = "warning", re.sub(r"[0-9]+", "*", name), runtime.block_at
+    severity = "warning"
+    cause = re.sub(r"[0-9]+", "*", name)
+    at = runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
     if runtime.is_mtp_name(name):
         severity = "error"
@@ -316,7 +329,7 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
     return objection("unknown-tensor", name, says, cure, cause, severity)
 
 
-def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
+def aliases_are_present(runtime: RuntimeView) -> Objections:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456,
     #43459); M14.
 
@@ -334,19 +347,21 @@ def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
                 yield objection("alias", name, says, cure, f"alias {index}", severity="warning")
 
 
-def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iterator[Objection]:
+def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Objections:
     """MTP tensors against the release's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8.
 
     A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
     logical shape, and a float32 tensor never its dtype. The writer's own test compares the bytes.
     """
-    own, others = _every_weight(runtime), _every_weight(source)
+    own = _every_weight(runtime)
+    others = _every_weight(source)
     for name, theirs in others.items():
         place = source.placed.get(name)
         if place is None or place.part != "mtp" or place.row.stacked:
             continue
         # The checkpoint may have q, k and v apart where the source has them in one matrix.
-        stem, interleaved = place.module.removesuffix(place.row.path), place.row.interleaved
+        stem = place.module.removesuffix(place.row.path)
+        interleaved = place.row.interleaved
         if interleaved and all(HFName(stem + path) in runtime.weights for path in interleaved.into):
             continue
         if name in own:
@@ -367,12 +382,13 @@ def _every_weight(runtime: RuntimeView) -> dict[HFName, StoredWeight]:
     return found | dict(runtime.weights)
 
 
-def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
+def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
     """Another logical shape, or another dtype of a plain tensor.
 
     The shape of packed integers takes bits and group from the config.
     """
-    name, dtypes = ours.weight.name, (ours.weight.dtype, theirs.weight.dtype)
+    name = ours.weight.name
+    dtypes = (ours.weight.dtype, theirs.weight.dtype)
     are_known = True
     for each in (ours, theirs):
         are_known &= each.form != "unknown" and (each.form != "int_packed" or bool(each.scheme))
@@ -384,7 +400,8 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Iterator[Objection]:
         if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
             effect = "twice the size for the same numbers"
         says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
-        cure, cause = "Keep the source's dtype", " ".join(dtypes)
+        cure = "Keep the source's dtype"
+        cause = " ".join(dtypes)
         yield objection("source", name, says, cure, cause, severity="warning")
 
 

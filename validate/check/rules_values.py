@@ -15,7 +15,7 @@ modelopt.py (process_weights_after_loading), compressed_tensors_moe_w4a4_nvfp4.p
 import math
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import KV_SCALE_LEAVES, Form
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..facts.findings import Objection, objection
+from ..facts.findings import Objection, Objections, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
 from .runtime_view import RuntimeView
@@ -97,14 +97,14 @@ class Tensor(NamedTuple):
 _Tensors = Mapping[HFName, Tensor]
 
 
-def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:
+def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objections:
     """Everything that the rules on values object to.
 
     Args:
         runtime: the checkpoint.
         read: the summaries of some of its tensors. Vision and other opaque parts are not judged.
     """
-    tensors: dict[HFName, Tensor] = {}
+    tensors = dict[HFName, Tensor]()
     for name, summary in read.items():
         place = runtime.view.place(name)
         if place is None and is_kv_scale(name.rpartition(".")[2]):
@@ -141,7 +141,8 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
 
 def _not_finite(tensor: Tensor, cure: str) -> Objection:
     """vllm#45212, vllm#45320, compressed-tensors#595."""
-    index, position = tensor.summary.first_not_finite, []
+    index = tensor.summary.first_not_finite
+    position = []
     for size in reversed(tensor.entry.shape):
         index, at = divmod(index, size)
         position.insert(0, at)
@@ -153,7 +154,7 @@ def _not_finite(tensor: Tensor, cure: str) -> Objection:
     return _objection("finite", tensor.name, says, cure, tensor.cause)
 
 
-def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objection]:
+def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
     """No scale is negative, no divisor is zero, no matrix has scales of zero only, or scales that
     are all equal.
 
@@ -161,8 +162,11 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objectio
     AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest
     code.
     """
-    summary, leaf, says = tensor.summary, tensor.leaf, ""
-    weight, may_be_negative = runtime.weights.get(tensor.module), leaf == "scales"
+    summary = tensor.summary
+    leaf = tensor.leaf
+    says = ""
+    weight = runtime.weights.get(tensor.module)
+    may_be_negative = leaf == "scales"
     if weight is not None and weight.form == "int_packed" and leaf == "weight_scale":
         may_be_negative = "weight_zero_point" not in weight.parts
     if summary.is_zero and leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
@@ -178,14 +182,13 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Iterator[Objectio
         yield _objection("scale-sign", tensor.name, says, cure, f"{tensor.cause} {says}")
     elif summary.is_constant and tensor.size >= _MANY:
         says = (
-            f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so "
-            "they were never "
-            "computed, or the weights under them are not the release's"
+            f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so they "
+            "were never computed, or the weights under them are not the release's"
         )
         yield _warning("scale-constant", tensor.name, says, _REQUANTIZE, tensor.cause)
 
 
-def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Iterator[Objection]:
+def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Objections:
     """Norms of the MTP block are neither near zero nor huge."""
     largest = tensor.summary.largest
     is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
@@ -197,7 +200,7 @@ def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Iterator[Objectio
         yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
 
 
-def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Iterator[Objection]:
+def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
     """A matrix of the language model that is all zeros or one repeated value.
 
     A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ
@@ -213,18 +216,21 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Iterator[Objection]
         scale = tensors.get(HFName(f"{tensor.module}.{leaf}"))
         is_lost |= scale is not None and scale.size > 1 and not scale.summary.is_constant
     what = "zeros" if summary.is_zero else "one repeated value"
-    happens, cure = "it was never trained", "Take this tensor from the release"
+    happens = "it was never trained"
+    cure = "Take this tensor from the release"
     if is_lost:
-        happens, cure = "its scales are those of other values, which were lost", _REQUANTIZE
+        happens = "its scales are those of other values, which were lost"
+        cure = _REQUANTIZE
     if tensor.is_mtp:
         happens += ", or never written, so the draft guesses and nearly nothing is accepted"
         cure = graft
-    says, cause = f"holds {what} only: {happens}", f"{tensor.cause} {what} {is_lost}"
+    says = f"holds {what} only: {happens}"
+    cause = f"{tensor.cause} {what} {is_lost}"
     severity = "error" if tensor.is_mtp or is_lost else "warning"
     yield _objection("empty-weight", tensor.name, says, cure, cause, severity)
 
 
-def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Objection]:
+def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> Objections:
     """The scales of a weight give values that weights have: a reciprocal in the wrong convention
     does not.
     """
@@ -245,14 +251,13 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
             )
             cure = (
                 "Write the scale in this dialect's convention: compressed-tensors divides by "
-                "weight_global_scale, "
-                "modelopt multiplies by weight_scale_2"
+                "weight_global_scale, modelopt multiplies by weight_scale_2"
             )
             cause = f"{scale.place.part} {scale.place.row.path} {largest > 1}"
             yield _objection("scale-magnitude", scale.name, says, cure, cause)
 
 
-def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
+def fused_scales_agree(tensors: _Tensors) -> Objections:
     """Weights that vLLM fuses have one global scale: vllm#54150."""
     groups: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
@@ -267,43 +272,37 @@ def fused_scales_agree(tensors: _Tensors) -> Iterator[Objection]:
             used = max(values, key=lambda name: values[name])
         worst = max(members, key=lambda member: abs(math.log(values[member.name] / values[used])))
         others = ", ".join(member.module.rpartition(".")[2] for member in members)
-        severity, happens = (
-            "warning",
-            "inputs are then rounded on another grid than the calibrated one",
-        )
+        severity = "warning"
+        happens = "inputs are then rounded on another grid than the calibrated one"
         if leaf in _GLOBAL_SCALES:
             factor = values[worst.name] / values[used]
             factor = factor if leaf in _DIVISORS else 1 / factor
-            severity, happens = (
-                "error",
-                f"these weights are then {factor:.3g} times what they should be",
-            )
+            severity = "error"
+            happens = f"these weights are then {factor:.3g} times what they should be"
         says = (
             f"is {values[worst.name]:.6g}, but {others} are one fused module with one {leaf}, and "
-            "vLLM takes "
-            f"{values[used]:.6g} of {used}: {happens}"
+            f"vLLM takes {values[used]:.6g} of {used}: {happens}"
         )
         cause = f"{worst.place.part} {worst.place.row.path} {leaf}"
         cure = f"Quantize {others} together, with one {leaf}"
         yield _objection("fused-scales", worst.name, says, cure, cause, severity)
 
 
-def input_scales_are_measured(tensors: _Tensors) -> Iterator[Objection]:
+def input_scales_are_measured(tensors: _Tensors) -> Objections:
     """Input scales are not all one constant: no batch gave them."""
     for leaf in _INPUT_SCALES:
         found = [each for each in tensors.values() if each.leaf == leaf and each.size == 1]
         values = {each.summary.largest for each in found}
         if len(found) >= _MANY and len(values) == 1:
             says = (
-                f"all {len(found):,} scales named {leaf} are {values.pop():g}: no batch gave "
-                "them, and inputs that "
-                "are larger are cut off"
+                f"all {len(found):,} scales named {leaf} are {values.pop():g}: no batch gave them, "
+                "and inputs that are larger are cut off"
             )
             cure = "Calibrate, or use a scheme with dynamic input scales"
             yield _warning("input-scale-constant", found[0].name, says, cure)
 
 
-def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Objection]:
+def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Objections:
     """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds
     one.
     """
@@ -322,7 +321,6 @@ def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Iterator[Obje
         if is_new:
             says = (
                 f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before "
-                "training: the draft then "
-                "guesses, and nearly nothing is accepted"
+                "training: the draft then guesses, and nearly nothing is accepted"
             )
             yield _warning("mtp-untrained", norms[0].name, says, _MEASURE)

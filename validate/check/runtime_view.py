@@ -29,6 +29,7 @@ from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.runtimes.vllm import NEWEST
 from .dialects.choose import quantization_of, read_dialect
+from .dialects.given import Raw
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit
@@ -97,8 +98,8 @@ class GivenConfig(NamedTuple):
     """
 
     file: str
-    raw: Mapping[str, Any]
-    nested: Mapping[str, Any] | None
+    raw: Raw
+    nested: Raw | None
 
     def get(self, key: str) -> Any:
         """A value, below `quantization` where there is such a thing."""
@@ -132,7 +133,7 @@ class StoredView:
         return ""
 
     @cached_property
-    def text_config(self) -> Mapping[str, Any]:
+    def text_config(self) -> Raw:
         """The part of config.json for the language model."""
         inner = self.source.config.get("text_config") or self.source.config.get("llm_config")
         return inner if isinstance(inner, Mapping) else self.source.config
@@ -154,7 +155,7 @@ class StoredView:
         return weights | transposed, others
 
     @cached_property
-    def hf_quant_config(self) -> Mapping[str, Any] | None:
+    def hf_quant_config(self) -> Raw | None:
         """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a
         quantization config.
 
@@ -171,9 +172,11 @@ class StoredView:
     @cached_property
     def given(self) -> GivenConfig:
         """The quantization config, empty if there is none."""
-        raw, file = quantization_of(self.source.config), "config.json"
+        raw = quantization_of(self.source.config)
+        file = "config.json"
         if raw is None:
-            raw, file = self.hf_quant_config or {}, HF_QUANT_CONFIG
+            raw = self.hf_quant_config or {}
+            file = HF_QUANT_CONFIG
         nested = raw.get("quantization")
         return GivenConfig(file, raw, nested if isinstance(nested, Mapping) else None)
 
@@ -196,7 +199,7 @@ class StoredView:
         others are packed.
         """
         packed = {_kind(weight) for weight in self.weights.values() if weight.form != "plain"}
-        found: list[Module] = []
+        found = list[Module]()
         with time_limit():
             for weight in self.weights.values():
                 if _kind(weight) in packed:
@@ -243,11 +246,14 @@ class StoredView:
         is_renamed = "scale" in weight.parts or weight.form == "fp8_sliced"
         if len(weight.weight.shape) < 2 or "embed" in last or is_renamed:
             return
-        name, shards, kind = VLLMName(weight.module), tuple[VLLMName, ...](), "linear"
+        name = VLLMName(weight.module)
+        shards = tuple[VLLMName, ...]()
+        kind = "linear"
         if last == "lm_head":
             kind = "head"
         if expert := _EXPERTS.match(weight.module):
-            name, kind = VLLMName(expert["experts"]), "experts"
+            name = VLLMName(expert["experts"])
+            kind = "experts"
             shards = (VLLMName(f"{name}.0.{expert['last']}"),)
         answer = self.dialect.resolve(name, shards=shards, kind=kind)
         for fused, parts in _FUSED.items():
@@ -408,11 +414,13 @@ class RuntimeView(StoredView):
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place
-        kind, last = KINDS.get(place.role, "linear"), name.rpartition(".")[2]
+        kind = KINDS.get(place.role, "linear")
+        last = name.rpartition(".")[2]
         shards = tuple(VLLMName(name.replace(last, each)) for each in self._fused.get(last, ()))
         if kind == "experts":
             shards = tuple(VLLMName(f"{name}.0.{each}") for each in self._projections)
-        asks, answer = place.row.loads_quantized, Resolution(PLAIN)
+        asks = place.row.loads_quantized
+        answer = Resolution(PLAIN)
         if asks:
             answer = self.resolve(name, shards, kind, part)
         return Module(name, kind, part, shards, members, asks, answer)

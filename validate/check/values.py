@@ -33,7 +33,7 @@ class Values(NamedTuple):
     findings: tuple[Finding, ...]
     num_tensors: int
     num_bytes: int
-    num_compared: int = 0
+    num_compared: int
 
 
 def check_values(
@@ -99,7 +99,8 @@ def with_values(
     release = None
     if source is not None:
         release = RuntimeView.of(open_source(source))
-        own, other = checked.runtime.view.family, release.view.family
+        own = checked.runtime.view.family
+        other = release.view.family
         if own is not other:
             rule = f"the release of a {own.model_type} checkpoint is of the same family"
             raise CheckpointError(

@@ -110,7 +110,7 @@ class UnknownDialect(NamedTuple):
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """It never knows."""
-        return Resolution(built=UNKNOWN)
+        return Resolution(UNKNOWN)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """By substring, the loosest rule of these dialects."""

@@ -277,10 +277,13 @@ class Benched(Fact):
                         f"than the fastest of k={best.k}, {best.fastest:.1f}"
                     )
                     best = cell
-        place = {"concurrency": load[0], "context": load[1], "says": says}
-        if best is None:
-            return RecommendedK(k=None, speed_up=None, **place)
-        return RecommendedK(k=best.k, speed_up=self.speed_up(best), **place)
+        return RecommendedK(
+            concurrency=load[0],
+            context=load[1],
+            k=best and best.k,
+            speed_up=best and self.speed_up(best),
+            says=says,
+        )
 
 
 def words_of(load: tuple[int, int]) -> str:

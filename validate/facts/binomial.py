@@ -41,10 +41,8 @@ def ratio_limits(
     """One-sided limits of the first share divided by the second, which is above 0."""
     one = successes / trials
     other = of_successes / of_trials
-    (low, high), (other_low, other_high) = (
-        limits(successes, trials, confidence),
-        limits(of_successes, of_trials, confidence),
-    )
+    low, high = limits(successes, trials, confidence)
+    other_low, other_high = limits(of_successes, of_trials, confidence)
     width = other_high * (2 * other - other_high)
     # Where the second share may be twice what was seen, only the worst of both is left.
     lower = (
@@ -63,10 +61,8 @@ def difference_limits(
     """One-sided limits of the share gained less the share lost, both of the same trials."""
     won = gained / trials
     gone = lost / trials
-    (won_low, won_high), (gone_low, gone_high) = (
-        limits(gained, trials, confidence),
-        limits(lost, trials, confidence),
-    )
+    won_low, won_high = limits(gained, trials, confidence)
+    gone_low, gone_high = limits(lost, trials, confidence)
     others = (1 - won) * (1 - gone)
     # What one of them takes, the other cannot have.
     together = -math.sqrt(won * gone / others) if others else -1.0

@@ -225,7 +225,7 @@ class LoadAccount(Fact):
 
 def by_version(loads: Iterable[DryLoad]) -> dict[str, list[DryLoad]]:
     """The loads of each vLLM, the oldest first."""
-    found: dict[str, list[DryLoad]] = {}
+    found = dict[str, list[DryLoad]]()
     for load in sorted(loads, key=lambda load: parsed(load.vllm)):
         found.setdefault(load.vllm, []).append(load)
     return found
@@ -281,7 +281,8 @@ def versions_in_short(loads: Sequence[DryLoad]) -> str:
     """`0.30.0 is the oldest that loads and drafts it, of 0.29.0, 0.30.0 and 0.31.0`; "" where one
     alone was tried.
     """
-    tried, good = list(by_version(loads)), serving(loads)
+    tried = list(by_version(loads))
+    good = serving(loads)
     if len(tried) < 2:
         return ""
     if not good:

@@ -9,7 +9,7 @@ equal.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
@@ -96,7 +96,11 @@ class Objection(NamedTuple):
 
     finding: Finding
     cause: str
-    times: int = 1
+    times: int
+
+
+Objections = Iterator[Objection]
+"""What a rule yields."""
 
 
 def objection(
@@ -124,7 +128,7 @@ def objection(
 
 def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Finding]:
     """The first finding of each cause, with the number of tensors or entries that have it."""
-    first: dict[tuple[str, str, str], Finding] = {}
+    first = dict[tuple[str, str, str], Finding]()
     counts = Counter[tuple[str, str, str]]()
     for finding, cause, times in objections:
         key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")

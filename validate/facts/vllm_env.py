@@ -14,13 +14,14 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ...quantize.needs.cards import GPU
 from ...recipes.errors import VLLMError
+from ...recipes.frozen import frozen
 from .child import answer, environment
 
 TESTED = ("0.32.0",)
@@ -58,7 +59,7 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class VLLM:
     """A vLLM environment on this machine.
 
@@ -117,27 +118,25 @@ def find_vllm() -> VLLM:
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places, cure = [Path(os.path.abspath(named or ""))], _how_to_get_one()
+    places = [Path(os.path.abspath(named or ""))]
+    cure = _how_to_get_one()
     if not named:
         places = [place / "bin" / "python" for place in _places()]
     runnable = [place for place in places if place.is_file() and os.access(place, os.X_OK)]
     if not runnable and named:
-        rule = "must name a Python that can be run"
-        raise VLLMError("VLLM_PYTHON", rule, got=named, cure=cure)
+        raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=cure)
     if not runnable:
         got = f"neither VLLM_PYTHON nor {' nor '.join(map(str, places))}"
         raise VLLMError("vllm", "needs an environment of its own", got=got, cure=cure)
     python = runnable[0]
     asked = _ask(python)
     if not asked["vllm"]:
-        rule, got = (
-            "must be the Python of an environment with vLLM",
-            f"none for Python {asked['python']}",
+        got = f"none for Python {asked['python']}"
+        raise VLLMError(
+            python, "must be the Python of an environment with vLLM", got=got, cure=cure
         )
-        raise VLLMError(python, rule, got=got, cure=cure)
     cpu, flags = cpu_here()
     is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
-    versions = {name: asked[name] for name in _PACKAGES}
     return VLLM(
         python=python,
         version=asked["vllm"],
@@ -146,7 +145,7 @@ def find_vllm() -> VLLM:
         gpus=gpus_here(),
         cpu=cpu,
         cpu_features=tuple(flag for flag in CPU_FLAGS if flag in flags),
-        **versions,
+        **{name: asked[name] for name in _PACKAGES},
     )
 
 
@@ -235,7 +234,8 @@ def gpus_here() -> tuple[GPU, ...]:
 
 def cpu_here() -> tuple[str, frozenset[str]]:
     """Processor name and flags; empty where there is no /proc/cpuinfo."""
-    info, fields = Path("/proc/cpuinfo"), {}
+    info = Path("/proc/cpuinfo")
+    fields = {}
     if info.is_file():
         for line in info.read_text().splitlines():
             key, _, value = line.partition(":")

@@ -20,12 +20,12 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.source import Source
+from ...recipes.frozen import frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
 from ..facts.child import Child
 from ..facts.results import TIME
@@ -43,7 +43,7 @@ from .harness import (
     room_for,
 )
 from .server import PLUGIN, Server, ServerFailed, last_error
-from .store import BenchFile, BenchHeader, MatrixPlace, Measured
+from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
 from .texts import Prompts, texts
 
 WARM_UP_TOKENS = 32
@@ -60,7 +60,7 @@ _TIMES = {"first_token": "ttft", "per_token": "tpot", "between": "itl"}
 _MAX_WORDS = 300
 
 
-@dataclass(frozen=True, kw_only=True)
+@frozen
 class BenchPlan:
     """What to measure.
 
@@ -95,11 +95,6 @@ class BenchPlan:
     def sent(self, concurrency: int, form: RequestForm) -> list[str]:
         """What a load is asked."""
         return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
-
-
-def form_of(source: Source, words: Sequence[str]) -> RequestForm:
-    """Messages where the checkpoint or the user's words have a chat template; else texts."""
-    return "chat" if has_template(source, words) else "completions"
 
 
 def refuse_model(source: Source, plan: BenchPlan) -> None:
@@ -151,8 +146,10 @@ def bench(
 
 
 def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
-    """The file of one checkpoint's repetitions, with what is in it already."""
-    form = form_of(model.source, setup.extra)
+    """The file of one checkpoint's repetitions, with what is in it already: messages where the
+    checkpoint or the user's words have a chat template, else texts.
+    """
+    form = "chat" if has_template(model.source, setup.extra) else "completions"
     prompts = []
     for text in plan.sent(max(plan.concurrency), form):
         prompts.append([{"content": text}] if form == "chat" else text)
@@ -166,7 +163,7 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
         max_model_len=room_for(prompts, model.source, max_tokens=plan.output_tokens),
         **setup.asked_of(model),
     )
-    return setup.open(f"bench.{model.whose}", header)
+    return open_lines(setup.out, f"bench.{model.whose}", header)
 
 
 def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Benched:
@@ -234,9 +231,11 @@ def _work(
         def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Repetition | None:
             before = server.drafts()
             began = datetime.now(UTC).strftime(TIME)
-            told = {"texts": sent, "is_chat": header.form == "chat", "output_tokens": most}
             asked = _asked(server, header.form, place.concurrency)
-            found = answered(told | {"asked": asked})
+            is_chat = header.form == "chat"
+            found = answered(
+                {"texts": sent, "is_chat": is_chat, "output_tokens": most, "asked": asked}
+            )
             drafted = counters(server.drafts().since(before))  # a server that died says so here
             if found is None:
                 raise ServerFailed(last_error(log, None), log)
@@ -245,7 +244,20 @@ def _work(
                 said = said.strip().splitlines()[-1][:_MAX_WORDS]
                 errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {said}"
                 return None
-            return _repetition(place.number, found, at=began, **drafted)
+            times = {}
+            for field, short in _TIMES.items():
+                median = found[f"median_{short}_ms"]
+                times[field] = Latency(median_ms=median, p99_ms=found[f"p99_{short}_ms"])
+            return Repetition(
+                number=place.number,
+                at=began,
+                seconds=found["duration"],
+                requests=found["completed"],
+                input_tokens=found["total_input_tokens"],
+                output_tokens=found["total_output_tokens"],
+                **times,
+                **drafted,
+            )
 
         def ask(place: MatrixPlace) -> Measured | None:
             """A warm-up, once a load, whose answers are short and which no file holds; then the
@@ -318,18 +330,3 @@ def _asked(server: Server, form: RequestForm, concurrency: int) -> dict[str, Any
         "max_concurrency": concurrency,
         "extra_body": {"temperature": 0},  # greedy; answers end by themselves
     }
-
-
-def _repetition(number: int, found: Any, **fields: Any) -> Repetition:
-    """What vLLM's benchmark found."""
-    for field, short in _TIMES.items():
-        median = found[f"median_{short}_ms"]
-        fields[field] = Latency(median_ms=median, p99_ms=found[f"p99_{short}_ms"])
-    return Repetition(
-        number=number,
-        seconds=found["duration"],
-        requests=found["completed"],
-        input_tokens=found["total_input_tokens"],
-        output_tokens=found["total_output_tokens"],
-        **fields,
-    )

@@ -16,6 +16,8 @@ method=mtp and without. So the servers here run without it, which starts faster 
 memory.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
@@ -44,6 +46,7 @@ from .store import (
     PredictedFile,
     PredictedHeader,
     PredictedWindow,
+    open_lines,
 )
 from .texts import HeldOut, Text
 
@@ -99,7 +102,7 @@ def measure(
     }
     with setup.alone():
         header = PredictedHeader(**asked, **setup.asked_of(source))
-        before: PredictedFile = setup.open("closeness.source", header)
+        before = open_lines(setup.out, "closeness.source", header)
         run = _Run(model=source, file=before, source=before, text=text, depth=depth)
         # Its last server was asked the same again once there was nothing more to ask.
         if not any(each.repeated is not None for each in before.sittings.values()):
@@ -110,10 +113,10 @@ def measure(
             **setup.asked_of(checkpoint),
             num=len(windows),
             source_sha256=source.identity.sha256,
-            windows_sha256=figures.sum_of(windows),
+            windows_sha256=hashlib.sha256(json.dumps(windows).encode()).hexdigest(),
             num_texts=len(text.texts),
         )
-        after: ComparedFile = setup.open("closeness.checkpoint", header)
+        after = open_lines(setup.out, "closeness.checkpoint", header)
         if after.missing:
             run = _Run(model=checkpoint, file=after, source=before, text=text, depth=depth)
             answer_missing(checkpoint, [run.work], setup, watch)
@@ -161,7 +164,7 @@ def cut_windows(
         RecipeError: no text of two tokens.
     """
     before = tuple(tokenize(""))
-    windows: list[tuple[int, ...]] = []
+    windows = list[tuple[int, ...]]()
     left = num_tokens
     for each in text.texts:
         ids = tuple(tokenize(each))
@@ -295,8 +298,7 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
     path = _path(file, number)
     num = len(file.lines[number].ids) - 1
     try:
-        is_whole = file.header.top >= file.header.vocabulary
-        predicted = Predicted(**load_file(path), is_whole=is_whole)
+        predicted = Predicted(**load_file(path), is_whole=file.header.top >= file.header.vocabulary)
         if len(predicted.ids) != num:
             raise ValueError(f"{len(predicted.ids)} positions")
     except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -357,8 +359,7 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
             got="a row whose probabilities sum to more than 1",
             cure="Leave out --logprobs-mode",
         )
-    is_whole = top >= vocabulary
-    return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=is_whole)
+    return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=top >= vocabulary)
 
 
 def _compared(

@@ -12,8 +12,6 @@ many answers empty). And positions of one window of text are not independent, so
 taken over windows.
 """
 
-import hashlib
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -173,11 +171,6 @@ def servers(file: LineFile[Any, Any]) -> tuple[SourceSitting, ...]:
     return tuple(
         SourceSitting(**each.model_dump(include=fields)) for each in file.sittings.values()
     )
-
-
-def sum_of(windows: Sequence[Sequence[int]]) -> str:
-    """SHA-256 of all token ids."""
-    return hashlib.sha256(json.dumps(list(map(list, windows))).encode()).hexdigest()
 
 
 def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:

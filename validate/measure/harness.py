@@ -31,7 +31,7 @@ from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bf16_copy import why_no_kernel, write_copy
 from .room import named_options
 from .server import Server, ServerFailed, serving
-from .store import LineFile, Sitting, open_lines
+from .store import LineFile, Sitting
 
 COPY: AsServed = "BF16 copy of the same weights"
 UNTRIED = (
@@ -100,10 +100,6 @@ class Setup:
             "device": self.vllm.device,
             "words": self.extra,
         }
-
-    def open(self, name: str, header: Any) -> LineFile[Any, Any]:
-        """The file of answers with this header; see `store.open_lines`."""
-        return open_lines(self.out, name, header)
 
     def alone(self) -> AbstractContextManager[None]:
         """Lock the evidence folder.
@@ -313,7 +309,7 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Wat
         ServerFailed: see `Host.answer`.
         VLLMError, CheckpointError: see `hosting`.
     """
-    servers: dict[tuple[int, tuple[str, ...]], list[Work]] = {}
+    servers = dict[tuple[int, tuple[str, ...]], list[Work]]()
     for work in works:
         servers.setdefault((work.k, work.words), []).append(work)
     if servers:

@@ -250,7 +250,7 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
 
 
 def _by_group(column: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
+    groups = dict[str, list[Row]]()
     for row in rows:
         groups.setdefault(str(row[column]), []).append(row)
     return groups

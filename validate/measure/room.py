@@ -110,8 +110,7 @@ def least_gpus(source: Source, memory_bytes: int) -> int | None:
 
 def value_of(words: Sequence[str], *names: str) -> str:
     """The value of an option among words, with or without an equals sign; "" if it is not there."""
-    following = [*words[1:], ""]
-    for word, after in zip(words, following, strict=False):
+    for word, after in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") in names:
             if equals:

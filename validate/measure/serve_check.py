@@ -13,15 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, hosting, room_for
 from .server import Server, ServerFailed
-from .store import Continuation, ContinuationHeader, LineFile
-from .texts import PROMPTS
+from .store import Continuation, ContinuationHeader, LineFile, open_lines
 
 _WARM_UP_TOKENS = 32
 
@@ -31,8 +29,8 @@ class Check:
     """What to ask: `ks` are speculative tokens a step, ascending, starting with 0."""
 
     ks: tuple[int, ...]
-    prompts: tuple[str, ...] = PROMPTS
-    max_tokens: int = 256
+    prompts: tuple[str, ...]
+    max_tokens: int
 
 
 def serve_check(
@@ -41,7 +39,7 @@ def serve_check(
     *,
     setup: Setup,
     check: Check,
-    watch: Watch = lambda _: None,
+    watch: Watch,
 ) -> ServeCheck:
     """Serve both and compare.
 
@@ -78,8 +76,8 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
     it.
     """
     works = [_work(model, k, setup, check) for k in check.ks]
-    errors: dict[int, str] = {}
-    how: dict[str, Any] = {}
+    errors = dict[int, str]()
+    how = dict[str, Any]()
     if missing := [work for work in works if work.missing()]:
         with hosting(model, setup, watch) as host:
             how = {"as_served": host.as_served, "reason": host.reason}
@@ -90,7 +88,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
                     errors[work.k] = failure.words
                     if not work.k:
                         break  # with method=mtp it would fail the same way, minutes later
-    runs: list[Run] = []
+    runs = list[Run]()
     for work in works:
         log = str(setup.log(work.name))
         if work.k in errors:
@@ -98,12 +96,18 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
         elif 0 not in errors:
             runs.append(_run(work.file, work.k, log, runs[:1]))
             how = figures.served(work.file)
-    source = model.source
+    entries = model.source.entries.values()
+    sizes = Counter[str]()
+    for weight in stored_weights(entries)[0].values():
+        form = weight.scheme or weight.form
+        if form == "plain":
+            form = weight.weight.dtype
+        sizes[form] += sum(entry.num_bytes for entry in weight.parts.values())
     return Served(
         role=model.whose,
-        path=source.where,
-        dtype=_forms(source),
-        num_bytes=sum(entry.num_bytes for entry in source.entries.values()),
+        path=model.source.where,
+        dtype=", ".join(form for form, _ in sizes.most_common()) or "no weights",
+        num_bytes=sum(entry.num_bytes for entry in entries),
         runs=tuple(runs),
         **how,
     )
@@ -119,7 +123,7 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
     )
     name = f"serve.{model.role}.k{k}"
     warm = list[Output]()
-    file = setup.open(name, header)
+    file = open_lines(setup.out, name, header)
 
     @contextmanager
     def asking(server: Server) -> Iterator[Ask]:
@@ -176,13 +180,3 @@ def _run(
         **counters(total(sittings)),
         **against,
     )
-
-
-def _forms(source: Source) -> str:
-    """Stored forms, largest share of bytes first; plain weights as their dtype."""
-    sizes: Counter[str] = Counter()
-    for weight in stored_weights(source.entries.values())[0].values():
-        forms = {"plain": weight.weight.dtype}
-        name = forms.get(weight.form, weight.scheme or weight.form)
-        sizes[name] += sum(entry.num_bytes for entry in weight.parts.values())
-    return ", ".join(name for name, _ in sizes.most_common()) or "no weights"

@@ -33,7 +33,9 @@ _DOWNLOADS = (
 
 def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, ...]]:
     """What words for `vllm serve` say of drafting, by key; and the other words."""
-    settings, others, rest = dict[str, str](), list[str](), iter(words)
+    settings = dict[str, str]()
+    others = list[str]()
+    rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
         if name.replace("_", "-").startswith(_KEY):

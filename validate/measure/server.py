@@ -397,8 +397,8 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
 
 def read_counters(text: str) -> Drafts:
     """vLLM's draft counters in Prometheus' text form, summed over engines."""
-    totals: Counter[str] = Counter()
-    by_position: Counter[int] = Counter()
+    totals = Counter[str]()
+    by_position = Counter[int]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == f"{_COUNTERS}accepted_tokens_per_pos_total":

@@ -93,16 +93,21 @@ class Continuation(Fact):
         return len(self.token_ids)
 
 
-class PredictedWindow(Fact):
-    """A window of text whose predictions by the source are in a file of their own."""
+class _Window(Fact):
+    """A window of text, by its number."""
 
     window: Count
-    ids: tuple[Count, ...]
 
     @property
     def place(self) -> int:
         """Among the windows."""
         return self.window
+
+
+class PredictedWindow(_Window):
+    """A window of text whose predictions by the source are in a file of their own."""
+
+    ids: tuple[Count, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -110,23 +115,17 @@ class PredictedWindow(Fact):
         return len(self.ids)
 
 
-class ComparedWindow(Fact):
+class ComparedWindow(_Window):
     """One window: `nats` and `outside` by position, `flips` the positions themselves, `worst` the
     one farthest off.
     """
 
-    window: Count
     nats: Annotated[tuple[Figure, ...], Field(min_length=1)]
     flips: tuple[Count, ...]
     outside: tuple[Figure, ...]
     source_nll: Figure
     checkpoint_nll: Figure
     worst: WorstFact
-
-    @property
-    def place(self) -> int:
-        """Among the windows."""
-        return self.window
 
     @property
     def num_tokens(self) -> int:
@@ -266,8 +265,8 @@ class LineFile(Generic[Head, Line]):
     def __init__(self, path: Path, header: Head) -> None:
         self.path = path
         self.header = header
-        self.lines: dict[Any, Line] = {}
-        self.sittings: dict[int, Sitting] = {}
+        self.lines = dict[Any, Line]()
+        self.sittings = dict[int, Sitting]()
 
     @property
     def missing(self) -> tuple[int, ...]:

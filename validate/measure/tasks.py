@@ -34,7 +34,7 @@ from .harness import (
 )
 from .lm_eval_task import VERSIONS, Question, Questions, scores
 from .server import Server
-from .store import Answer, AnswersHeader, Samples
+from .store import Answer, AnswersHeader, Samples, open_lines
 
 MOST_STOPS = 4
 """vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has
@@ -141,7 +141,6 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
         return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
 
     k = protocol.k
-    words = ("--enable-prefix-caching",) * protocol.prefix_caching
     if model.role == "plain":
         k = 0
     return Work(
@@ -153,7 +152,7 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
         k=k,
         max_model_len=room_for(prompts, model.source, max_tokens=protocol.max_tokens),
         concurrency=protocol.concurrency,
-        words=words,
+        words=("--enable-prefix-caching",) * protocol.prefix_caching,
         task=protocol.task,
     )
 
@@ -167,7 +166,7 @@ def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
         num=len(questions.items),
         **setup.asked_of(model),
     )
-    return setup.open(f"{questions.protocol.task}.{model.role}", header)
+    return open_lines(setup.out, f"{questions.protocol.task}.{model.role}", header)
 
 
 def _is_asked(model: Model, questions: Questions) -> bool:
@@ -228,8 +227,7 @@ def _task_fact(
     if "source" in files:
         for name in filters:
             before, after = (figures.correct(files[who], name) for who in ("source", "checkpoint"))
-            pair = paired(name, before, after, runs=protocol.repeats, confidence=confidence)
-            pairs.append(pair)
+            pairs.append(paired(name, before, after, runs=protocol.repeats, confidence=confidence))
     if "plain" in files:
         drafted = figures.drafting(files["plain"], files["checkpoint"], filters)
     return TaskFact(

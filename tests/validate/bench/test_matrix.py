@@ -81,8 +81,11 @@ def test_one_run_at_a_time(vllm, tmp_path):
         matrix.bench(model("checkpoint"), None, plan(), setup=setup)
 
 
-def test_a_template_of_the_users_words_asks_messages():
-    forms = [matrix.form_of(open_source(GLM), words) for words in ((), ("--chat-template=x",))]
+def test_a_template_of_the_users_words_asks_messages(vllm, tmp_path):
+    forms = []
+    for words in ((), ("--chat-template=x",)):
+        setup = Setup(vllm=vllm, out=tmp_path / "out", extra=words)
+        forms.append(matrix.open_matrix(model("checkpoint"), plan(), setup).header.form)
     assert forms == ["completions", "chat"]
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import AutoRoundException, AutoRoundGiven, read_given
+from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
 from .matching import entries_of, lacks, plain, raises, registers
 from .patterns import matches_inside
@@ -61,7 +61,7 @@ class AutoRound(NamedTuple):
     blocks: tuple[str, ...]
     extra: Mapping[str, AutoRoundException]
     entries: tuple[ConfigEntry, ...]
-    error: str = ""
+    error: str
     name: str = "auto-round"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -80,7 +80,7 @@ class AutoRound(NamedTuple):
         built = self._built(choice)
         if kind == "experts" and built.form == "fp8_block":
             return raises(_NO_EXPERTS, choice.entry)
-        return Resolution(built=built, entry=choice.entry)
+        return Resolution(built, choice.entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """A whole name, the end of one, or an expression anywhere in it."""
@@ -120,7 +120,8 @@ class AutoRound(NamedTuple):
         )
 
     def _built(self, choice: _Choice) -> VLLMModule:
-        size, is_one = choice.group_size, isinstance(choice.group_size, int)
+        size = choice.group_size
+        is_one = isinstance(choice.group_size, int)
         match self.packing, choice.bits, choice.is_symmetric:
             case "fp", 8, True if isinstance(size, list | tuple):
                 return registers(
@@ -137,14 +138,15 @@ class AutoRound(NamedTuple):
         return UNKNOWN
 
 
-def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
+def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
     """The config as vLLM reads it, entries renamed.
 
     Raises:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(AutoRoundGiven, raw)
-    data_type, backend = given.data_type or "int", given.backend or given.vllm_backend or "auto"
+    data_type = given.data_type or "int"
+    backend = given.backend or given.vllm_backend or "auto"
     if data_type == "fp8":
         data_type = "fp"
     packed = _PACKINGS.get(given.packing_format or "", "")
@@ -178,7 +180,7 @@ def read_autoround(raw: Mapping[str, Any], rename: Renamer) -> AutoRound:
 
 
 def _is_supported(
-    raw: Mapping[str, Any], given: AutoRoundGiven, data_type: str, packed: str, backend: str
+    raw: Raw, given: AutoRoundGiven, data_type: str, packed: str, backend: str
 ) -> bool:
     """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
     size = given.group_size

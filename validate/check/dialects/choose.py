@@ -11,7 +11,6 @@ nothing there.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from ....checkpoints.companions import HF_QUANT_CONFIG
 from ....checkpoints.stored import FLOATS
@@ -23,6 +22,7 @@ from ..vllm_module import ConfigEntry, Dialect, UnknownDialect
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
+from .given import Raw
 from .gptq import read_awq, read_gptq
 from .matching import OneAnswer, entries_of, plain
 from .modelopt import read_modelopt
@@ -39,8 +39,8 @@ UNQUANTIZED = Unquantized(name="none", answer=plain())
 
 
 def read_dialect(
-    config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any] | None,
+    config: Raw,
+    hf_quant_config: Raw | None,
     part: Part = "backbone",
     dtypes: Mapping[HFName, str] = _NO_TENSORS,
     vllm: str = NEWEST,
@@ -58,11 +58,13 @@ def read_dialect(
         CheckpointError: a key has another type than vLLM reads, or an entry is no regular
             expression.
     """
-    where, raw = "config.json: quantization_config", quantization_of(config)
+    where = "config.json: quantization_config"
+    raw = quantization_of(config)
     if raw is None and hf_quant_config is None:
         return UNQUANTIZED
     if raw is None:
-        where, raw = HF_QUANT_CONFIG, {"quant_method": "modelopt", **(hf_quant_config or {})}
+        where = HF_QUANT_CONFIG
+        raw = {"quant_method": "modelopt", **(hf_quant_config or {})}
     try:
         return _read(raw, config, hf_quant_config or {}, renamer(config, part, vllm), dtypes, vllm)
     except CheckpointError as error:
@@ -70,9 +72,9 @@ def read_dialect(
 
 
 def _read(
-    raw: Mapping[str, Any],
-    config: Mapping[str, Any],
-    hf_quant_config: Mapping[str, Any],
+    raw: Raw,
+    config: Raw,
+    hf_quant_config: Raw,
     rename: Renamer,
     dtypes: Mapping[HFName, str],
     vllm: str,
@@ -95,7 +97,12 @@ def _read(
             return read_quark(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":
         return read_modelopt(raw, hf_quant_config, rename, vllm)
-    return read_unknown(method or "quantization_config without quant_method", raw)
+    # A dialect that keepmtp does not know: only the lists of modules to leave alone are read.
+    entries = list[ConfigEntry]()
+    for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
+        if isinstance(listed := raw.get(key), list | dict):
+            entries += entries_of(key, (word for word in listed if isinstance(word, str)), str)
+    return UnknownDialect(method or "quantization_config without quant_method", tuple(entries))
 
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:
@@ -107,7 +114,7 @@ def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str
     )
 
 
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantization_of(config: Raw) -> Raw | None:
     """config.json's quantization config, wherever vLLM looks for it; None if it has none."""
     text_config = config.get("text_config") or {}
     places = (
@@ -119,56 +126,29 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((each for each in found if isinstance(each, Mapping)), None)
 
 
-def read_unknown(method: str, raw: Mapping[str, Any]) -> UnknownDialect:
-    """A dialect that keepmtp does not know: it reads only the lists of modules to leave alone."""
-    entries: list[ConfigEntry] = []
-    for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
-        if isinstance(listed := raw.get(key), list | dict):
-            entries += entries_of(key, (word for word in listed if isinstance(word, str)), str)
-    return UnknownDialect(name=method, entries=tuple(entries))
-
-
-class Unloadable(NamedTuple):
-    """Why vLLM does not load a checkpoint, from its quantization method alone.
-
-    Attributes:
-        where: the key of config.json.
-        says: what vLLM does.
-        cure: what to do.
-    """
-
-    where: str
-    says: str
-    cure: str
-
-
-def method_of(raw: Mapping[str, Any]) -> str:
+def method_of(raw: Raw) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
     word = raw.get("quant_method")
     method = word.lower() if isinstance(word, str) else ""
     return ALIASES.get(method, method)
 
 
-def unloadable(
-    config: Mapping[str, Any], found: Mapping[str, Any] | None, vllm: str = NEWEST
-) -> Unloadable | None:
-    """Why vLLM has nothing to load this with, if it has not.
-
-    Args:
-        config: config.json.
-        found: its quantization config, wherever vLLM finds it.
-        vllm: the version.
+def unloadable(config: Raw, vllm: str) -> tuple[str, str, str] | None:
+    """Why this vLLM has nothing to load the quantization method with, if it has not: the key of
+    config.json, what vLLM does, and the cure.
     """
-    methods, name = asked(vllm), f"vLLM {minor(vllm)}"
-    method = method_of(found or {})
+    methods = asked(vllm)
+    name = f"vLLM {minor(vllm)}"
+    method = method_of(quantization_of(config) or {})
     given = config.get("quantization")
     if not method and isinstance(given, Mapping) and "bits" in given and "group_size" in given:
         says = (
             f"is MLX's key, which {name} does not read: it builds a plain model and raises on "
             "the packed weights"
         )
-        return Unloadable("config.json: quantization", says, _ELSEWHERE)
-    says, cure = "", _ELSEWHERE
+        return "config.json: quantization", says, _ELSEWHERE
+    says = ""
+    cure = _ELSEWHERE
     if method in methods.deprecated_methods:
         says = (
             f"is {method}, which {name} refuses as deprecated unless "
@@ -185,4 +165,4 @@ def unloadable(
         cure = (
             f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
         )
-    return Unloadable("config.json: quantization_config.quant_method", says, cure) if says else None
+    return ("config.json: quantization_config.quant_method", says, cure) if says else None

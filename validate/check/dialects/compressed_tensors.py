@@ -21,7 +21,7 @@ from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
+from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
 from .matching import SCHEMES_DIFFER, OneAnswer, entries_of, left_out, plain, raises, registers
 from .patterns import Entries, equal_or_regex
 
@@ -60,8 +60,8 @@ class CompressedTensors(NamedTuple):
     builds: _Builds
     expert_builds: _Builds
     entries: tuple[ConfigEntry, ...]
-    runtime: Runtime = "vllm"
-    is_mxfp4: bool = False
+    runtime: Runtime
+    is_mxfp4: bool
     name: str = "compressed-tensors"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -127,7 +127,7 @@ class CompressedTensors(NamedTuple):
 
 
 def read_compressed_tensors(
-    raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm"
+    raw: Raw, rename: Renamer, runtime: Runtime = "vllm"
 ) -> CompressedTensors | OneAnswer:
     """The config as a server reads it, entries renamed.
 
@@ -137,12 +137,13 @@ def read_compressed_tensors(
     given = read_given(CompressedTensorsGiven, raw)
     is_vllm = runtime == "vllm"
     built, renamed = (_built_by_vllm, rename.path) if is_vllm else (_built_by_sglang, rename.name)
-    linear: dict[str, VLLMModule | str] = {}
-    experts: dict[str, VLLMModule | str] = {}
-    entries: list[ConfigEntry] = []
+    linear = dict[str, VLLMModule | str]()
+    experts = dict[str, VLLMModule | str]()
+    entries = list[ConfigEntry]()
     is_mxfp4 = not is_vllm and "mxfp4" in (given.format or "")
     for key, group in (given.config_groups or {}).items():
-        targets, weights = group.targets or (), _filled(group.weights)
+        targets = group.targets or ()
+        weights = _filled(group.weights)
         if is_vllm and len(targets) == 1 and targets[0].endswith("Attention"):
             continue  # KV-cache quantization; vLLM skips it
         if not is_vllm and weights is None:
@@ -156,7 +157,8 @@ def read_compressed_tensors(
             linear[entry.read[0]] = built(group, given.format, is_experts=False)
             experts[entry.read[0]] = built(group, given.format, is_experts=True)
     ignored = entries_of("ignore", given.ignore or (), renamed)
-    ignore, targets = Entries(entry.read[0] for entry in ignored), Entries(linear)
+    ignore = Entries(entry.read[0] for entry in ignored)
+    targets = Entries(linear)
     targets.refuse_wrong()
     ignore.refuse_wrong()
     every = (*entries, *ignored)
@@ -175,7 +177,9 @@ def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMMo
     """
     if weights is None:
         return PLAIN
-    bits, strategy, size = weights["num_bits"], weights["strategy"], weights["group_size"]
+    bits = weights["num_bits"]
+    strategy = weights["strategy"]
+    size = weights["group_size"]
     eight = ["weight", "weight_scale"]
     if inputs is not None and inputs["dynamic"] is False:
         eight.append("input_scale")
@@ -218,8 +222,10 @@ def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) 
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception
     it raises.
     """
-    weights, inputs = _filled(group.weights), _filled(group.input_activations)
-    built, format_ = _registered(weights, inputs), group.format or format_
+    weights = _filled(group.weights)
+    inputs = _filled(group.input_activations)
+    built = _registered(weights, inputs)
+    format_ = group.format or format_
     if (
         built.form == "nvfp4"
         and inputs
@@ -261,7 +267,8 @@ def _built_by_sglang(
     """`_get_scheme_from_parts` and `get_moe_scheme`, with schemes/: what a config group builds, or
     why it raises.
     """
-    own, weights = group.format or format_, _filled(group.weights) or {}
+    own = group.format or format_
+    weights = _filled(group.weights) or {}
     has_inputs = own in (*_FP8_FORMATS, _PACKED)
     inputs = _filled(group.input_activations) if has_inputs else None
     built = _registered(weights, inputs)

@@ -14,16 +14,16 @@ tests/validate/check/test_dialects.py and test_sglang.py.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import Fp8Given, read_given
+from .given import Fp8Given, Raw, read_given
 from .matching import OneAnswer, entries_of, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
 
@@ -67,7 +67,7 @@ class Fp8(NamedTuple):
         ):
             return found
         if kind == "linear":
-            return Resolution(built=self.linear)
+            return Resolution(self.linear)
         if self.keeps_mxfp4 and (
             match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)
         ):
@@ -77,15 +77,15 @@ class Fp8(NamedTuple):
             )
             for pattern in self.keeps_mxfp4:
                 if fnmatchcase(f"{on_disk}.ffn.experts", pattern):
-                    return Resolution(built=_DSV4_MXFP4, entry=pattern)
-        return Resolution(built=self.experts)
+                    return Resolution(_DSV4_MXFP4, pattern)
+        return Resolution(self.experts)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name; for experts every entry that contains it."""
         return skipped("vllm", name, (), entry.read) is not None
 
 
-def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
+def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     """The config as vLLM reads it; DeepSeek-V4 by its own class.
 
     Raises:
@@ -112,7 +112,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 
 
-def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | OneAnswer:
+def read_sglang_fp8(raw: Raw, config: Raw) -> Fp8 | OneAnswer:
     """The config as SGLang reads it; DeepSeek-V4's experts may be MXFP4.
 
     Raises:
@@ -121,10 +121,10 @@ def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | 
     given = read_given(Fp8Given, raw)
     if given.activation_scheme not in ("static", "dynamic"):
         error = f"ValueError: Unsupported activation scheme {given.activation_scheme}"
-        return OneAnswer(name="fp8", answer=raises(error))
+        return OneAnswer("fp8", raises(error))
     if given.weight_block_size and given.activation_scheme != "dynamic":
         error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
-        return OneAnswer(name="fp8", answer=raises(error))
+        return OneAnswer("fp8", raises(error))
     listed = given.modules_to_not_convert if given.ignored_layers is None else given.ignored_layers
     bare = [entry.removeprefix("model.") for entry in listed or ()]
     linear = _built(given, config)
@@ -136,11 +136,11 @@ def read_sglang_fp8(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Fp8 | 
     )
 
 
-def _is_v4(config: Mapping[str, Any]) -> bool:
+def _is_v4(config: Raw) -> bool:
     return config.get("model_type") == "deepseek_v4"
 
 
-def _built(given: Fp8Given, config: Mapping[str, Any]) -> VLLMModule:
+def _built(given: Fp8Given, config: Raw) -> VLLMModule:
     """What a linear module registers; DeepSeek-V4's loaders rename `.scale`."""
     leaves = ["weight", "weight_scale"]
     if given.activation_scheme == "static":

@@ -20,6 +20,8 @@ _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Bits = Annotated[int, Field(ge=1, le=32)]
 _Names = tuple[str, ...] | None
+Raw = Mapping[str, Any]
+"""An object of a JSON file, by its keys."""
 
 
 class _Given(BaseModel):
@@ -108,7 +110,7 @@ class GptqGiven(_Given):
     desc_act: bool | None = None
     sym: bool | None = None
     lm_head: bool | None = None
-    dynamic: Mapping[str, Any] | None = None
+    dynamic: Raw | None = None
     modules_in_block_to_quantize: tuple[str | tuple[str, ...], ...] | None = None
 
 
@@ -192,14 +194,14 @@ class QuarkGiven(_Given):
     export: QuarkExport | None = None
     exclude: _Names = None
     global_quant_config: QuarkLayer | None = None
-    layer_type_quant_config: Mapping[str, Any] | None = None
+    layer_type_quant_config: Raw | None = None
     layer_quant_config: Mapping[str, QuarkLayer] | None = None
 
 
 _Form = TypeVar("_Form", bound=_Given)
 
 
-def read_given(form: type[_Form], raw: Mapping[str, Any]) -> _Form:
+def read_given(form: type[_Form], raw: Raw) -> _Form:
     """The config in the types of its dialect.
 
     Raises:

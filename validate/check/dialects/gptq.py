@@ -18,12 +18,12 @@ the real functions by tests/validate/check/test_dialects.py and test_foreign_sch
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import ConfigEntry, Kind, Resolution, VLLMModule
-from .given import AwqGiven, GptqGiven, read_given
+from .given import AwqGiven, GptqGiven, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,
     SHARDS_DIFFER,
@@ -54,11 +54,11 @@ class Gptq(NamedTuple):
     group_size: int
     is_symmetric: bool
     has_quantized_head: bool
-    dynamic: tuple[tuple[str, Mapping[str, Any] | None], ...]
+    dynamic: tuple[tuple[str, Raw | None], ...]
     stored: Substrings
     entries: tuple[ConfigEntry, ...]
-    error: str = ""
-    excepts_draft: bool = False
+    error: str
+    excepts_draft: bool
     name: str = "gptq"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -77,16 +77,13 @@ class Gptq(NamedTuple):
                 return raises(SHARDS_DIFFER.format(module), "")
         if override is None:
             return plain(f"-:{entry}")
-        bits, is_symmetric = (
-            _number(override, "bits", self.bits),
-            bool(override.get("sym", self.is_symmetric)),
-        )
+        bits = _number(override, "bits", self.bits)
+        is_symmetric = bool(override.get("sym", self.is_symmetric))
         if bits not in (4, 8) or not is_symmetric:
             error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
             return raises(error, entry or "quantization_config")
-        return Resolution(
-            built=gptq_built(bits, _number(override, "group_size", self.group_size)), entry=entry
-        )
+        size = _number(override, "group_size", self.group_size)
+        return Resolution(gptq_built(bits, size), entry)
 
     @property
     def is_blind_to_experts(self) -> bool:
@@ -111,7 +108,7 @@ class Awq(NamedTuple):
     has_quantized_head: bool
     skipped: Substrings
     entries: tuple[ConfigEntry, ...]
-    error: str = ""
+    error: str
     name: str = "awq"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -129,14 +126,14 @@ class Awq(NamedTuple):
         for names in ((module,), parts):
             if found := left_out(names, skipped.within, SHARDS_DIFFER.format(module)):
                 return found
-        return Resolution(built=awq_built(self.group_size, has_zeros=self.has_zeros))
+        return Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether it is a part of the name."""
         return entry.read[0] in name
 
 
-def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) -> Gptq:
+def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
     """The config as vLLM reads it.
 
     Args:
@@ -148,7 +145,7 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic: list[tuple[str, Mapping[str, Any] | None]] = []
+    dynamic = list[tuple[str, Raw | None]]()
     for key, value in (given.dynamic or {}).items():
         override = value if isinstance(value, Mapping) else {}
         dynamic.append(
@@ -172,15 +169,13 @@ def read_gptq(raw: Mapping[str, Any], rename: Renamer, integers: Iterable[str]) 
         has_quantized_head=bool(given.lm_head),
         dynamic=tuple(dynamic),
         stored=Substrings(rename.name(word) for word in words or integers),
-        entries=tuple(
-            ConfigEntry(where="dynamic", written=f"-:{each}", read=(each,)) for each in excepted
-        ),
+        entries=tuple(ConfigEntry("dynamic", f"-:{each}", (each,)) for each in excepted),
         error=error,
         excepts_draft=any(key.startswith("-:") and "mtp" in key for key in given.dynamic or {}),
     )
 
 
-def read_awq(raw: Mapping[str, Any], rename: Renamer, floats: Iterable[str]) -> Awq:
+def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     """The config as vLLM reads it.
 
     Args:
@@ -192,7 +187,8 @@ def read_awq(raw: Mapping[str, Any], rename: Renamer, floats: Iterable[str]) -> 
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(AwqGiven, raw)
-    bits, group_size = given.w_bit or given.bits, given.q_group_size or given.group_size
+    bits = given.w_bit or given.bits
+    group_size = given.q_group_size or given.group_size
     error = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
     if not error and bits != 4:
         error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"
@@ -219,20 +215,17 @@ def gptq_built(bits: int, group_size: int) -> VLLMModule:
 
 def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
     """What AutoAWQMarlinLinearMethod and AutoAWQMoEMethod register, in four bits."""
+    zeros = frozenset({"qzeros"})
+    built = registers("awq", "qweight", "scales", group_size=_group(group_size), bits=4)
     if has_zeros:
-        return registers(
-            "awq", "qweight", "scales", "qzeros", group_size=_group(group_size), bits=4
-        )
-    unused = frozenset({"qzeros"})
-    return registers(
-        "awq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=4
-    )
+        return built._replace(leaves=built.leaves | zeros)
+    return built._replace(optional=zeros)
 
 
 def _group(size: int) -> int | None:
     return size if size > 0 else None
 
 
-def _number(override: Mapping[str, Any], key: str, default: int) -> int:
+def _number(override: Raw, key: str, default: int) -> int:
     found = override.get(key, default)
     return found if isinstance(found, int) else default

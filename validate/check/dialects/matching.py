@@ -33,12 +33,12 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 def plain(entry: str = "") -> Resolution:
     """A module that the server leaves plain."""
-    return Resolution(built=PLAIN, entry=entry)
+    return Resolution(PLAIN, entry)
 
 
 def raises(error: str, entry: str = "quantization_config") -> Resolution:
     """A module that the server raises on."""
-    return Resolution(built=UNKNOWN, entry=entry, error=error)
+    return Resolution(UNKNOWN, entry, error)
 
 
 def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
@@ -68,9 +68,7 @@ def entries_of(
     where: str, written: Iterable[str], rename: Callable[[str], str]
 ) -> tuple[ConfigEntry, ...]:
     """The entries of one list, each read as one name."""
-    return tuple(
-        ConfigEntry(where=where, written=entry, read=(rename(entry),)) for entry in written
-    )
+    return tuple(ConfigEntry(where, entry, (rename(entry),)) for entry in written)
 
 
 def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
-from typing import Any
 
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
@@ -26,7 +25,7 @@ from ....recipes.runtimes.sglang import excluding_entry
 from ....recipes.runtimes.vllm import holds
 from ...facts.findings import Runtime
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
-from .given import ModelOptGiven, ModelOptInner, read_given
+from .given import ModelOptGiven, ModelOptInner, Raw, read_given
 from .matching import (
     OneAnswer,
     plain,
@@ -90,7 +89,8 @@ class ModelOpt:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
         MIXED_PRECISION.
         """
-        is_vllm, is_experts = self.runtime == "vllm", kind == "experts"
+        is_vllm = self.runtime == "vllm"
+        is_experts = kind == "experts"
         parts = () if is_experts else shards
         if (is_vllm or not is_experts) and (
             found := skipped(self.runtime, module, parts, self.exclude)
@@ -105,7 +105,7 @@ class ModelOpt:
                 is_experts
             ):  # vLLM's have one FP8 method, with one scale a tensor, whatever the algorithm is
                 algorithm = _OF_ONE.get(algorithm, algorithm)
-            return Resolution(built=modelopt_built(algorithm, self.group_size, self.block))
+            return Resolution(modelopt_built(algorithm, self.group_size, self.block))
         entry, algorithm = self._named(module, parts)
         if algorithm is None:
             return raises(f"ValueError: Mixed quant_algo within fused layer {module}", entry)
@@ -116,7 +116,7 @@ class ModelOpt:
         built = modelopt_built(algorithm, self.group_size, self.block)
         is_known = is_vllm and (is_experts or algorithm in self.codecs)
         is_plain = built == UNKNOWN and not is_known
-        return Resolution(built=PLAIN if is_plain else built, entry=entry)
+        return Resolution(PLAIN if is_plain else built, entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """As `resolve` does in vLLM, with this entry only."""
@@ -127,7 +127,8 @@ class ModelOpt:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
         shards differ.
         """
-        layers, spellings = self.quantized_layers, _spellings(self.runtime, module)
+        layers = self.quantized_layers
+        spellings = _spellings(self.runtime, module)
         for name in spellings:
             if name in layers:
                 return name, layers[name]
@@ -147,7 +148,7 @@ class ModelOpt:
         """The first of quantized_layers below each module, with its algorithm: a list may have an
         entry an expert.
         """
-        first: dict[str, tuple[str, str]] = {}
+        first = dict[str, tuple[str, str]]()
         for row in self.quantized_layers.items():
             at = row[0].find(".")
             while at >= 0:
@@ -157,7 +158,7 @@ class ModelOpt:
 
 
 def read_modelopt(
-    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer, vllm: str
+    raw: Raw, hf_quant_config: Raw, rename: Renamer, vllm: str
 ) -> ModelOpt | UnknownDialect:
     """The config as a version of vLLM reads it: in the form of config.json, or under `quantization`
     as in hf_quant_config.json.
@@ -178,10 +179,8 @@ def read_modelopt(
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
-        return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
-    excluded = [
-        ConfigEntry(where="exclude", written=entry, read=rename.modelopt(entry)) for entry in listed
-    ]
+        return UnknownDialect(f"modelopt {algorithm or 'without quant_algo'}")
+    excluded = [ConfigEntry("exclude", entry, rename.modelopt(entry)) for entry in listed]
     return ModelOpt(
         algorithm=algorithm,
         exclude=tuple(word for entry in excluded for word in entry.read),
@@ -193,7 +192,7 @@ def read_modelopt(
     )
 
 
-def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | OneAnswer:
+def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
     """The config as SGLang reads it: that of config.json, or `quantization` of
     hf_quant_config.json.
 
@@ -202,23 +201,25 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
     """
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
-    algorithm, layers = (holder.quant_algo or "").upper(), _layers(holder, rename)
+    algorithm = (holder.quant_algo or "").upper()
+    layers = _layers(holder, rename)
     listed = (
         holder.exclude_modules if given.quantization or holder.ignore is None else holder.ignore
     )
-    name, error, sizes = "modelopt", "", _block_sizes(holder)
+    name = "modelopt"
+    error = ""
+    sizes = _block_sizes(holder)
     if algorithm == _MIXED and not any(each in _FOUR_BITS for each in layers.values()):
-        name, error = (
-            "w4afp8",
-            "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8",
-        )
+        name = "w4afp8"
+        error = "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
     elif algorithm == _MIXED:
         name = "modelopt_mixed"
         error = "ValueError: all block-FP8 layers must use one group_size" if len(sizes) > 1 else ""
     elif algorithm == "FP8":
         name = "modelopt_fp8"
     elif "FP4" in algorithm:
-        name, algorithm = "modelopt_fp4", algorithm.replace("NVFP4_AWQ", "NVFP4")
+        name = "modelopt_fp4"
+        algorithm = algorithm.replace("NVFP4_AWQ", "NVFP4")
         error = (
             ""
             if algorithm in _FOUR_BITS
@@ -230,7 +231,7 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
             f"{algorithm!r}"
         )
     if error:
-        return OneAnswer(name=name, answer=raises(error))
+        return OneAnswer(name, raises(error))
     return ModelOpt(
         algorithm=algorithm,
         exclude=read_by_sglang(listed or (), rename),
@@ -243,7 +244,7 @@ def read_sglang_modelopt(raw: Mapping[str, Any], rename: Renamer) -> ModelOpt | 
     )
 
 
-def reads_other_file(raw: Mapping[str, Any]) -> bool:
+def reads_other_file(raw: Raw) -> bool:
     """Whether vLLM reads hf_quant_config.json, its exclusions too, in place of config.json's
     quantization_config.
 

@@ -64,7 +64,7 @@ class Entries:
         self._places = {
             entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)
         }
-        self._of_class: dict[str, str | None] = {}
+        self._of_class = dict[str, str | None]()
 
     def has(self, name: str) -> bool:
         """Whether an entry is this name, word for word."""

@@ -17,14 +17,14 @@ and test_sglang.py.
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ...facts.findings import Runtime
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, read_given
+from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
 from .matching import (
     SCHEMES_DIFFER,
     entries_of,
@@ -82,7 +82,8 @@ class Quark(NamedTuple):
             return raises(self.error)
         if kind == "head":
             return plain()
-        is_experts, last = kind == "experts", module.rpartition(".")[2]
+        is_experts = kind == "experts"
+        last = module.rpartition(".")[2]
         parts: Sequence[str] = () if is_experts else shards
         if self.runtime == "sglang" and last in _FUSED:
             parts = [module.replace(last, part) for part in _FUSED[last]]
@@ -127,15 +128,17 @@ class Quark(NamedTuple):
         return "", self.usual
 
 
-def read_quark(raw: Mapping[str, Any], rename: Renamer, runtime: Runtime = "vllm") -> Quark:
+def read_quark(raw: Raw, rename: Renamer, runtime: Runtime = "vllm") -> Quark:
     """The config as a server reads it, entries renamed.
 
     Raises:
         CheckpointError: a key has another type than is read, or an entry is no regular expression.
     """
     given = read_given(QuarkGiven, raw)
-    export, listed = given.export or QuarkExport(), given.exclude or ()
-    group, layers = export.kv_cache_group or (), dict[str, QuarkLayer]()
+    export = given.export or QuarkExport()
+    listed = given.exclude or ()
+    group = export.kv_cache_group or ()
+    layers = dict[str, QuarkLayer]()
     for name, layer in (given.layer_quant_config or {}).items():
         # Outputs of the layers of the cache are not those of the layer: vLLM takes them out.
         is_cache = any(fnmatchcase(name, pattern) for pattern in group)
@@ -163,7 +166,8 @@ def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMM
     """What a layer that is not excluded builds, unknown where the check does not know its
     tensors, or why vLLM raises.
     """
-    weights, inputs = _listed(layer.weight), _listed(layer.input_tensors)
+    weights = _listed(layer.weight)
+    inputs = _listed(layer.input_tensors)
     if layer.output_tensors or layer.bias or not weights:
         return _NO_SCHEME
     if len(weights) > 1 or len(inputs) > 1:
@@ -179,7 +183,8 @@ def _with_inputs(
     weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool
 ) -> VLLMModule | None:
     of_inputs = () if inputs.is_dynamic else ("input_scale",)
-    given, is_dynamic = weight.kind, bool(inputs.is_dynamic)
+    given = weight.kind
+    is_dynamic = bool(inputs.is_dynamic)
     is_static_fp8 = inputs.kind == ("fp8_e4m3", "per_tensor", False)
     if (
         given[0] == "fp8_e4m3"

@@ -11,11 +11,11 @@ read the same list.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 from ....checkpoints.stored import StoredWeight
-from ...facts.findings import Objection, objection
+from ...facts.findings import Objection, Objections, objection
 from .. import rules_mtp
 from ..dialects.compressed_tensors import CompressedTensors
 from ..dialects.matching import OneAnswer
@@ -46,14 +46,14 @@ _BLOCK = {
 }
 
 
-def judge(runtime: RuntimeView) -> Iterator[Objection]:
+def judge(runtime: RuntimeView) -> Objections:
     """All rules, on one view."""
     view = SglangView(runtime)
     for rule in RULES:
         yield from rule(view)
 
 
-def draft_class_exists(view: SglangView) -> Iterator[Objection]:
+def draft_class_exists(view: SglangView) -> Objections:
     """SGLang has a class for the model and one for its draft (#32736 lists what it takes for a
     draft).
     """
@@ -64,7 +64,7 @@ def draft_class_exists(view: SglangView) -> Iterator[Objection]:
         yield _error("sglang-draft", "config.json: architectures", says, _ELSEWHERE)
 
 
-def config_is_read(view: SglangView) -> Iterator[Objection]:
+def config_is_read(view: SglangView) -> Objections:
     """SGLang has a reader for the quantization config, and the reader takes it (#37322)."""
     dialect = view.dialects["backbone"]
     if isinstance(dialect, OneAnswer) and dialect.answer.error:
@@ -80,9 +80,10 @@ def config_is_read(view: SglangView) -> Iterator[Objection]:
         yield _warning("sglang-config", _CONFIG, says, cure)
 
 
-def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
+def one_layer_is_promised(view: SglangView) -> Objections:
     """SGLang's loaders assert one MTP layer; where they do not, they build the first of several."""
-    promised, model = view.runtime.promised, view.model
+    promised = view.runtime.promised
+    model = view.model
     if model.draft is None or promised <= 1 or "{i}" in model.draft:
         return
     where = f"config.json: {view.runtime.view.mtp_count_key}"
@@ -95,7 +96,7 @@ def one_layer_is_promised(view: SglangView) -> Iterator[Objection]:
         yield _warning("sglang-layers", where, says, "Serve it with vLLM to draft with all layers")
 
 
-def block_is_whole(view: SglangView) -> Iterator[Objection]:
+def block_is_whole(view: SglangView) -> Objections:
     """The files hold the promised block: what the files lack, SGLang does not notice (#36507)."""
     if view.model.draft is None:
         return
@@ -113,12 +114,13 @@ def block_is_whole(view: SglangView) -> Iterator[Objection]:
                 yield each._replace(finding=found.model_copy(update=changed))
 
 
-def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
+def stored_form_is_what_is_built(view: SglangView) -> Objections:
     """Each weight agrees with what SGLang builds (#34906, #36599, #36653, #38574, #35797, #38870,
     #39064, #40597).
     """
     for module in () if view.model.no_draft else view.modules:
-        dialect, answer = view.dialects[module.part], module.resolution
+        dialect = view.dialects[module.part]
+        answer = module.resolution
         if isinstance(dialect, OneAnswer) and dialect.answer.error:
             continue
         if answer.error:
@@ -136,18 +138,20 @@ def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
                     yield _misbuilt(view, module, member.weight, effect)
 
 
-def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
+def absorbed_weight_is_read(view: SglangView) -> Objections:
     """SGLang splits kv_b_proj after loading, and reads `weight` as rows of numbers (#32736,
     #37207).
 
     Of FP8 in blocks it reads the size of a block from the target `Linear` alone.
     """
     for module in view.modules:
-        form, dialect = module.resolution.built.form, view.dialects[module.part]
+        form = module.resolution.built.form
+        dialect = view.dialects[module.part]
         alike = [each for each in module.members if form in ("fp8_block", each.weight.form)]
         if not alike or not module.name.endswith(".kv_b_proj"):
             continue
-        rule, says = "", f"SGLang splits {module.name} after loading and "
+        rule = ""
+        says = f"SGLang splits {module.name} after loading and "
         has_size = not isinstance(dialect, CompressedTensors) or "Linear" in dialect.builds
         if form == "fp8_block" and not has_size:
             rule = "sglang-block-size"
@@ -160,15 +164,15 @@ def absorbed_weight_is_read(view: SglangView) -> Iterator[Objection]:
             rule = "sglang-absorbed"
             says += (
                 f"reads its `weight` as one number an input, which {form} has not: it raises, or "
-                "splits bytes that are "
-                "no numbers (deepseek_weight_loader.py: post_load_weights)"
+                "splits bytes that are no numbers (deepseek_weight_loader.py: post_load_weights)"
             )
         if rule:
-            cure, cause = "Keep kv_b_proj in BF16 or FP8_DYNAMIC", f"{module.part} {form}"
+            cure = "Keep kv_b_proj in BF16 or FP8_DYNAMIC"
+            cause = f"{module.part} {form}"
             yield _error(rule, alike[0].name, says, cure, cause, times=len(alike))
 
 
-def cache_scheme_is_read(view: SglangView) -> Iterator[Objection]:
+def cache_scheme_is_read(view: SglangView) -> Objections:
     """Of compressed-tensors' KV schemes SGLang takes static FP8 with one scale; others it ignores
     with a warning.
     """
@@ -184,7 +188,7 @@ def cache_scheme_is_read(view: SglangView) -> Iterator[Objection]:
         yield _warning("sglang-kv-cache", f"{_CONFIG}.kv_cache_scheme", says, cure)
 
 
-RULES: tuple[Callable[[SglangView], Iterator[Objection]], ...] = (
+RULES: tuple[Callable[[SglangView], Objections], ...] = (
     draft_class_exists,
     config_is_read,
     one_layer_is_promised,
@@ -200,7 +204,8 @@ def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
 
     Sliced rows of q, k and v, and DeepSeek-V4's FP8 wo_a, a loader of SGLang's makes over.
     """
-    weight, row = member.weight, member.place.row
+    weight = member.weight
+    row = member.place.row
     is_v4 = view.runtime.view.family.model_type == "deepseek_v4"
     is_wo_a = is_v4 and row.path == "attn.wo_a" and weight.form == "fp8_block"
     if is_wo_a or weight.form == "fp8_sliced" or row.interleaved is not None:
@@ -219,13 +224,13 @@ def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
 
 
 def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: str) -> Objection:
-    built, entry = module.resolution.built, module.resolution.entry
-    name, dialect = module.name if module.loads_quantized else "it", view.dialects[module.part].name
+    built = module.resolution.built
+    entry = module.resolution.entry
+    name = module.name if module.loads_quantized else "it"
+    dialect = view.dialects[module.part].name
     why_plain = view.why_plain(module.part)
-    by, cure = (
-        f"by {entry or dialect}",
-        "Store it in BF16: no entry changes it. Or serve it with vLLM",
-    )
+    by = f"by {entry or dialect}"
+    cure = "Store it in BF16: no entry changes it. Or serve it with vLLM"
     if not module.loads_quantized:
         by = f"sglang/srt/{view.model.file}"
     elif why_plain:

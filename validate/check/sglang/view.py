@@ -19,7 +19,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
@@ -35,6 +34,7 @@ from ....recipes.runtimes.sglang import (
 from ..dialects.choose import UNQUANTIZED, method_of, quantization_of
 from ..dialects.compressed_tensors import read_compressed_tensors
 from ..dialects.fp8 import read_sglang_fp8
+from ..dialects.given import Raw
 from ..dialects.matching import OneAnswer, plain, raises
 from ..dialects.modelopt import ModelOpt, read_sglang_modelopt
 from ..dialects.patterns import time_limit
@@ -102,12 +102,14 @@ class SglangView:
         return ""
 
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
-        kind, last = KINDS.get(members[0].place.role, "linear"), name.rpartition(".")[2]
+        kind = KINDS.get(members[0].place.role, "linear")
+        last = name.rpartition(".")[2]
         shards = [f"{name}.0.{each}" for each in _PROJECTIONS]
         if kind != "experts":
             parts = packed_modules(self.runtime.view, part).get(last, ())
             shards = [name.replace(last, each) for each in parts]
-        named, dialect = tuple(map(VLLMName, shards)), self.dialects[part]
+        named = tuple(map(VLLMName, shards))
+        dialect = self.dialects[part]
         if not asks:
             resolution = plain()
         elif dialect.name == "modelopt_fp4" and name.endswith(self.model.plain_in_fp4):
@@ -128,7 +130,7 @@ class SglangView:
         return place.layer is None or sglang_stem(self.runtime.view, "mtp", place.layer) is not None
 
 
-def _read(raw: Mapping[str, Any], model: SglangModel, view: FamilyView, part: Part) -> Dialect:
+def _read(raw: Raw, model: SglangModel, view: FamilyView, part: Part) -> Dialect:
     is_modelopt = "quant_algo" in raw or "quantization" in raw
     method = method_of(raw) or ("modelopt" if is_modelopt else "")
     if model.own_config and "modelopt_quant_config" not in raw:
