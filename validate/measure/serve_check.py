@@ -80,7 +80,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
     how = dict[str, Any]()
     if missing := [work for work in works if work.missing()]:
         with hosting(model, setup, watch) as host:
-            how = {"as_served": host.as_served, "reason": host.reason}
+            how |= {"as_served": host.as_served, "reason": host.reason}
             for work in missing:
                 try:
                     host.answer(work)
