@@ -11,6 +11,7 @@ import typer
 from commands import ROOT, keepmtp, ran
 from keepmtp.cli import doctor
 from keepmtp.recipes.extras import install_command, requirements
+from keepmtp.recipes.runtimes.vllm import KNOWN
 from keepmtp.validate.facts import vllm_env
 from printed import printed
 
@@ -53,7 +54,7 @@ def test_this_machine():
     (info,) = VLLM_SITE.glob("vllm[-_]*.dist-info")
     assert info.name.endswith(f"-{told['vllm']['version']}.dist-info")
     assert {name: version(name) for name in ("torch", "jinja2")}.items() <= told["packages"].items()
-    assert told["known_vllm"] == {"read": list(vllm_env.KNOWN), "tested": ["0.32.0"]}
+    assert told["known_vllm"] == {"read": list(KNOWN), "tested": ["0.32.0"]}
     for what in ("plan, static check", "HTML report", "packing weights, without data"):
         assert can(told, what)
     for gpu in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"):
