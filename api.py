@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from .recipes.errors import KeepMTPError
 
@@ -157,39 +157,51 @@ def quantize(
     )
 
 
+class Loads(TypedDict, total=False):
+    """How a checkpoint is loaded.
+
+    Attributes:
+        gpus: GPUs to pretend: sm80 to sm120 (`GPUS`). They need not be there; a vLLM environment
+            must.
+        tps: tensor-parallel sizes of the dry loads.
+        num_drafts: num_speculative_tokens of the dry loads.
+        draft: folder or Hub id of a draft that has a checkpoint of its own.
+        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM; default the
+            environment's.
+        runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
+    """
+
+    gpus: "Sequence[GPU]"
+    tps: Sequence[int]
+    num_drafts: int
+    draft: str
+    vllms: Sequence[str]
+    runtimes: "Sequence[Runtime]"
+
+
 def check(
     where: str | Path,
     *,
-    gpus: "Sequence[GPU]" = (),
-    tps: Sequence[int] = (1,),
-    num_drafts: int = 1,
-    draft: str = "",
     values: "Level | None" = None,
     source: str | Path | None = None,
-    runtimes: "Sequence[Runtime]" = ("vllm",),
+    **loads: Unpack[Loads],
 ) -> "CheckData":
     """Judge one checkpoint by its config.json and headers, with `gpus` by vLLM's loaders, with
     `values` by its bytes.
 
     Args:
         where: a folder or a Hub id, of keepmtp or of any other tool.
-        gpus: GPUs to pretend: sm80 to sm120 (`GPUS`). They need not be there; a vLLM environment
-            must.
-        tps: tensor-parallel sizes of the dry loads.
-        num_drafts: num_speculative_tokens of the dry loads.
-        draft: folder or Hub id of a draft that has a checkpoint of its own.
         values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the
             `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
-        runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
+        loads: see `Loads`; by default the static check alone, by the rules for vLLM.
 
     Returns: facts, findings and dry loads. `ok` says that no finding is an error.
 
     Raises:
         KeepMTPError: there is nothing to judge. Files that are broken are findings.
     """
-    loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft}
-    (checked,) = check_all([where], **loads, runtimes=runtimes)
+    (checked,) = check_all([where], **loads)
     if checked.refusal is not None:
         raise checked.refusal
     if values is None:

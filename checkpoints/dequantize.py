@@ -140,8 +140,14 @@ def _scaled(
     num_groups = -(-num_columns // columns)
     _expect_shape("weight_scale", scale, (-(-num_rows // rows), num_groups))
     values = torch.empty((num_rows, num_columns), dtype=torch.bfloat16, device=packed.device)
+    words = table
+    if table.ndim == 2:
+        words = table.view(torch.float64).squeeze(-1)
     for first, last in row_ranges(values, rows):
-        codes = _look_up(table, packed[first:last])[:, :num_columns]
+        # By byte; entries that hold two values are moved as one 8-byte word.
+        index = packed[first:last].contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
+        codes = words.index_select(0, index).view(torch.float32)
+        codes = codes.view(last - first, -1)[:, :num_columns]
         factor = scale[first // rows : -(-last // rows)]
         if factor.dtype == torch.uint8:  # raw bytes are E8M0
             factor = factor.view(torch.float8_e8m0fnu)
@@ -162,17 +168,6 @@ def _scaled(
 
 # Tables. A look-up by byte is several times faster than PyTorch's conversion from FP8 on a CPU, and
 # keeps NaN.
-
-
-def _look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """Entries of a 256-row table by byte: [N, B] bytes -> [N, B * values per byte], F32.
-
-    Entries that hold two values are moved as one 8-byte word.
-    """
-    index = codes.contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
-    if table.ndim == 2:
-        table = table.view(torch.float64).squeeze(-1)
-    return table.index_select(0, index).view(torch.float32).view(codes.shape[0], -1)
 
 
 def _byte_table(weight: Tensor) -> Tensor:

@@ -146,19 +146,15 @@ def fetch(repo: str, name: str, *, commit: str) -> Path | None:
             return None
 
 
-def fetch_all(
-    repo: str, patterns: Sequence[str], *, commit: str, to: Path | None, bars: type[Any] | None
-) -> Path:
-    """A folder with a repository's files that fit the patterns: `to`, or in the Hub's cache.
+def fetch_all(repo: str, patterns: Sequence[str], *, commit: str, bars: type[Any] | None) -> Path:
+    """A folder in the Hub's cache with a repository's files that fit the patterns.
 
     Raises:
         NoCheckpointError: the Hub does not send them.
     """
     with hub_errors(repo):
         return Path(
-            snapshot_download(
-                repo, revision=commit, local_dir=to, allow_patterns=[*patterns], tqdm_class=bars
-            )
+            snapshot_download(repo, revision=commit, allow_patterns=[*patterns], tqdm_class=bars)
         )
 
 

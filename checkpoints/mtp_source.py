@@ -62,9 +62,18 @@ def with_mtp_of(source: Source, other: Source) -> Source:
     _refuse_other_model(source, other, view, renamed)
     files = {entry.file.removeprefix(MTP_FILES) for entry in renamed.values()}
     stamps = {f"{MTP_FILES}{name}": state for name, state in other.states.items() if name in files}
+    # config.json with the count of MTP layers that are there.
+    count: Any = max(view.mtp_layers_of(renamed), default=0) // view.num_mtp_parts + 1
+    outer, _, inner = view.mtp_count_key.partition(".")
+    if inner:
+        count = {**view.text_config.get(outer, {}), inner: count}
+    config = {**view.text_config, outer: count}
+    if view.text_config is not source.config:
+        config = {**source.config, "text_config": config}
+        config.pop(outer, None)
     return replace(
         source,
-        config=_counting(source.config, view, renamed),
+        config=config,
         entries={**source.entries, **renamed},
         states={**source.states, **stamps},
         mtp_source=other,
@@ -113,20 +122,3 @@ def _refuse_other_model(
                 got=list(entry.shape),
                 cure="Name another MTP source",
             )
-
-
-def _counting(
-    config: Mapping[str, Any], view: FamilyView, found: Mapping[HFName, Entry]
-) -> Mapping[str, Any]:
-    """config.json with the count of MTP layers that are there."""
-    num_layers = max(view.mtp_layers_of(found), default=0) // view.num_mtp_parts + 1
-    outer, _, inner = view.mtp_count_key.partition(".")
-    holder = view.text_config
-    count = num_layers
-    if inner:
-        count = {**holder.get(outer, {}), inner: num_layers}
-    if holder is config:
-        return {**config, outer: count}
-    counted = {**config, "text_config": {**holder, outer: count}}
-    counted.pop(outer, None)
-    return counted

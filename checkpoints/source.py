@@ -160,38 +160,33 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def download(source: Source, *, to: Path | None = None, bars: type[Any] | None = None) -> Source:
-    """The same source with its files on this machine (the Hub's cache, or `to`).
+def download(source: Source, *, bars: type[Any] | None = None) -> Source:
+    """The same source with its files on this machine, in the Hub's cache.
 
     Args:
         source: a Hub repository; a folder is returned as it is. Of a separate MTP source, only the
             files with its MTP tensors are downloaded.
-        to: where the files go, instead of the Hub's cache.
         bars: a class like tqdm; default the Hub's progress bars.
     """
     if (other := source.mtp_source) is not None:
-        own = download(replace(source, mtp_source=None), to=to, bars=bars)
+        own = download(replace(source, mtp_source=None), bars=bars)
         if other.folder is None:
-            folder = _fetched(other, source.mtp_files, None, bars)
+            folder = _fetched(other, bars, *map(escape, source.mtp_files))
             other = replace(other, folder=folder, states=states_of(folder, source.mtp_files))
         stamps = {f"{MTP_FILES}{name}": other.states[name] for name in source.mtp_files}
         return replace(source, folder=own.folder, states={**own.states, **stamps}, mtp_source=other)
     if source.folder is not None:
         return source
-    folder = _fetched(
-        source, (*source.companions, *source.code), to, bars, "*.safetensors", *REWRITTEN
-    )
+    named = map(escape, (*source.companions, *source.code))
+    folder = _fetched(source, bars, "*.safetensors", *REWRITTEN, *named)
     return replace(_open_folder(folder, source.where), revision=source.revision)
 
 
-def _fetched(
-    source: Source, names: Iterable[str], to: Path | None, bars: type[Any] | None, *patterns: str
-) -> Path:
-    """A folder with these files of a repository, and with those that fit the patterns."""
+def _fetched(source: Source, bars: type[Any] | None, *patterns: str) -> Path:
+    """A folder with the files of a repository that fit the patterns."""
     from .hub import fetch_all
 
-    wanted = [*patterns, *map(escape, names)]
-    return fetch_all(source.where, wanted, commit=source.revision, to=to, bars=bars)
+    return fetch_all(source.where, patterns, commit=source.revision, bars=bars)
 
 
 def small_file(source: Source, name: str) -> Path | None:

@@ -46,8 +46,7 @@ _CHUNK_GPU = 32 * 1024 * 1024
 
 
 def read_tensor(source: Source, entry: Entry) -> Tensor:
-    """One tensor of a local source; in pinned memory, from which copies to a GPU are fast, if that
-    is asked for.
+    """One tensor of a local source.
 
     Raises:
         CheckpointError: its file ends early.
@@ -56,19 +55,14 @@ def read_tensor(source: Source, entry: Entry) -> Tensor:
 
 
 def read_bytes(
-    source: Source,
-    entry: Entry,
-    *,
-    offset: int = 0,
-    length: int | None = None,
-    pinned: bool = False,
+    source: Source, entry: Entry, *, offset: int = 0, length: int | None = None
 ) -> Tensor:
     """A tensor's bytes from `offset` on, as U8; not zeroed first, which would take as long as
     reading them.
     """
     if length is None:
         length = entry.num_bytes - offset
-    raw = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+    raw = torch.empty(length, dtype=torch.uint8)
     read(source, entry, raw.numpy().data, offset=offset)
     return raw
 

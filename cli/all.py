@@ -38,7 +38,6 @@ from .options import (
 from .tables import say
 
 if TYPE_CHECKING:
-    from ..quantize.plan.plan import Plan
     from ..recipes.schema import Recipe
 
 _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of that at most
@@ -127,6 +126,9 @@ def everything(
             sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
+    from ..quantize.plan.own_code import refuse_untrusted_code
+    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
+
     vllm = chosen_vllm()
     err = Console(stderr=True)
     if is_made:
@@ -134,13 +136,26 @@ def everything(
         say(err, "quantize: done before", "dim")
     else:
         made = choices.plan()
-        _refuse_measuring(made, k, tuple(extra), runs_code=run_model_code)
+        # What would stop the run after hours of quantizing.
+        refuse_untrusted_code(made)
+        for protocol in made.recipe.evaluations:
+            if k is not None:
+                protocol = protocol.model_copy(update={"k": k})
+            lm_eval_task.questions(protocol, runs_code=run_model_code)
+            tasks.refuse_model(made.source, protocol, tuple(extra))
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
         if base_model is None:
             refuse_unknown(made.source)
+    own = environment(reaches_hub=True, is_ours=True)
     for name, words in stations.items():
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
-        status = _run(name, words, nproc)
+        command = [sys.executable]
+        if name == "quantize" and nproc > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(nproc)]
+        command += ["-m", "keepmtp", name, *words]
+        with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
+            status = child.process.wait()
         if status and (name, status) != ("serve-check", TOO_LITTLE):
             raise typer.Exit(128 - status if status < 0 else status)
 
@@ -160,32 +175,6 @@ def option_words(**options: object) -> list[str]:
         elif value is not None and value is not False:
             words += [option, str(value)]
     return words
-
-
-def _run(station: str, words: list[str], nproc: int) -> int:
-    """The exit status of a station, which may load from the Hub and ends with this process."""
-    command = [sys.executable]
-    if station == "quantize" and nproc > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command += ["-m", "keepmtp", station, *words]
-    own = environment(reaches_hub=True, is_ours=True)
-    with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
-        return child.process.wait()
-
-
-def _refuse_measuring(
-    plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool
-) -> None:
-    """What would stop the run after hours of quantizing."""
-    from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
-
-    refuse_untrusted_code(plan)
-    for protocol in plan.recipe.evaluations:
-        if k is not None:
-            protocol = protocol.model_copy(update={"k": k})
-        lm_eval_task.questions(protocol, runs_code=runs_code)
-        tasks.refuse_model(plan.source, protocol, extra)
 
 
 def _refuse_another(out: Path, recipe: "Recipe") -> None:

@@ -112,10 +112,17 @@ def check(
         source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
     """
     from .. import api
+    from ..validate.check.check import RULES_OF
     from .report import recorder, save
 
     err, is_dry = Console(stderr=True), bool(gpus) and not static_only
-    servers = _chosen_runtimes(runtimes)
+    for word in runtimes or ():
+        if word not in RULES_OF:
+            cure = "Name one of them; --runtime may be repeated"
+            cure = did_you_mean(word, RULES_OF, otherwise=cure)
+            must = f"must be one of {', '.join(RULES_OF)}"
+            raise RecipeError("--runtime", must, got=word, cure=cure)
+    servers: list[Runtime] = [each for each in RULES_OF if each in (runtimes or ["vllm"])]
     rule = got = cure = ""
     if not gpus and not static_only and (tps or num_drafts != 1 or draft or vllms):
         rule, got = "--tp, -k, --draft and --vllm need a GPU to pretend", "no --gpu"
@@ -169,24 +176,6 @@ def check(
                 say(err, f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)
-
-
-def _chosen_runtimes(words: Sequence[str] | None) -> "list[Runtime]":
-    """The servers that are to load a checkpoint, in keepmtp's order; vLLM where none is named.
-
-    Raises:
-        RecipeError: a name that is not among them.
-    """
-    from ..validate.check.check import RULES_OF
-
-    words, rule = words or ("vllm",), f"must be one of {', '.join(RULES_OF)}"
-    for word in words:
-        if word not in RULES_OF:
-            cure = did_you_mean(
-                word, RULES_OF, otherwise="Name one of them; --runtime may be repeated"
-            )
-            raise RecipeError("--runtime", rule, got=word, cure=cure)
-    return [server for server in RULES_OF if server in words]
 
 
 def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":

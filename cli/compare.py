@@ -25,10 +25,8 @@ from .progress import asking
 from .tables import answer, drawn, reasons, verdict
 
 if TYPE_CHECKING:
-    from ..checkpoints.source import Source
     from ..validate.facts.schema import JudgementFact
     from ..validate.facts.served import ServeCheck
-    from ..validate.measure.harness import Model
 
 _OWN_GATES = ("findings", "loads", "acceptance")
 
@@ -60,10 +58,13 @@ def serve_check(
         max_tokens: Tokens generated a prompt, at most.
     """
     from ..checkpoints.source import view_of
+    from ..validate.check.check import check_source
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
     from ..validate.measure.texts import PROMPTS, read_prompts
+    from ..validate.report.check_data import record_static
+    from .report import save
 
     refuse_without_scipy()  # its gate has exact limits
     asked = PROMPTS
@@ -85,7 +86,15 @@ def serve_check(
     original = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
         found = measure.serve_check(checkpoint, original, setup=setup, check=check, watch=watch)
-    judged = _kept(session, found, checkpoint, original and original.source)
+    source_opened = original and original.source
+    if session.is_recorded:
+        record_static(session.out, checkpoint.source, checkpoint.identity, source=source_opened)
+        judged = session.keep(found, checkpoint)
+    else:
+        checked = check_source(checkpoint.source, source=source_opened)
+        judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
+        facts = {"opened": checkpoint.source, "source": source_opened, "serve": found}
+        save(session.out, checked, vllm=setup.vllm.version, judgement=judged, **facts)
     told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
     parts = _parts(session, found, judged)
     answer(told, parts, as_json=served.as_json, status=exit_status(judged, found))
@@ -102,25 +111,6 @@ def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
     if verdict_on(judged, _OWN_GATES) == "regression":
         return FINDINGS
     return OF_VERDICT[verdict_on(judged, ("acceptance",))] if found.source else 0
-
-
-def _kept(
-    session: Session, found: "ServeCheck", checkpoint: "Model", original: "Source | None"
-) -> "JudgementFact":
-    """Write the result, and a report of it alone or of all results of the checkpoint."""
-    from ..validate.check.check import check_source
-    from ..validate.report.check_data import record_static
-    from .report import save
-
-    if session.is_recorded:
-        record_static(session.out, checkpoint.source, checkpoint.identity, source=original)
-        return session.keep(found, checkpoint)
-    checked = check_source(checkpoint.source, source=original)
-    judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
-    facts = {"serve": found, "judgement": judged}
-    version = session.setup.vllm.version
-    save(session.out, checked, vllm=version, opened=checkpoint.source, source=original, **facts)
-    return judged
 
 
 def _parts(

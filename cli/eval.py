@@ -21,13 +21,13 @@ from ..recipes.extras import require_extra
 from ..recipes.frozen import frozen
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
-from .measuring import OriginalOption, ServeOptions, Session, begin
+from .measuring import OriginalOption, ServeOptions, begin
 from .options import AtLeastOneOrNone, ModelCodeOption
 from .progress import asking
 from .tables import answer, drawn, verdict
 
 if TYPE_CHECKING:
-    from ..recipes.protocol import Evaluation, Gates
+    from ..recipes.protocol import Evaluation
     from ..validate.facts.evaluated import EvaluationFact
     from ..validate.facts.schema import JudgementFact
 
@@ -121,10 +121,19 @@ def evaluate(
     """
     require_extra("keepmtp eval", "evaluate")
     session = begin("eval", "gsm8k", served, context.args, source)
+    from ..recipes.find import find_recipe
     from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
-    from ..validate.report.gates import verdict_on
+    from ..validate.report.gates import decided_in, verdict_on
 
-    gates, evaluations = _decided(session, recipe)
+    if recipe is not None:
+        named, _ = find_recipe(recipe)
+        gates = named.gates
+        evaluations = named.evaluations
+    else:
+        where = f"{session.opened.where}: keepmtp.json"
+        gates, evaluations = decided_in(
+            session.record, cure="Name a recipe with --recipe", where=where
+        )
     protocols = protocol.of(evaluations)
     if (
         run_model_code
@@ -161,23 +170,6 @@ def evaluate(
     status = OF_VERDICT[verdict_on(judgement, gated)]
     parts = chain(shown(fact, judgement), [session.places])
     answer(found, parts, as_json=served.as_json, status=status)
-
-
-def _decided(session: Session, recipe: str | None) -> "tuple[Gates, tuple[Evaluation, ...]]":
-    """Gates and protocols of the named recipe, or those in the checkpoint's record; without one the
-    defaults.
-    """
-    from ..recipes.find import find_recipe
-    from ..validate.report.gates import decided_in
-
-    if recipe is not None:
-        found, _ = find_recipe(recipe)
-        return found.gates, found.evaluations
-    return decided_in(
-        session.record,
-        cure="Name a recipe with --recipe",
-        where=f"{session.opened.where}: keepmtp.json",
-    )
 
 
 def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":

@@ -265,11 +265,11 @@ def _say(word: str, colour: str, words: str, *, only_first: bool = False) -> Non
     from rich.console import Console
     from rich.text import Text
 
-    from .progress import place_in_run
+    from ..quantize.run.processes import place_of_process
     from .tables import say
 
-    rank, size = place_in_run()
-    if rank and only_first:
+    place = place_of_process()
+    if place.rank and only_first:
         return
-    whose = f"rank {rank} of {size}: " * (size > 1)
+    whose = f"rank {place.rank} of {place.size}: " * (place.size > 1)
     say(Console(stderr=True), Text.assemble(whose, (word, colour), f" {printable(words)}"))

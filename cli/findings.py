@@ -31,7 +31,7 @@ from .tables import counted, say, table
 
 if TYPE_CHECKING:
     from ..validate.facts.dry_load import DryLoad
-    from ..validate.facts.findings import CheckpointFacts, Finding, Runtime
+    from ..validate.facts.findings import CheckpointFacts, Runtime
     from ..validate.facts.results import CheckData
 
 _WIDEST = 120
@@ -62,7 +62,16 @@ def show(
     path = path or found.path
     lines: list[str | Text] = []
     for finding in found.findings:
-        lines += [*_block(console, finding, with_path(finding.cure, path)), ""]
+        more = f" and {finding.count - 1:,} more" * (finding.count > 1)
+        severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
+        cure = with_path(finding.cure, path)
+        lines += [
+            Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more),
+            *wrapped(console, shortened(finding.says, _LONGEST), "  "),
+            Text.assemble(("  cure: ", "green"), printable(cure)),
+            *map("        {}".format, pasted(cure)),
+            "",
+        ]
     if found.dry:
         lines += _dry_loads(console, found)
     elif found.facts.mtp_layers_follow_k:
@@ -102,16 +111,6 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
-
-
-def _block(console: Console, finding: "Finding", cure: str) -> Iterator[str | Text]:
-    more = f" and {finding.count - 1:,} more" * (finding.count > 1)
-    severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
-    yield Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more)
-    yield from wrapped(console, shortened(finding.says, _LONGEST), "  ")
-    yield Text.assemble(("  cure: ", "green"), printable(cure))
-    for line in pasted(cure):
-        yield f"        {line}"
 
 
 def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:

@@ -137,12 +137,10 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
 
 def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
     """A listing for machines: the columns of its table, and more."""
-    return {"models": lambda: _models(recipes), "schemes": _schemes, "families": _families}[
-        listing
-    ]()
-
-
-def _models(recipes: Iterable[Listed]) -> list[dict[str, Any]]:
+    if listing == "schemes":
+        return _schemes()
+    if listing == "families":
+        return _families()
     found = []
     for each in recipes:
         found.append(

@@ -26,6 +26,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, get_origin
 
 import typer
+from typer._click.core import Command
 from typer._click.exceptions import NoArgsIsHelpError, UsageError
 from typer.core import TyperCommand, TyperGroup
 
@@ -50,7 +51,7 @@ class Verb:
     help: str
     words: str = ""
     how_to_go_on: str = "The same command starts again"
-    lone: tuple[str, tuple[str, ...]] | None = None
+    lone: tuple[str, tuple[str, ...]] = ("", ())
 
     def load(self) -> Callable[..., None]:
         """The function."""
@@ -206,13 +207,24 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 # The section of a docstring that explains parameters, and one of them in it.
 _OF_PARAMETERS = re.compile(r"\n\n(?:Args|Attributes):\n")
 _PARAMETER = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
-# Words that no help breaks: a command in backticks, and those with a hyphen.
-_QUOTED = re.compile(r"`[^`]+`|\S-\S")
-_WHOLE = str.maketrans(" \n-", "\0\0\1")
-_BROKEN = str.maketrans("\0\1", " -")
+_EXAMPLE = re.compile(r"\n\n(Example: .*)(?:\n(\S.*))?")
 
 
-class _Command(TyperCommand):
+class _Starting(Command):
+    """Starts at once: without a default an option is None, and to see that None is no bool, typer
+    0.29 imports pydantic.
+    """
+
+    def get_params(self, ctx: Any) -> Any:
+        """The options; those that typer adds, such as --help, are False."""
+        options = super().get_params(ctx)
+        for option in options:
+            if not option.expose_value:
+                option.default = False
+        return options
+
+
+class _Command(_Starting, TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -220,29 +232,26 @@ class _Command(TyperCommand):
         in quotes.
         """
         ours = [*args, "--"].index("--")
-        words = [re.sub("^(--[^=]*=)?(~.*)", _at_home, word) for word in args[:ours]]
-        if (lone := VERBS[str(self.name)].lone) is not None:
-            _complete(words, *lone)
+        words = []
+        for word in args[:ours]:
+            option, path = re.findall(r"^(--[^=]*=(?=~))?(.*)", word, re.DOTALL)[0]
+            words.append(option + os.path.expanduser(path))
+        option, values = VERBS[str(self.name)].lone
+        if option and option in words:
+            at = words.index(option) + 1
+            follows = "".join(words[at : at + 1])
+            # A word that is nearly a value, and no file, is a typo of it.
+            is_typo = get_close_matches(follows, values) and not os.path.exists(follows)
+            if follows not in values and not is_typo:
+                words.insert(at, values[0])
         return super().parse_args(ctx, [*words, *args[ours:]])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb in its usage."""
         return [*super().collect_usage_pieces(ctx), *filter(None, [VERBS[str(self.name)].words])]
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Everything, with the commands in backticks whole: they are pasted."""
-        super().format_help(ctx, formatter)
-        shown = "".join(formatter.buffer)
-        # What is longer than a line was cut.
-        shown = re.sub(r"`[^`]+`", lambda quoted: re.sub(r"\n *", "", quoted[0]), shown)
-        formatter.buffer[:] = [shown.translate(_BROKEN)]
 
-    def get_help_option(self, ctx: Any) -> Any:
-        """--help, with the default False."""
-        return _with_default_false(super().get_help_option(ctx))
-
-
-class _Verbs(TyperGroup):
+class _Verbs(_Starting, TyperGroup):
     """All verbs. The table has names and one-line helps; a verb's file is imported to run it or to
     show its help.
     """
@@ -251,10 +260,6 @@ class _Verbs(TyperGroup):
         super().__init__(**settings)
         for name in VERBS:
             self.add_command(TyperCommand(name))
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """--help, with the default False."""
-        return _with_default_false(super().get_help_option(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The verbs by group."""
@@ -295,45 +300,12 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
         raise exits.refusal_of_usage(error, words, is_for_vllm=is_for_vllm) from error
 
 
-def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
-    """Give an option that stands alone its first value. A word that is nearly one, and no file, is
-    a typo of it.
-    """
-    if option not in words:
-        return
-    at = words.index(option) + 1
-    follows = "".join(words[at : at + 1])
-    if follows not in values and (
-        os.path.exists(follows) or not get_close_matches(follows, values)
-    ):
-        words.insert(at, values[0])
-
-
-def _at_home(word: re.Match[str]) -> str:
-    """`~/x` or `--out=~/x` with the user's own folder."""
-    return f"{word[1] or ''}{os.path.expanduser(word[2])}"
-
-
-def _with_default_false(option: Any) -> Any:
-    """Without a default an option is None. To see that None is no bool, typer 0.29 imports
-    pydantic.
-    """
-    if option is not None:
-        option.default = False
-    return option
-
-
 def _load(name: str) -> Any:
     verb = VERBS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"allow_extra_args": bool(verb.words)}
     alone.command(name, cls=_Command, context_settings=settings)(flat(verb.load()))
-    command: Any = typer.main.get_command(alone)
-    for shown in (command, *command.params):
-        shown.help = shown.help and _QUOTED.sub(
-            lambda quoted: quoted[0].translate(_WHOLE), shown.help
-        )
-    return command
+    return typer.main.get_command(alone)
 
 
 def flat(verb: Callable[..., None]) -> Callable[..., None]:
@@ -357,7 +329,11 @@ def flat(verb: Callable[..., None]) -> Callable[..., None]:
             words[name] = group(**{field.name: words.pop(field.name) for field in fields(group)})
         verb(**words)
 
-    call.__doc__ = _OF_PARAMETERS.split(getdoc(verb) or "")[0]
+    # Examples are pasted: typer breaks no line of a paragraph that begins with \b.
+    told = _OF_PARAMETERS.split(getdoc(verb) or "")[0]
+    call.__doc__ = _EXAMPLE.sub(
+        lambda found: f"\n\n\b\n{' '.join(filter(None, found.groups()))}", told
+    )
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     setattr(call, "__signature__", Signature(parameters))  # noqa: B010
     return call
@@ -424,12 +400,4 @@ def _common(
 def main() -> None:
     """Entry point; see `exits.py` for how it ends."""
     verb = next((VERBS[word] for word in sys.argv[1:] if word in VERBS), Verb)
-    exits.run(_command(), how_to_go_on=verb.how_to_go_on)
-
-
-def _command() -> Any:
-    """The whole command line. typer's own options for completion have no default, either."""
-    command = typer.main.get_command(app)
-    for option in command.params:
-        _with_default_false(option)
-    return command
+    exits.run(typer.main.get_command(app), how_to_go_on=verb.how_to_go_on)

@@ -115,16 +115,12 @@ class Session:
         refuse_no_room((self.opened, self.original), vllm, out=self.out, extra=self.extra)
         return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra)
 
-    def downloaded(self, source: "Source") -> "Source":
-        """The same with its files on this machine."""
-        return downloaded(source, self.err, is_shown=not self.options.as_json)
-
     def model(self, role: "Role", source: "Source") -> "Model":
         """One of the checkpoints, downloaded and hashed."""
         from ..checkpoints.identity import identify
         from ..validate.measure.harness import Model
 
-        local = self.downloaded(source)
+        local = downloaded(source, self.err, is_shown=not self.options.as_json)
         assert local.folder is not None, "download() gives a folder"
         reading = None if self.options.as_json else bytes_bar(self.err, "reading")
         return Model(

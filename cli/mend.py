@@ -28,9 +28,8 @@ from .progress import bytes_bar, spinner
 from .tables import answer, print_json, say
 
 if TYPE_CHECKING:
-    from ..cure.fix import Outcome
     from ..cure.graft import Graft
-    from ..cure.rewritten import Judged, Rewritten
+    from ..cure.rewritten import Judged
 
 _COLOURS = {
     "---": "bold",
@@ -131,8 +130,20 @@ def fix(
     found = (cure_elsewhere(finding, outcome, next_one) for finding in data.findings)
     cures = [*dict.fromkeys(filter(None, found))]
     findings.show(console, shown, path=next_one)
-    for line in _left(path, outcome, written, judged, cures):
-        say(console, line)
+    for reason in outcome.proposal.not_here:
+        say(console, f"not cured in a repository, because it needs the shards: {reason}")
+    for cure in cures:
+        say(console, f"needs new values: {cure}")
+    if judged and judged.no_vllm is not None:
+        say(console, f"not loaded by vLLM: {judged.no_vllm}")
+    if written is not None and judged is None:
+        say(console, "not loaded by vLLM: OUT has only the files that changed")
+    ending_line = "nothing to change: there is no finding that fix can cure"
+    if written is not None:
+        ending_line = written.sentence
+    elif outcome.proposal.edits:
+        ending_line = f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW"
+    say(console, ending_line)
     if as_json:
         printed = check_json(data, judged.checked.accounts if judged else ())
         told: dict[str, Any] = {
@@ -149,30 +160,6 @@ def fix(
         print_json(printed | told)
     if not (judged.ok if judged else data.ok):
         raise typer.Exit(exits.FINDINGS)
-
-
-def _left(
-    path: str,
-    outcome: "Outcome",
-    written: "Rewritten | None",
-    judged: "Judged | None",
-    cures: list[str],
-) -> Iterator[str]:
-    """What is left and how it is cured, and what was written."""
-    for reason in outcome.proposal.not_here:
-        yield f"not cured in a repository, because it needs the shards: {reason}"
-    for cure in cures:
-        yield f"needs new values: {cure}"
-    if judged and judged.no_vllm is not None:
-        yield f"not loaded by vLLM: {judged.no_vllm}"
-    if written is not None and judged is None:
-        yield "not loaded by vLLM: OUT has only the files that changed"
-    if written is not None:
-        yield written.sentence
-    elif outcome.proposal.edits:
-        yield f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW"
-    else:
-        yield "nothing to change: there is no finding that fix can cure"
 
 
 def graft(
@@ -230,7 +217,7 @@ def graft(
         written = carry_out(made, out, bar=partial(bytes_bar, err))
         say(err, written.sentence)
         new = list(written.new)
-        if made.quantized.folder is not None:
+        if made.proposal.source.folder is not None:
             judged = ending.judge(out, partial(say, err))
     plan = made.plan
     told = {
@@ -262,10 +249,10 @@ def _foreseen(made: "Graft") -> Iterator[str]:
         yield f"leave out: {', '.join(gone)}: nothing but the old block"
     if again := made.proposal.shards_again:
         yield f"write again: {', '.join(again)}: without the old block"
-    if made.quantized.folder is None:
+    quantized = made.proposal.source
+    if quantized.folder is None:
         yield (
-            f"OUT gets only files that are new or changed: {made.quantized.where} is not on "
-            "this machine"
+            f"OUT gets only files that are new or changed: {quantized.where} is not on this machine"
         )
 
 

@@ -83,7 +83,15 @@ def _fates(rows: list[dict[str, Any]]) -> Iterator[list[str] | None]:
     sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
         counts = {key: row[key] for key in ("tensors", "bytes_before", "bytes_after")}
-        sums[row["part"], row["modules"], _fate(row)].update(counts)
+        stored = row["stored_as"]
+        fates = {
+            "quantize": f"quantize to {stored}",
+            "dequantize": f"{stored} from {row['stored_before']}",
+            "add": "add a scale" if row["modules"] == "attention" else "add a copy",
+            "drop": "drop",
+            "keep": f"keep {stored}",
+        }
+        sums[row["part"], row["modules"], fates[row["fate"]]].update(counts)
     previous = ""
     for (part, modules, fate), total in sums.items():
         if previous not in ("", part):
@@ -91,23 +99,6 @@ def _fates(rows: list[dict[str, Any]]) -> Iterator[list[str] | None]:
         sizes = size_in_words(total["bytes_before"]), size_in_words(total["bytes_after"])
         yield ["" if part == previous else part, modules, fate, f"{total['tensors']:,}", *sizes]
         previous = part
-
-
-def _fate(row: Mapping[str, Any]) -> str:
-    stored = row["stored_as"]
-    match row["fate"]:
-        case "quantize":
-            return f"quantize to {stored}"
-        case "dequantize":
-            return f"{stored} from {row['stored_before']}"
-        case "add" if row["modules"] == "attention":
-            return "add a scale"
-        case "add":
-            return "add a copy"
-        case "drop":
-            return "drop"
-        case _:
-            return f"keep {stored}"
 
 
 def totals(plan: Plan) -> str:

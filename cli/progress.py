@@ -51,12 +51,6 @@ _LINE_SECONDS = 30.0
 _WHAT = TextColumn("{task.description}", markup=False)
 
 
-def place_in_run() -> tuple[int, int]:
-    """(rank, processes) as torchrun or srun says; (0, 1) without them."""
-    place = place_of_process()
-    return place.rank, place.size
-
-
 @contextmanager
 def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
     """The progress of one run. Only the first process shows any."""
@@ -66,7 +60,7 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
             shown.close()
             return bytes_bar(console, "packing")(total_bytes)
 
-        if place_in_run()[0]:
+        if place_of_process().rank:
             yield SILENT
         elif as_json:
             yield RunProgress(calibration=_json_line)

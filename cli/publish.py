@@ -25,7 +25,6 @@ from .progress import bytes_bar
 from .tables import answer, counted, say, table
 
 if TYPE_CHECKING:
-    from ..validate.publish.hub import Remote
     from ..validate.publish.upload import FileState, Published
     from ..validate.publish.upload_set import Parcel
 
@@ -101,11 +100,32 @@ def publish(
             hub.sign_in()
             before = hub.look(repo)
             found = publishing.compare(parcel, before)
-            there = _in_words(before)
+            there = "a new private repository"
+            if before is not None:
+                kind = "private" if before.is_private else "PUBLIC"
+                files = counted(len(before.files), "file")
+                there = f"a {kind} repository with {files}, at commit {before.commit}"
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
-            planned = (parcel, repo, found, there)
-            answer(_planned_json(*planned), _planned(*planned), as_json=as_json)
+            others = publishing.named(found, "other")
+            told = {
+                "repo": repo,
+                "there": there,
+                "files": _files(parcel, found),
+                "bytes": parcel.num_bytes,
+                "other_files": others,
+            }
+            rows = []
+            for name, local in parcel.files.items():
+                rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
+            size = size_in_words(parcel.num_bytes)
+            parts: list[RenderableType] = [
+                table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
+                f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
+            ]
+            if others:
+                parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
+            answer(told, parts, as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
@@ -163,48 +183,9 @@ def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[Render
         yield f"not ours and left alone: {', '.join(done.others)}"
 
 
-def _planned_json(
-    parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str
-) -> dict[str, Any]:
-    """What would be sent, and what the Hub holds of it where it was asked."""
-    return {
-        "repo": repo,
-        "there": there,
-        "files": _files(parcel, found),
-        "bytes": parcel.num_bytes,
-        "other_files": _others(found),
-    }
-
-
-def _planned(
-    parcel: "Parcel", repo: str, found: "Mapping[str, FileState]", there: str
-) -> Iterator[RenderableType]:
-    rows = (
-        (name, size_in_words(local.num_bytes), found.get(name, "not asked"))
-        for name, local in parcel.files.items()
-    )
-    yield table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows)
-    yield f"{len(parcel.files)} files, {size_in_words(parcel.num_bytes)}. On the Hub: {there}."
-    if others := _others(found):
-        yield f"There and not of this checkpoint: {', '.join(others)}."
-
-
-def _others(found: "Mapping[str, FileState]") -> list[str]:
-    return [name for name, state in found.items() if state == "other"]
-
-
 def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[dict[str, Any]]:
     files = []
     for name, local in parcel.files.items():
         there = {"on_the_hub": found[name]} if found else {}
         files.append({"name": name, "bytes": local.num_bytes, "sha256": local.sha256, **there})
     return files
-
-
-def _in_words(remote: "Remote | None") -> str:
-    if remote is None:
-        return "a new private repository"
-    kind = "private" if remote.is_private else "PUBLIC"
-    return (
-        f"a {kind} repository with {counted(len(remote.files), 'file')}, at commit {remote.commit}"
-    )

@@ -28,7 +28,7 @@ from .options import (
     ModelOptions,
     MtpSourceOption,
 )
-from .progress import place_in_run, run_progress
+from .progress import run_progress
 from .tables import drawn, print_json, say, show
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def quantize(
     """
     from .. import api, pipeline
     from ..quantize.needs import needs
+    from ..quantize.run.processes import place_of_process
     from ..quantize.write import refusals
     from ..validate.facts.vllm_env import gpus_here
     from ..validate.report.check_data import calibration_fact
@@ -87,7 +88,7 @@ def quantize(
     from .check import check_json
 
     made = choices.plan()
-    (rank, _) = place_in_run()
+    rank = place_of_process().rank
     if dry_run:
         if not rank:
             plan_tables.show(

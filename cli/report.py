@@ -9,7 +9,6 @@ since: both are refused with exit status 2. And a card does not mean that a chec
 that failed its gates gets a card too, which says so first; `keepmtp publish` refuses it.
 """
 
-import shlex
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..recipes.errors import CheckpointError, RecipeError, printable
+from ..recipes.errors import RecipeError, printable
 from .exits import OF_VERDICT
 from .options import JsonOption
 from .progress import bytes_bar
@@ -50,29 +49,14 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     """
     from ..checkpoints.identity import identify, refuse_other_bytes
     from ..validate.facts.results import checkpoint_folder, report_folder
-    from ..validate.report.report import JSON_FILE, verify
+    from ..validate.report.report import of_checkpoint
 
-    folder = path
-    if path.suffix != ".report":
-        if not (path / "config.json").is_file():
-            raise CheckpointError(
-                path,
-                "gates judge a checkpoint's folder",
-                got="no config.json",
-                cure="Name that folder",
-            )
-        folder = report_folder(path)
-    if not (folder / JSON_FILE).is_file():
-        named = shlex.quote(str(folder.with_suffix("")))
-        raise CheckpointError(
-            folder,
-            "gates judge what was measured",
-            got=f"no {JSON_FILE}",
-            cure=f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`",
-        )
-    full = verify(folder)
+    checkpoint = path
+    if path.suffix == ".report":
+        checkpoint = checkpoint_folder(path)
+    full = of_checkpoint(checkpoint)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
-    checkpoint = checkpoint_folder(folder)
+    folder = report_folder(checkpoint)
     bar = bytes_bar(Console(stderr=True), "reading")
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     found = {

@@ -35,7 +35,6 @@ from .tables import answer, counted, say
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.check.check import Checked
-    from ..validate.measure.foreground import ServerLife
     from ..validate.report.best_k import BestK
 
 _MOST_K = 16
@@ -87,6 +86,7 @@ def serve(
     from ..validate.measure.bf16_copy import why_no_kernel
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
     from ..validate.measure.serve_line import refuse_settings, serve_words
+    from ..validate.measure.server import last_error
 
     err = Console(stderr=True)
     extra = tuple(context.args)
@@ -163,7 +163,13 @@ def serve(
             tell=lambda line: say(err, line),
         )
     if not life.is_stopped:
-        exits.say_refusal(_failure(life, log))
+        rule = "must serve until it is stopped" if life.is_healthy else "must come up"
+        got = f"exit status {life.status} after {life.seconds:.0f} s"
+        cure = "Read its words above, or name a file with --log"
+        if log is not None:
+            got = f"{got}: {last_error(log, life.status)}"
+            cure = f"Read {log}"
+        exits.say_refusal(VLLMError("vllm serve", rule, got=got, cure=cure))
     if life.doubt:
         compares = f"`keepmtp serve-check {shlex.quote(path)}` compares"
         say(
@@ -265,16 +271,3 @@ def print_commands(
         told |= {"versions": best.versions}
         lines.insert(1, f"# vLLM: {best.versions}")
     answer(told, lines, as_json=as_json)
-
-
-def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
-    """Why a server ended by itself, in vLLM's words where a file has them."""
-    from ..validate.measure.server import last_error
-
-    rule = "must serve until it is stopped" if life.is_healthy else "must come up"
-    got = f"exit status {life.status} after {life.seconds:.0f} s"
-    cure = "Read its words above, or name a file with --log"
-    if log is not None:
-        got = f"{got}: {last_error(log, life.status)}"
-        cure = f"Read {log}"
-    return VLLMError("vllm serve", rule, got=got, cure=cure)

@@ -129,11 +129,6 @@ def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {reason: ", ".join(names) for reason, names in names_of.items()}
 
 
-def figure(form: str, value: float | None) -> str:
-    """A number, as `form` has it; `-` where there is none."""
-    return "-" if value is None else form.format(value)
-
-
 def counted(count: int, what: str) -> str:
     """`1 server`, `2 servers`."""
     return f"{count:,} {what}{'s' * (count != 1)}"

@@ -9,6 +9,7 @@ config quantizes activations too; so the group that vLLM takes is compared with 
 by argument. And the way back: 1 / (1 / x) is not x for one F32 in seven, but its neighbour.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,7 +48,6 @@ from ..validate.check.dialects.given import (
     read_given,
 )
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.check.vllm_module import VLLMModule
 from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
 
@@ -148,7 +148,18 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         )
     proposal = Proposal(source)
     matrices = _matrices_in(runtime, to)
-    for matrix in (*matrices, *_caches_in(runtime)):
+    # Attention modules with scales of an FP8 cache, under the names of this dialect. vLLM's own
+    # names (`self_attn.attn.k_scale`) are the same in both, and their tensors stay as they are.
+    caches = defaultdict[HFName, dict[str, Entry]](dict)
+    for entry in runtime.others:
+        module, _, leaf = cache_scale_in("compressed-tensors", entry.name).rpartition(".")
+        if leaf in CACHE_LEAVES and not module.endswith(".attn"):
+            caches[HFName(module)][leaf] = entry
+    cached = [
+        StoredMatrix(module=module, place=None, scheme=CACHE, parts=parts)
+        for module, parts in caches.items()
+    ]
+    for matrix in (*matrices, *cached):
         if not matrix.scheme:
             continue
         for entry in matrix.parts.values():
@@ -261,24 +272,6 @@ def _dialect_of(runtime: RuntimeView) -> Format:
     )
 
 
-def _caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
-    """Attention modules with scales of an FP8 cache, under the names of this dialect.
-
-    vLLM's own names (`self_attn.attn.k_scale`) are the same in both dialects, and their tensors
-    stay as they are.
-    """
-    found: dict[HFName, dict[str, Entry]] = {}
-    for entry in runtime.others:
-        name = HFName(cache_scale_in("compressed-tensors", entry.name))
-        module, _, leaf = name.rpartition(".")
-        if leaf in CACHE_LEAVES and not module.endswith(".attn"):
-            found.setdefault(HFName(module), {})[leaf] = entry
-    caches = []
-    for module, parts in found.items():
-        caches.append(StoredMatrix(module=module, place=None, scheme=CACHE, parts=parts))
-    return caches
-
-
 def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
     """Every matrix of the language model and its MTP block, with its scheme; "" for plain ones.
 
@@ -325,9 +318,14 @@ def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
             if member.weight.form != "plain":
                 built = module.resolution.built
                 entry = module.resolution.entry
-                scheme = _of_algorithm(built)
+                # What vLLM builds for a modelopt module; "" if compressed-tensors has none like it.
+                scheme = {"fp8_tensor": "FP8", "fp8_channel": "FP8_DYNAMIC"}.get(built.form, "")
                 if is_grouped:
                     scheme = _of_group(groups.get((module.part, entry)))
+                elif built.form == "nvfp4_modelopt" and built.group_size == 16:
+                    scheme = "NVFP4" if "input_scale" in built.leaves else "NVFP4A16"
+                elif built.form == "fp8_block" and built.block == (128, 128):
+                    scheme = "FP8_BLOCK"
                 if not scheme:
                     by = f"entry {entry}" if entry else "the config's one algorithm"
                     raise _wordless(runtime, member.weight.weight.name, f"{built.form} by {by}")
@@ -353,17 +351,6 @@ def _complete(given: GivenArguments | None) -> dict[str, Any]:
     if given is None or not given.model_fields_set:
         return {}
     return {**_DEFAULTS, **given.model_dump(include={*_DEFAULTS}, exclude_none=True)}
-
-
-def _of_algorithm(built: VLLMModule) -> str:
-    """The scheme of what vLLM builds for a modelopt module; "" if compressed-tensors has none like
-    it here.
-    """
-    if built.form == "nvfp4_modelopt" and built.group_size == 16:
-        return "NVFP4" if "input_scale" in built.leaves else "NVFP4A16"
-    if built.form == "fp8_block":
-        return "FP8_BLOCK" if built.block == (128, 128) else ""
-    return {"fp8_tensor": "FP8", "fp8_channel": "FP8_DYNAMIC"}.get(built.form, "")
 
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:

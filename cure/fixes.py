@@ -245,23 +245,17 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
         faulty.proposal.retensor(parts[had], new, why)
     elif not extra and not missing:
         weight = parts.get("weight_packed") or parts["weight"]
+        tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
         for leaf, entry in parts.items():
-            dtype = _dtype_of(built, leaf, entry)
+            dtype = entry.dtype
+            wanted = tables.get(leaf, {}).get(built.form, "")
+            # DeepSeek-V4's loaders take the bytes of E8M0 as they are.
+            if dtype in _VIEWS.get(wanted, ()) and not (built.form == "mxfp4" and built.renames):
+                dtype = wanted
             shape = _shape_of(built, leaf, entry, weight)
             if (dtype, shape) != (entry.dtype, entry.shape):
                 why = f"vLLM builds {leaf} as {dtype} of {len(shape)} dimensions; the bytes stay"
                 faulty.proposal.retensor(entry, replace(entry, dtype=dtype, shape=shape), why)
-
-
-def _dtype_of(built: VLLMModule, leaf: str, entry: Entry) -> str:
-    """The dtype that the same bytes must have; the one they have, where another one needs other
-    bytes.
-    """
-    if built.form == "mxfp4" and built.renames:
-        return entry.dtype  # DeepSeek-V4's loaders take the bytes of E8M0 as they are
-    tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
-    wanted = tables.get(leaf, {}).get(built.form, "")
-    return wanted if entry.dtype in _VIEWS.get(wanted, ()) else entry.dtype
 
 
 def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> tuple[int, ...]:

@@ -217,7 +217,20 @@ def _more_targets(faulty: Faulty) -> None:
         if is_wrong and not module.resolution.error:
             lost.append(module)
     for key, group in (proposal.quantization("config_groups") or {}).items() if lost else ():
-        mine = [module for module in lost if _is_form_of(faulty, group, module)]
+        # What it builds, whatever its targets are.
+        alone = {"config_groups": {"group": {**group, "targets": ["Linear"]}}, "ignore": []}
+        quantization = {**proposal.quantization(), **alone}
+        config = {**faulty.runtime.source.config, "quantization_config": quantization}
+        dialect = read_dialect(config, None)
+        mine = []
+        for module in lost:
+            # A head is named by a target of its own, which is added.
+            kind = "experts" if module.kind == "experts" else "linear"
+            found = dialect.resolve(module.name, shards=module.shards, kind=kind)
+            stored = module.members[0].weight.parts.keys()
+            others = (stored ^ found.built.leaves) - found.built.optional
+            if not (found.error or others) and found.built.form == _form(module):
+                mine.append(module)
         if mine:
             why = "stored in this group's form, which no target gives them under vLLM's names: "
             why += _some(module.name for module in mine)
@@ -230,20 +243,6 @@ def _more_targets(faulty: Faulty) -> None:
                     target = rf"{target[:-1]}\.\d+\.({'|'.join(last)})$"
                 new[target] = None
             proposal.set_quantization(place, [*(group.get("targets") or ()), *new], why)
-
-
-def _is_form_of(faulty: Faulty, group: Mapping[str, Any], module: Module) -> bool:
-    """Whether a config group builds what the module is stored as, whatever its targets are."""
-    alone = {"config_groups": {"group": {**group, "targets": ["Linear"]}}, "ignore": []}
-    quantization = {**faulty.proposal.quantization(), **alone}
-    config = {**faulty.runtime.source.config, "quantization_config": quantization}
-    # A head is named by a target of its own, which is added.
-    kind = "experts" if module.kind == "experts" else "linear"
-    found = read_dialect(config, None).resolve(module.name, shards=module.shards, kind=kind)
-    if found.error or found.built.form != _form(module):
-        return False
-    stored = module.members[0].weight.parts.keys()
-    return not (stored ^ found.built.leaves) - found.built.optional
 
 
 def _more_lines(faulty: Faulty) -> None:

@@ -75,11 +75,6 @@ _FORMS_WITH_SHAPE = (
 )
 
 
-def no_bar(label: str) -> Bar:
-    """Shows nothing."""
-    return lambda total: nullcontext(lambda num_bytes: None)
-
-
 @dataclass(frozen=True)
 class Graft:
     """What will be written, and why.
@@ -93,11 +88,6 @@ class Graft:
     plan: Plan
     proposal: Proposal
     checked: Checked
-
-    @property
-    def quantized(self) -> Source:
-        """The checkpoint that gets the block."""
-        return self.proposal.source
 
     @property
     def entries(self) -> list[Entry]:
@@ -209,8 +199,7 @@ def carry_out(
     graft: Graft,
     out: Path,
     *,
-    threads: int | None = None,
-    bar: Callable[[str], Bar] = no_bar,
+    bar: Callable[[str], Bar] = lambda label: lambda total: nullcontext(lambda num_bytes: None),
 ) -> Rewritten:
     """Write the new folder; a run that was killed is continued by the same call, with the same
     bytes.
@@ -218,7 +207,6 @@ def carry_out(
     Args:
         graft: from `plan_graft`.
         out: the new folder; nothing may be there.
-        threads: files that are packed at the same time; default one a core.
         bar: a bar for bytes, by what is done with them.
 
     Raises:
@@ -238,10 +226,20 @@ def carry_out(
         if release.folder is None:
             with bar("fetching")(graft.num_bytes_read) as progress:
                 plan = replace(plan, source=_fetched(graft, work / "release", progress))
-        _refuse_untrained_block(graft, plan.source, bar("reading values"))
+        entries = {entry.name: entry for entry in graft.entries}
+        block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
+        for found in check_values(block, "all", reading=bar("reading values")).findings:
+            if found.severity == "error" or found.rule == "mtp-untrained":
+                raise CheckpointError(
+                    f"{release.where}: {found.where}",
+                    "the release's MTP block must hold what a trained model holds",
+                    got=found.says,
+                    cure="Download the release again; "
+                    "if its values stay so, nothing can draft with them",
+                )
         (work / WORK).mkdir(parents=True, exist_ok=True)
         with bar("packing")(plan.num_bytes_before) as progress:
-            write_shards(plan, work, threads=threads or os.cpu_count() or 1, progress=progress)
+            write_shards(plan, work, threads=os.cpu_count() or 1, progress=progress)
         if release.folder is not None:
             refuse_changed(release.folder, release.states, cure="Run the same command again")
         for shard in plan.shards:
@@ -303,22 +301,6 @@ def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Sou
         for _ in pool.map(bring, left):
             pass
     return replace(source, folder=folder, states=states_of(folder, files))
-
-
-def _refuse_untrained_block(graft: Graft, source: Source, reading: Bar) -> None:
-    """Read every tensor of the block once, and refuse values that no trained block has."""
-    entries = {entry.name: entry for entry in graft.entries}
-    source = replace(source, entries=entries, unindexed={})
-    runtime = RuntimeView.of(source)
-    for found in check_values(runtime, "all", reading=reading).findings:
-        if found.severity == "error" or found.rule == "mtp-untrained":
-            raise CheckpointError(
-                f"{source.where}: {found.where}",
-                "the release's MTP block must hold what a trained model holds",
-                got=found.says,
-                cure="Download the release again; "
-                "if its values stay so, nothing can draft with them",
-            )
 
 
 def refuse_another_model(quantized: Source, source: Source) -> None:

@@ -156,7 +156,19 @@ def rewrite(
     partial = partial_path(out)
     with held(partial, "only one run may write an output"), naming_file(partial):
         refuse_place(source, out)  # another run may have finished since this one looked
-        _begin(partial, command)
+        begun = _stamp_in(partial)
+        if begun is None and any(path.name != WORK for path in partial.iterdir()):
+            raise RecipeError(
+                partial,
+                "an unfinished output can only be written by the command that began it",
+                got="files of another command",
+                cure="Choose another OUT",
+            )
+        # What the same command kept for itself stays.
+        for path in partial.iterdir():
+            if path.name != WORK or (begun is not None and begun.command != command):
+                _remove(path)
+        write_whole(partial / _STAMP, Rewritten(command=command).model_dump_json())
         make_shards(partial)
         for name, entries in again.items():
             _write_shard(within(partial, name), entries, proposal, written)
@@ -164,9 +176,19 @@ def rewrite(
             path = within(partial, name)
             partial_path(path).write_bytes(data)
             complete(path)
-        for name in kept:
-            _link(source, name, within(partial, name))
         if source.folder is not None:
+            for name in kept:
+                # A second name, or a copy where it can have none; of a link of the Hub's cache: its
+                # blob.
+                old = os.path.realpath(source.folder / name)
+                path = within(partial, name)
+                try:
+                    os.link(old, path)
+                except OSError as error:
+                    if error.errno not in _NO_LINK:
+                        raise
+                    shutil.copyfile(old, path)
+                    sync(path)
             refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
@@ -267,22 +289,6 @@ def kept_files(source: Source) -> tuple[str, ...]:
     return tuple(sorted(kept))
 
 
-def _begin(partial: Path, command: str) -> None:
-    """Clear a folder that this run holds; what the same command kept for itself stays."""
-    found = _stamp_in(partial)
-    if found is None and any(path.name != WORK for path in partial.iterdir()):
-        raise RecipeError(
-            partial,
-            "an unfinished output can only be written by the command that began it",
-            got="files of another command",
-            cure="Choose another OUT",
-        )
-    for path in partial.iterdir():
-        if path.name != WORK or (found is not None and found.command != command):
-            _remove(path)
-    write_whole(partial / _STAMP, Rewritten(command=command).model_dump_json())
-
-
 def _tidy(out: Path) -> None:
     """Remove what only an unfinished folder needs."""
     for path in (out / WORK).iterdir():
@@ -292,21 +298,6 @@ def _tidy(out: Path) -> None:
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def _link(source: Source, name: str, path: Path) -> None:
-    """Give the old file a second name, or copy it where it can have none. A link of the Hub's
-    cache: its blob.
-    """
-    assert source.folder is not None
-    old = Path(os.path.realpath(source.folder / name))
-    try:
-        os.link(old, path)
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
-        shutil.copyfile(old, path)
-        sync(path)
 
 
 def _states(source: Source) -> list[Any]:

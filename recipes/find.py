@@ -14,7 +14,6 @@ variant. On the command line, case does not count and `-` is `_`; in a file they
 import shlex
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -204,16 +203,14 @@ def choose(
     return changed, text
 
 
-def shipped_recipes() -> list[Recipe]:
-    """Every recipe that ships with keepmtp."""
-    return [*chain.from_iterable(map(_recipes_of, _shipped_files()))]
-
-
 def data_free_alternative(recipe: Recipe) -> str:
     """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
     free = {name: scheme.data_free for name, scheme in SCHEMES.items() if scheme.data_free}
     wanted = {(group, free.get(word, word)) for group, word in recipe.backbone.items()}
-    others = [other for other in _recipes_of(recipe.model) if other.calibration is None]
+    others: list[Recipe] = []
+    if recipe.model in _shipped_files():
+        file = _shipped_file(recipe.model)
+        others = [other for other in map(file.recipe, file.flat) if other.calibration is None]
     if others:
         return max(others, key=lambda other: len(other.backbone.items() & wanted)).variant
     return next((free[name] for name in recipe.calibrated_schemes() if name in free), "W4A16")
@@ -246,14 +243,6 @@ def _shipped_file(model: str) -> RecipeFile:
     path = _shipped_files()[model]
     raw = load_shipped(path)
     return RecipeFile(path=path, default=raw["default"], flat=flat_recipes(raw, path), text=None)
-
-
-def _recipes_of(model: str) -> list[Recipe]:
-    """The shipped recipes of a model, in the order of its file; none where it does not ship."""
-    if model not in _shipped_files():
-        return []
-    file = _shipped_file(model)
-    return [*map(file.recipe, file.flat)]
 
 
 def _lookup(name: str) -> tuple[RecipeFile, str] | None:

@@ -206,14 +206,6 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
     return stem, tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
 
 
-def sglang_names(view: FamilyView, place: Place) -> tuple[str, ...]:
-    """The names under which SGLang may ask about a module; expert 0 is the one of routed
-    experts.
-    """
-    stem, paths = sglang_spelling(view, place)
-    return tuple(stem + path.replace("{e}", "0") for path in paths)
-
-
 def sglang_module(view: FamilyView, place: Place) -> str | None:
     """The prefix of the module that SGLang constructs, fused where its parts share one; None where
     it never asks.

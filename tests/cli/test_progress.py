@@ -14,9 +14,9 @@ from keepmtp.cli.progress import (
     asking,
     bytes_bar,
     downloaded,
-    place_in_run,
     run_progress,
 )
+from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.validate.facts.step import Step as Asked
 from rich.console import Console
@@ -86,11 +86,10 @@ def test_machines_get_json_lines(capsys):
 
 
 def test_other_processes_are_silent(monkeypatch):
-    assert place_in_run() == (0, 1)
     monkeypatch.setenv("RANK", "3")
-    assert place_in_run() == (0, 1), "a stray variable is no torchrun"
+    assert place_of_process().size == 1, "a stray variable is no torchrun"
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert place_in_run() == (3, 8)
+    assert (place_of_process().rank, place_of_process().size) == (3, 8)
     with run_progress(Console(), as_json=False) as progress:
         assert progress.calibration is None and progress.packing is None
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from commands import ROOT
 from keepmtp.cli import main
@@ -80,7 +81,9 @@ def refusal(places, monkeypatch, capsys):
 
     def run(words: str) -> str:
         try:
-            ended = main._command()(shlex.split(words), prog_name="keepmtp", standalone_mode=False)
+            ended = typer.main.get_command(main.app)(
+                shlex.split(words), prog_name="keepmtp", standalone_mode=False
+            )
         except KeepMTPError as error:
             return str(error)
         assert ended == 2

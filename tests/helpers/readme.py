@@ -18,11 +18,11 @@ from commands import ROOT, captured
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
-from keepmtp.recipes.find import shipped_recipes
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
+from shipped import shipped_recipes
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,

@@ -15,7 +15,8 @@ import releases
 from keepmtp.quantize.config.written import config_of
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.runtimes.sglang import VERSION
+from keepmtp.recipes.family_view import FamilyView, Place
+from keepmtp.recipes.runtimes.sglang import VERSION, sglang_spelling
 from keepmtp.recipes.schemes import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
@@ -31,6 +32,12 @@ PAIRS: dict[Format, tuple[tuple[str, str], ...]] = {
     "modelopt": (("NVFP4", "bf16"), ("NVFP4", "NVFP4"), ("FP8", "bf16"), ("FP8", "FP8")),
 }
 REFUSED = "-"
+
+
+def names(view: FamilyView, place: Place) -> tuple[str, ...]:
+    """Under which SGLang may ask about a module; expert 0 is the one of routed experts."""
+    stem, paths = sglang_spelling(view, place)
+    return tuple(stem + path.replace("{e}", "0") for path in paths)
 
 
 def obstacle(model: str, scheme: str, mtp: str, format: Format) -> str:

@@ -17,8 +17,8 @@ from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import SUPPORT_FILE
-from keepmtp.recipes.find import shipped_recipes
 from releases import source_layout, write_checkpoint
+from shipped import shipped_recipes
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
 _HEAD = """\

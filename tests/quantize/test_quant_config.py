@@ -12,8 +12,9 @@ from keepmtp.quantize.config.compressed_tensors import added_names
 from keepmtp.quantize.config.modules import concrete, named_modules, number_regex
 from keepmtp.quantize.config.written import config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.recipes.find import find_recipe, shipped_recipes
+from keepmtp.recipes.find import find_recipe
 from printed import printed
+from shipped import shipped_recipes
 from writing import tiny
 
 RECIPES = [recipe.name for recipe in shipped_recipes() if not recipe.model.startswith("tiny-")]

@@ -11,7 +11,6 @@ import sglang_table
 from keepmtp.quantize.config.written import QuantizationConfig, config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.runtimes.sglang import sglang_names
 from keepmtp.recipes.schemes import SCHEMES
 from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
 from tables import cases
@@ -37,7 +36,7 @@ def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
             continue
         plan, config = found[0], found[1].value
         for matrix in matrices_of(plan):
-            for name in sglang_names(plan.view, matrix.place):
+            for name in sglang_table.names(plan.view, matrix.place):
                 for fused in (FUSED_IN_QWEN35 if "qwen3.5" in model else FUSED, {}):
                     group = group_of(config, name, fused) or {}
                     want = SCHEMES[matrix.scheme].config_group() if matrix.scheme else {}
@@ -79,5 +78,5 @@ def test_an_obstacle_is_named_with_sglangs_file(model, scheme, mtp, says):
     for group in config["config_groups"].values():
         entries += group["targets"]
     for matrix in matrices_of(plan):
-        for name in {*sglang_names(plan.view, matrix.place)} - asked:
+        for name in {*sglang_table.names(plan.view, matrix.place)} - asked:
             assert not any(re.match(entry[3:], name) for entry in entries), "an entry for SGLang"

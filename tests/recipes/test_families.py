@@ -19,6 +19,7 @@ from pathlib import Path
 import ask_vllm
 import pytest
 import releases
+import sglang_table
 import wrapped
 import yaml
 from keepmtp.checkpoints.stored import SCALE_LEAVES
@@ -33,7 +34,7 @@ from keepmtp.recipes.families import (
 from keepmtp.recipes.family import Family, HFName
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.recipes.runtimes import vllm
-from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models, sglang_names
+from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models
 from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
 from keepmtp.recipes.schemes import num_bytes
 from layouts import MODELS, PUBLISHED
@@ -444,7 +445,7 @@ def asked_by_sglang(model: str) -> dict[str, str]:
         name: place.module
         for place in places
         if place and place.part == "mtp"
-        for name in sglang_names(view, place)
+        for name in sglang_table.names(view, place)
     }
 
 

@@ -21,7 +21,6 @@ from keepmtp.recipes.find import (
     data_free_alternative,
     find_recipe,
     read_file,
-    shipped_recipes,
 )
 from keepmtp.recipes.model_file import BLOCKS, calibrations, model_files
 from keepmtp.recipes.schema import (
@@ -35,6 +34,7 @@ from keepmtp.recipes.schema import (
 )
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 from printed import printed
+from shipped import shipped_recipes
 from tables import cases, table
 
 HERE = Path(__file__).parent

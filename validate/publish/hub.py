@@ -228,11 +228,25 @@ class Hub:
             # the Hub refuses to store is a ValueError (huggingface_hub 1.33 _commit_api.py), and so
             # is an answer that is no JSON.
             except (HTTPError, OSError, RuntimeError, ValueError, *_OTHER_FORM) as error:
-                root = _root(error)
+                # The Hub's own answer; a thread of the upload may have wrapped it in other errors.
+                seen: BaseException | None = error
+                while seen is not None and not isinstance(
+                    seen, (HfHubHTTPError, TransportError, KeepMTPError)
+                ):
+                    seen = seen.__cause__
+                root = seen or error
                 if isinstance(root, KeepMTPError):
                     raise root from None
-                pause = _pause(root, wait)
-                if pause is None:
+                pause = wait
+                if isinstance(root, HfHubHTTPError) and wait is not None:
+                    said = seconds_to_wait(root.response)
+                    if said is not None:
+                        pause = said
+                    if root.response.status_code not in BUSY:
+                        pause = None
+                elif not isinstance(root, (TransportError, RuntimeError)):
+                    pause = None
+                if pause is None or pause > LONGEST_WAIT_SECONDS:
                     rule = "the Hub must answer"
                     cure = AGAIN
                     if isinstance(root, HfHubHTTPError):
@@ -261,26 +275,3 @@ class Hub:
             line = f"{root.response.status_code}: {line}"
         line = line.replace(self._token, "<token>")
         return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", line)
-
-
-def _pause(root: BaseException, wait: int | None) -> int | None:
-    """Seconds until another attempt; None if there should be none."""
-    if wait is None or not isinstance(root, (HfHubHTTPError, TransportError, RuntimeError)):
-        return None
-    if isinstance(root, HfHubHTTPError):
-        if root.response.status_code not in BUSY:
-            return None
-        said = seconds_to_wait(root.response)
-        if said is not None:
-            wait = said
-    if wait > LONGEST_WAIT_SECONDS:
-        return None
-    return wait
-
-
-def _root(error: BaseException) -> BaseException:
-    """The Hub's own answer; a thread of the upload may have wrapped it in other errors."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, (HfHubHTTPError, TransportError, KeepMTPError)):
-        seen = seen.__cause__
-    return seen or error

@@ -164,10 +164,20 @@ def publish(
             branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
             hub.create_branch(repo, branch, commit=commit)
             commit = _must_be_there(hub, repo, branch).commit
-        with held(parcel.folder, "only one run may publish a checkpoint"):
-            commit = _upload(
-                parcel, missing, hub, repo, branch=branch, parent=commit, message=message
-            )
+        # One folder with exactly these files: links to those of the checkpoint, and the card's own.
+        with (
+            held(parcel.folder, "only one run may publish a checkpoint"),
+            ScratchFolder("keepmtp-publish-") as folder,
+        ):
+            for name in missing:
+                path = folder / name
+                local = parcel.files[name]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if local.content is None:
+                    path.symlink_to(local.path.resolve())
+                else:
+                    path.write_bytes(local.content)
+            commit = hub.upload(repo, folder, branch=branch, parent=commit, message=message)
     there = _must_be_there(hub, repo, commit)
     try:
         verify(parcel, there, others=others)
@@ -192,29 +202,6 @@ def publish(
         kept=named(found, "same"),
         others=others,
     )
-
-
-def _upload(
-    parcel: Parcel,
-    names: Sequence[str],
-    hub: Hub,
-    repo: str,
-    *,
-    branch: str,
-    parent: str,
-    message: str,
-) -> str:
-    """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
-    with ScratchFolder("keepmtp-publish-") as folder:
-        for name in names:
-            path = Path(folder, name)
-            local = parcel.files[name]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if local.content is None:
-                path.symlink_to(local.path.resolve())
-            else:
-                path.write_bytes(local.content)
-        return hub.upload(repo, Path(folder), branch=branch, parent=parent, message=message)
 
 
 def _must_be_there(hub: Hub, repo: str, revision: str | None = None) -> Remote:

@@ -87,9 +87,21 @@ def prepare(
         GateError: the report is red, or has no judgement; or a value is one that no model can
             compute with.
     """
+    from ..check.values import check_values  # imports torch
+
     verified, identity = ready_report(folder)
     refuse_other_bytes(folder, identity, identify(folder, cache=report_folder(folder), watch=watch))
-    _refuse_broken_values(folder, reading)
+    # Every scale, every weight that is not packed and the whole MTP block; whatever report.json
+    # says of them.
+    runtime = RuntimeView.of(open_source(folder))
+    for worst in check_values(runtime, "unpacked", reading=reading).findings:
+        if worst.severity == "error":
+            raise GateError(
+                folder,
+                "what is published must hold values that a model can compute with",
+                got=f"{worst.where} {worst.says}",
+                cure=worst.cure,
+            )
     files: dict[str, LocalFile] = {}
     for name, fact in identity.files.items():
         files[name] = LocalFile(path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
@@ -122,25 +134,19 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     Raises:
         CheckpointError, GateError: as `prepare`.
     """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            folder,
-            "what is published is a checkpoint",
-            got="no config.json",
-            cure="Name its folder",
-        )
-    _refuse_links(folder)
-    card.refuse_no_record(folder)
-    evidence = report_folder(folder)
-    if not (evidence / report.JSON_FILE).is_file():
-        raise CheckpointError(
-            evidence,
-            "must hold the checkpoint's report",
-            got=f"no {report.JSON_FILE}",
-            cure=f"Run {measured_anew(folder)}",
-        )
-    verified = report.verify(evidence)
-    _refuse_red(verified, evidence)
+    # What a link leads to may be private, or another file a minute later.
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_symlink() and not is_hidden:
+            raise CheckpointError(
+                path,
+                "only the folder's own files are published",
+                got=f"a link to {os.readlink(path)}",
+                cure="Put a copy there",
+            )
+    card.recorded(folder)
+    verified = report.of_checkpoint(folder)
+    _refuse_red(verified, report_folder(folder))
     card.refuse_none(card.card_folder(folder), folder)
     identity = verified.identity
     assert identity is not None, "verify() has made it"
@@ -171,36 +177,3 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
         got=got,
         cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
     )
-
-
-def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
-    """Read every scale, every weight that is not packed and the whole MTP block; whatever
-    report.json says of them.
-    """
-    from ..check.values import check_values  # imports torch
-
-    opened = open_source(folder)
-    runtime = RuntimeView.of(opened)
-    for worst in check_values(runtime, "unpacked", reading=reading).findings:
-        if worst.severity == "error":
-            raise GateError(
-                folder,
-                "what is published must hold values that a model can compute with",
-                got=f"{worst.where} {worst.says}",
-                cure=worst.cure,
-            )
-
-
-def _refuse_links(folder: Path) -> None:
-    """Refuse a link among the folder's files: what it leads to may be private, or another file a
-    minute later.
-    """
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_symlink() and not is_hidden:
-            raise CheckpointError(
-                path,
-                "only the folder's own files are published",
-                got=f"a link to {os.readlink(path)}",
-                cure="Put a copy there",
-            )

@@ -22,7 +22,7 @@ from pathlib import Path
 from ...checkpoints.files import complete, partial_path, sync, within
 from ...checkpoints.identity import ReadingBar, identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
-from ...checkpoints.record import RECORD, read_record
+from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
@@ -91,7 +91,7 @@ def build(
     for place in (folder, partial_path(folder)):
         _refuse_strange(place)
     report, opened = _verified(checkpoint, watch)
-    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
+    record = recorded(checkpoint)
     base = base_model_of(record, base_model)
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
@@ -108,13 +108,13 @@ def build(
     return folder, report
 
 
-def refuse_no_record(checkpoint: Path) -> None:
-    """Refuse a checkpoint that keepmtp did not quantize: no measurement gives it a card.
+def recorded(checkpoint: Path) -> Record:
+    """The record of a checkpoint that keepmtp quantized: no measurement gives another one a card.
 
     Raises:
         CheckpointError: no keepmtp.json of keepmtp's.
     """
-    read_record(checkpoint / RECORD, cure=_OF_OTHERS)
+    return read_record(checkpoint / RECORD, cure=_OF_OTHERS)
 
 
 def refuse_none(folder: Path, checkpoint: Path) -> None:
@@ -174,7 +174,7 @@ def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     front = read_front_matter(folder)
     stated = front.get("base_model") and str(front["base_model"])
     refuse_no_id(stated)
-    base = base_model_of(read_record(checkpoint / RECORD, cure=_OF_OTHERS), stated)
+    base = base_model_of(recorded(checkpoint), stated)
     if base is None or base.name != (stated or ""):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
@@ -185,26 +185,10 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
     """The report with shortened paths, if it is what its results make and the checkpoint still is
     those bytes.
     """
-    if not (checkpoint / "config.json").is_file():
-        raise CheckpointError(
-            checkpoint,
-            "a card is made of a checkpoint's folder",
-            got="no config.json",
-            cure="Name that folder",
-        )
-    evidence = report_folder(checkpoint)
-    if not (evidence / reports.JSON_FILE).is_file():
-        raise CheckpointError(
-            evidence,
-            "a card is made from the checkpoint's report",
-            got=f"no {reports.JSON_FILE}",
-            cure=f"Run `keepmtp check {shlex.quote(str(checkpoint))} --record`",
-        )
-    report = reports.verify(evidence)
+    report = reports.of_checkpoint(checkpoint)
     if report.identity is not None:
-        refuse_other_bytes(
-            checkpoint, report.identity, identify(checkpoint, cache=evidence, watch=watch)
-        )
+        found = identify(checkpoint, cache=report_folder(checkpoint), watch=watch)
+        refuse_other_bytes(checkpoint, report.identity, found)
     return portable(report), open_source(checkpoint)
 
 
@@ -217,7 +201,7 @@ def _facts(
     drawn = charts(report)
     if report.bench and not counts_bench(report.bench):
         drawn.pop("speed", None)
-    record = read_record(checkpoint / RECORD, cure=_OF_OTHERS)
+    record = recorded(checkpoint)
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,

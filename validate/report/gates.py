@@ -33,7 +33,7 @@ from ..facts.paired import one_sided
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
-from .drafted import Drafted, counts_bench, drafted
+from .drafted import counts_bench, drafted
 from .numbers import nats, percent, points
 from .settle import WORST_FIRST, Estimate, mean_recovery, recovery, settle, unmeasured, worst
 
@@ -210,32 +210,20 @@ def _acceptance(
     prompts.
     """
     measured = next((each for each in drafted(serve, evaluation) if each.source), None)
-    if measured is None or measured.source is None:
+    source = measured and measured.source
+    if measured is None or source is None:
         says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
         return unmeasured("acceptance", says)
     where = f"On {measured.what} with k={measured.k}"
     mine = measured.checkpoint.acceptance
-    theirs = measured.source.acceptance
+    theirs = source.acceptance
     if mine is None:
         says = f"{where}, the checkpoint drafted nothing, and the source did."
         return ReasonFact(gate="acceptance", verdict="regression", says=says)
     if not theirs:
         says = f"{where}, none of the source's own drafted tokens was accepted."
         return unmeasured("acceptance", says)
-    estimate = _share_kept(measured, mine, theirs, gates.confidence, where)
-    found = settle(
-        "acceptance",
-        estimate,
-        gates.min_acceptance,
-        is_floor=True,
-        confidence=gates.confidence,
-    )
-    return found.model_copy(update={"says": found.says + not_its_own(measured.as_served)})
 
-
-def _share_kept(
-    measured: Drafted, mine: float, theirs: float, confidence: float, where: str
-) -> Estimate:
     def trials(counted: Drafts) -> float:
         # A later token is accepted only if all before it are, so the draft is the trial, not the
         # token: its accepted share is a value from 0 to 1. Drafts are taken as independent: within
@@ -244,12 +232,11 @@ def _share_kept(
         return counted.drafts or counted.draft_tokens / measured.k
 
     def bounds(times: float) -> tuple[float, float]:
-        assert measured.source is not None, "the caller asks for a source"
         ours = times * trials(measured.checkpoint)
-        others = times * trials(measured.source)
-        return ratio_limits(mine * ours, ours, theirs * others, others, confidence)
+        others = times * trials(source)
+        return ratio_limits(mine * ours, ours, theirs * others, others, gates.confidence)
 
-    return Estimate(
+    estimate = Estimate(
         value=mine / theirs,
         bounds=bounds,
         samples=measured.num_asked,
@@ -259,6 +246,14 @@ def _share_kept(
         how=f"{BOUND}, a draft as one trial",
         shown=percent,
     )
+    found = settle(
+        "acceptance",
+        estimate,
+        gates.min_acceptance,
+        is_floor=True,
+        confidence=gates.confidence,
+    )
+    return found.model_copy(update={"says": found.says + not_its_own(measured.as_served)})
 
 
 def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:

@@ -55,8 +55,7 @@ def render(report: FullReport) -> str:
     from .charts import charts
 
     filters = {
-        "quoted": _quoted,
-        "broken": _broken,
+        "quoted": lambda text: printable(json.dumps(text, ensure_ascii=False)),
         "ticked": _ticked,
         "gpu_title": gpu_title,
         "words_of": words_of,
@@ -86,22 +85,9 @@ def _shown(value: object) -> object:
     return printable(value) if type(value) is str else value
 
 
-def _broken(name: str) -> "Markup":
-    """A name with break opportunities after its dots, underscores and humps, escaped."""
-    from markupsafe import Markup, escape
-
-    parts = re.split(r"(?<=[._/,])(?=[^._/,\s\d])|(?<=[a-z0-9])(?=[A-Z])", printable(name))
-    return Markup("<wbr>").join(map(escape, parts))
-
-
 def _ticked(words: str) -> "Markup":
     """A sentence, escaped, with the words between backticks as code."""
     from markupsafe import Markup, escape
 
     words = str(escape(printable(words)))  # of a Markup, `re` would escape what it puts in
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", words))  # noqa: S704 - escaped above
-
-
-def _quoted(text: str) -> str:
-    """Text of a model on one line, with its line ends and quotes visible."""
-    return printable(json.dumps(text, ensure_ascii=False))

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from ... import __version__
 from ...checkpoints.files import write_whole
-from ...checkpoints.identity import Identity, file_sha256, identify
+from ...checkpoints.identity import Identity, file_sha256, identify, measured_anew
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
@@ -34,6 +34,7 @@ from ..facts.results import (
     command,
     file_of,
     read_result,
+    report_folder,
 )
 from ..facts.schema import FullReport, JudgementFact
 from .check_data import record_static
@@ -124,7 +125,23 @@ def from_results(folder: Path) -> FullReport:
     measured = {_PARTS.get(name, name): found[name].data for name in found}
     for result in found.values():
         _refuse_other(folder, result, check.checkpoint)
-    _refuse_other_answers(folder, measured)
+    # A file of answers, or of compared windows, must be the one that was counted.
+    counted: list[tuple[Station, Any]] = []
+    if "gsm8k" in found:
+        for task in found["gsm8k"].data.by_task:
+            counted += [("gsm8k", arm) for arm in task.arms]
+    if "closeness" in found:
+        counted.append(("closeness", found["closeness"].data))
+    for station, fact in counted:
+        path = folder / fact.samples
+        got = _sum_of(path)
+        if got != fact.samples_sha256:
+            raise CheckpointError(
+                path,
+                f"must be the file that was counted, {fact.samples_sha256}",
+                got=got,
+                cure=f"Run `{command(station, folder)}` again",
+            )
     gates, tasks = _recipes(folder, check.checkpoint)
     newest = max(found.values(), key=lambda result: result.made_at)
     others = [result.vllm for result in found.values() if result is not check]
@@ -183,6 +200,30 @@ def verify(folder: Path) -> FullReport:
     return full
 
 
+def of_checkpoint(checkpoint: Path) -> FullReport:
+    """The report of a checkpoint, as `verify`.
+
+    Raises:
+        CheckpointError: as `verify`; or no checkpoint, or none that was measured.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(
+            checkpoint,
+            "what is judged or published is a checkpoint",
+            got="no config.json",
+            cure="Name its folder",
+        )
+    folder = report_folder(checkpoint)
+    if not (folder / JSON_FILE).is_file():
+        raise CheckpointError(
+            folder,
+            "must hold the checkpoint's report",
+            got=f"no {JSON_FILE}",
+            cure=f"Run {measured_anew(checkpoint)}",
+        )
+    return verify(folder)
+
+
 def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
     """Refuse, before the work, to measure where there are results of other bytes; those of `but`
     are measured now.
@@ -199,16 +240,11 @@ def write(folder: Path, report: FullReport) -> Path:
     """Write report.json, and report.html where the `report` extra is installed; returns the one to
     look at.
     """
-    path = write_json(folder, report)
+    path = write_whole(folder / JSON_FILE, text_of(report))
     if missing("report"):
         (folder / HTML_FILE).unlink(missing_ok=True)  # it would show an older report
         return path
     return write_html(folder, report)
-
-
-def write_json(folder: Path, report: FullReport) -> Path:
-    """Write report.json into `folder`, which is made if need be; returns the file's path."""
-    return write_whole(folder / JSON_FILE, text_of(report))
 
 
 def text_of(report: FullReport) -> str:
@@ -248,28 +284,6 @@ def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None
             got=mine,
             cure=f"Remove it, and measure again with `{command(station, folder)}`",
         )
-
-
-def _refuse_other_answers(folder: Path, measured: Mapping[str, Any]) -> None:
-    """Refuse a file of answers or of compared windows that is not the one that was counted."""
-    evaluation = measured.get("evaluation")
-    closeness = measured.get("closeness")
-    counted: list[tuple[Station, Any]] = []
-    for task in evaluation.by_task if evaluation else ():
-        for arm in task.arms:
-            counted.append(("gsm8k", arm))
-    if closeness:
-        counted.append(("closeness", closeness))
-    for station, fact in counted:
-        path = folder / fact.samples
-        got = _sum_of(path)
-        if got != fact.samples_sha256:
-            raise CheckpointError(
-                path,
-                f"must be the file that was counted, {fact.samples_sha256}",
-                got=got,
-                cure=f"Run `{command(station, folder)}` again",
-            )
 
 
 def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:

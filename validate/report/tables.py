@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
 from ...recipes.frozen import frozen
-from ..facts.benched import Benched, BenchFact, RecommendedK, words_of
+from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
@@ -293,7 +293,13 @@ def cells(benched: Benched) -> Table:
 
 def speed_notes(bench: BenchFact) -> Iterator[str]:
     """What is recommended of the checkpoint, and what speaks against the figures."""
-    yield from map(recommendation, bench.checkpoint.recommended)
+    for row in bench.checkpoint.recommended:
+        load = words_of((row.concurrency, row.context))
+        if row.k is None:
+            yield f"{load}: no k is recommended: {row.says}."
+        else:
+            gain = f", {row.speed_up:.2f} times as fast as k=0" if row.k and row.speed_up else ""
+            yield f"{load}: k={row.k}{gain}: {row.says}."
     yield from bench.checkpoint.slower
     for model in bench.benched:
         for cell in model.cells:
@@ -302,15 +308,6 @@ def speed_notes(bench: BenchFact) -> Iterator[str]:
                     f"{model.role}, k={cell.k}, {words_of(cell.load)}: no figure. "
                     f"{cell.error.rstrip('.')}."
                 )
-
-
-def recommendation(row: RecommendedK) -> str:
-    """`1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, ...`."""
-    load = words_of((row.concurrency, row.context))
-    if row.k is None:
-        return f"{load}: no k is recommended: {row.says}."
-    gain = f", {row.speed_up:.2f} times as fast as k=0" if row.k and row.speed_up else ""
-    return f"{load}: k={row.k}{gain}: {row.says}."
 
 
 def kernels(loads: Iterable[DryLoad]) -> Table:

@@ -13,9 +13,9 @@ import pytest
 from gpu_runs import BLOCK, CPU, DATA, line
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.statistics import Statistics
-from keepmtp.recipes.find import shipped_recipes
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
+from shipped import shipped_recipes
 from tables import cases
 
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.variant == "w4a16-fp8"}

@@ -15,9 +15,10 @@ from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
 from keepmtp.quantize.run.processes import refuse_processes
 from keepmtp.quantize.write.refusals import refuse
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import find_recipe, shipped_recipes
+from keepmtp.recipes.find import find_recipe
 from killed import small_recipe
 from passes import ALONE, prepared
+from shipped import shipped_recipes
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from gpu_runs import both, family_run, in_a_child
 from keepmtp.quantize.calibrate.model import skeleton
-from keepmtp.recipes.find import shipped_recipes
 from killed import small_recipe
 from passes import prepared
+from shipped import shipped_recipes
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.

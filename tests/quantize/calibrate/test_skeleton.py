@@ -24,10 +24,10 @@ from keepmtp.quantize.calibrate.model.binding import linear_experts
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton, reading_ahead
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.recipes.find import shipped_recipes
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
+from shipped import shipped_recipes
 from tables import cases, table
 from torch import nn
 from transformers import Glm4MoeConfig

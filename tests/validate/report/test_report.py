@@ -20,6 +20,7 @@ from commands import keepmtp
 from evaluations import COPY, Answers, evaluation
 from json_files import json_of
 from keepmtp import __version__
+from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.quantize import found as calibration_found
@@ -35,7 +36,7 @@ from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report.charts import charts
 from keepmtp.validate.report.check_data import calibration_fact, calibration_of, sizes_by_group
 from keepmtp.validate.report.html import render, write_html
-from keepmtp.validate.report.report import read_json, write_json
+from keepmtp.validate.report.report import read_json, text_of
 from PIL import Image
 from printed import printed
 from releases import source_layout, write_checkpoint
@@ -170,7 +171,7 @@ def test_the_pages(pages):
 
 def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
     for full in pages.values():
-        path = write_json(tmp_path / "deep" / "folder", full)
+        path = write_whole(tmp_path / "deep" / "folder" / "report.json", text_of(full))
         assert read_json(path) == full
         assert json_of(path)["schema"] == 7
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
@@ -204,7 +205,7 @@ def test_a_field_that_went_is_passed_over():
 
 @cases
 def test_another_version_is_refused(written, other, says, pages, tmp_path):
-    path = write_json(tmp_path, pages["bare"])
+    path = write_whole(tmp_path / "report.json", text_of(pages["bare"]))
     path.write_text(path.read_text().replace(written, other))
     with pytest.raises(CheckpointError, match=rf"version 6; got {says}.*Run the check again"):
         read_json(path)
@@ -387,7 +388,7 @@ def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path
 
 @pytest.mark.full
 def test_a_page_is_made_again_from_its_json(pages, tmp_path):
-    path = write_json(tmp_path, pages["broken"])
+    path = write_whole(tmp_path / "report.json", text_of(pages["broken"]))
     done = keepmtp("report", path)
     assert done.returncode == 0 and done.stdout == f"{tmp_path / 'report.html'}\n", done.stderr
     assert (tmp_path / "report.html").read_text() == render(pages["broken"])

@@ -64,6 +64,8 @@ def _prepare(gpu_name: str, cache: str) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         # Else FlashInfer's kernels count as missing on a machine without nvcc and ninja.
         "VLLM_HAS_FLASHINFER_CUBIN": "1",
+        # A real humming starts compilers when it is imported, in every child.
+        "HUMMING_DISABLE_PARALLEL_BUILD": "1",
     }
     from . import gpu
 
