@@ -237,22 +237,21 @@ class TunedFact(Fact):
         end, mean, by_kind = ".", "", ""
         if not self.chosen:
             end = ": it is not shown to be better, and the untrained block is what is written."
-        if lost := [each.kind for each in self.kinds if each.gain_at_most < 1]:
-            end = f": it is worse on {', '.join(lost)}, and the untrained block is what is written."
+        for each in self.kinds:
+            by_kind += f" {each.kind} {each.gain:.3f} ({each.gain_at_least:.3f} to "
+            by_kind += f"{each.gain_at_most:.3f});"
+            if each.gain_at_most < 1 and not self.chosen:
+                end = ": it is worse on a kind, and the untrained block is what is written."
         if self.kinds:
             mean = f" in the mean of {len(self.kinds)} kinds of text"
-            told = [
-                f"{each.kind} {each.gain:.3f} ({each.gain_at_least:.3f} to {each.gain_at_most:.3f})"
-                for each in self.kinds
-            ]
-            by_kind = f" By kind: {'; '.join(told)}. The weights are {self.share:.0%} of the way "
-            by_kind += "from the released ones to the trained ones."
+            end += f" These are weights {self.share:.0%} of the way from the released ones to the "
+            end += f"trained ones. By kind:{by_kind.removesuffix(';')}."
         return (
             f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences "
             f"of the calibration text (loss {self.loss}, seed {self.seed}, {self.draft_steps} "
             f"tokens ahead). On held-out text its drafts are accepted {self.gain:.3f} times as "
             f"often as those of the same block untrained{mean}, at least "
-            f"{self.gain_at_least:.3f} times at {self.confidence:.0%} confidence{end}{by_kind}"
+            f"{self.gain_at_least:.3f} times at {self.confidence:.0%} confidence{end}"
         )
 
 

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from operator import add, itemgetter, sub
+from operator import add, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,9 @@ def choose(
                 CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None)
             )
             continue
-        size = sum(output.num_bytes for each in block_tensors(plan) for output in each.outputs)
+        size = 0
+        for tensor in block_tensors(plan):
+            size += sum(output.num_bytes for output in tensor.outputs)
         plans.append((size, plan))
     plans.sort(key=itemgetter(0), reverse=True)
     shown: list[tuple[CandidateFact, Plan]] = []
@@ -292,13 +294,21 @@ def _gains(
         values.append(gains)
         reaches.append(own.compared(theirs, sure)[1])
     # Kinds have texts of their own, so their errors are independent.
-    means = [math.fsum(of_k) / len(kinds) for of_k in zip(*values, strict=True)]
-    errors = [math.hypot(*of_k) / len(kinds) for of_k in zip(*reaches, strict=True)]
-    low, facts = max(0.0, min(map(sub, means, errors))), list[GainFact]()
-    for (kind, rows), limits in zip(kinds.items(), of_kinds, strict=True):
-        gain, least, most = (round(limit, DIGITS) for limit in limits)
-        sides = {"gain": gain, "gain_at_least": least, "gain_at_most": most}
-        facts.append(GainFact(kind=kind, sequences=len(rows), **sides))
+    means, lows = list[float](), list[float]()
+    for of_k, reach in zip(zip(*values, strict=True), zip(*reaches, strict=True), strict=True):
+        means.append(math.fsum(of_k) / len(kinds))
+        lows.append(means[-1] - math.hypot(*reach) / len(kinds))
+    low, facts = max(0.0, min(lows)), list[GainFact]()
+    for (kind, rows), (gain, least, most) in zip(kinds.items(), of_kinds, strict=True):
+        facts.append(
+            GainFact(
+                kind=kind,
+                sequences=len(rows),
+                gain=round(gain, DIGITS),
+                gain_at_least=round(least, DIGITS),
+                gain_at_most=round(most, DIGITS),
+            )
+        )
     figures: dict[str, Any] = {"gain": round(min(means), DIGITS)}
     figures["gain_at_least"] = round(low, DIGITS)
     if len(kinds) > 1:

@@ -268,7 +268,7 @@ def test_a_kind_that_is_lost_keeps_the_block_untrained(weak, tmp_path, monkeypat
     results = results_of(plan, guarded(backbone, tmp_path / "pass"))
     fact, final = mtp_pass_module.tune(results, None)
     assert not fact.chosen and fact.gain_at_least > 1
-    assert "it is worse on b, and the untrained block is what is written." in fact.says
+    assert "it is worse on a kind, and the untrained block is what is written." in fact.says
     assert not any(tensor.tuned for tensor in final.tensors)
 
 
