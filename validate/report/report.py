@@ -129,7 +129,8 @@ def from_results(folder: Path) -> FullReport:
     counted: list[tuple[Station, Any]] = []
     if "gsm8k" in found:
         for task in found["gsm8k"].data.by_task:
-            counted += [("gsm8k", arm) for arm in task.arms]
+            for arm in task.arms:
+                counted.append(("gsm8k", arm))
     if "closeness" in found:
         counted.append(("closeness", found["closeness"].data))
     for station, fact in counted:
