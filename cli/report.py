@@ -85,7 +85,7 @@ def page(path: Path, out: Path | None = None) -> None:
 
     Args:
         path: A checkpoint's folder NAME, its results NAME.report, or a report.json.
-        out: Where report.html goes; default beside it.
+        out: Where report.html goes; default next to it.
     """
     from .. import api
     from ..validate.facts.results import results_of

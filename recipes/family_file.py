@@ -15,7 +15,7 @@ keys:
     parts        how many modules a path with `{part}` means
 
 What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
-replace those beside it.
+replace the others.
 
 Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
 `_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)

@@ -201,7 +201,7 @@ class _Job:
 
     def _read_again(self, path: Path, layout: FileLayout) -> str:
         """The hash of a shard that is there; of any bytes where the run is stopped."""
-        sums = dict[HFName, hashlib._Hash]()
+        sums: dict[HFName, hashlib._Hash] = {}
         with open(path, "rb", buffering=0) as file:
             header = file.read(len(layout.header))
             for output in self.shard.outputs:  # in the order of their bytes

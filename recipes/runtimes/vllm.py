@@ -23,7 +23,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a version of vLLM says, as it stands in vllm.json.
+    """What a version of vLLM says, as vllm.json has it.
 
     Attributes:
         model_types, architectures: what it finds an MTP draft by.

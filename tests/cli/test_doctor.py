@@ -64,7 +64,7 @@ def test_this_machine():
 def test_people_read_what_is_missing_with_its_cure(monkeypatch, capsys):
     """keepmtp alone, without its extras; commands on lines of their own, to be pasted."""
     lacks = {
-        extra: ([needed.name for needed in requirements(extra)], install_command(extra))
+        extra: (sorted(needed.name for needed in requirements(extra)), install_command(extra))
         for extra in doctor.EXTRAS
     }
     lacks |= {name: (["it"], name) for name in ("cuda", "server", "loaders")} | {"token": ([], "")}

@@ -23,6 +23,9 @@ pytestmark = pytest.mark.vllm
 TWINS = ("glm-4.5-air", "qwen3.5-text", "mimo-v2.5", "exaone-4.5-33b")
 # vLLM 0.32.0 builds neither of their drafts: docs/mtp.md.
 NOT_BUILT = ("step-3.5-flash", "step-3.7-flash")
+# Its attention has one kernel on sm100, of FlashAttention, which takes an FP8 cache on sm90 alone
+# (vLLM 0.32.0 v1/attention/backends/flash_attn.py).
+HOPPER_ALONE = "mimo-v2-flash"
 # A draft whose loader leaves scales alone: its cache has 1.
 WITHOUT = ("mimo-v2-flash",)
 
@@ -63,6 +66,9 @@ def accounts(dry_loaded) -> dict[str, tuple[Plan, LoadAccount]]:
 def test_every_scale_is_read_by_target_and_draft(accounts):
     assert len({name.partition(" ")[0] for name in accounts}) >= 9
     for name, (plan, account) in accounts.items():
+        if name.startswith(HOPPER_ALONE):
+            assert account.load.failure and "fp8 kv-cache" in account.load.failure.words
+            continue
         assert account.load.failure is None, name
         scales = [tensor for tensor in plan.tensors if tensor.calibrated == "cache"]
         has_own = any(tensor.part == "mtp" for tensor in scales)

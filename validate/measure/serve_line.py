@@ -47,7 +47,7 @@ def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, 
 
 
 def refuse_settings(words: Sequence[str], version: str) -> None:
-    """Refuse what a vLLM cannot be told of drafting, or keepmtp says itself.
+    """Refuse what a vLLM does not take about drafting, or keepmtp says itself.
 
     Raises:
         RecipeError: names the key, and the versions that take it.

@@ -269,7 +269,7 @@ def read_json(path: Path) -> FullReport:
     except ValidationError as error:
         raise CheckpointError(
             path,
-            f"a report is a {JSON_FILE} of version 6",
+            f"a report is a {JSON_FILE} of version 7",
             got=first_fault(error),
             cure="Run the check again with this keepmtp",
         ) from error

@@ -187,7 +187,7 @@ def keys(part: Any, path: str = "") -> set[str]:
     return set().union(*(keys(each, f"{path}.{name}") for name, each in part.items())) or {path}
 
 
-def test_version_6_is_what_it_was(pages):
+def test_version_7_is_what_it_was(pages):
     """Other fields are another version: change `schema`, what reads it, and the stored list, in one
     change. A field that goes is none, where older files are still read (`Fact.dropped`).
     """
@@ -207,7 +207,7 @@ def test_a_field_that_went_is_passed_over():
 def test_another_version_is_refused(written, other, says, pages, tmp_path):
     path = write_whole(tmp_path / "report.json", text_of(pages["bare"]))
     path.write_text(path.read_text().replace(written, other))
-    with pytest.raises(CheckpointError, match=rf"version 6; got {says}.*Run the check again"):
+    with pytest.raises(CheckpointError, match=rf"version 7; got {says}.*Run the check again"):
         read_json(path)
 
 

