@@ -258,7 +258,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 6 does not
+        CheckpointError: no such file, no JSON, another version, or a field that version 7 does not
             have.
     """
     raw = read_bytes_of(
