@@ -67,6 +67,7 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
 
 
 GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
+PLAIN = dict.fromkeys(GROUPS, "bf16")
 
 
 @cases
@@ -76,9 +77,7 @@ def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp
     tensors = source_layout("glm-4.7")[1]
     tensors |= {f"model.layers.0.mlp.{name}.weight": spec for name, spec in sizes.items()}
     with pytest.raises(RecipeError, match=says):
-        plan_of(
-            tmp_path, tensors=tensors, overrides=[override], backbone=dict.fromkeys(GROUPS, "bf16")
-        )
+        plan_of(tmp_path, tensors=tensors, overrides=[override], backbone=PLAIN)
 
 
 def calibrated_plan(folder, model="glm-4.7", *, algorithm="minmax", **changes):
@@ -134,7 +133,7 @@ def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
     """
     layer = 3 if scheme == "bf16" else 0
     module = rf"model\.layers\.{layer}\.self_attn\.kv_b_proj"
-    backbone = dict.fromkeys(GROUPS, "bf16") | {"attention": scheme}
+    backbone = PLAIN | {"attention": scheme}
     wanted = {"backbone": backbone, "mtp": mtp}
     says = (
         rf"identity matrix, which static input scales distort; got {mtp if layer else scheme} "
@@ -184,6 +183,24 @@ def test_float_scales_keep_their_precision(tmp_path):
     plan = plan_of(tmp_path, tensors=tensors | stored, mtp="source")
     outputs = next(tensor for tensor in plan.tensors if tensor.name == name).outputs
     assert {o.name: o.dtype for o in outputs} == {name: "F8_E4M3", f"{name}_scale": "F32"}
+
+
+def test_the_same_codes_without_an_input_scale_are_not_yet_the_scheme(tmp_path):
+    """NVFP4A16 in the source is no NVFP4: what is kept would lack the scale of its inputs."""
+    _, tensors = source_layout("glm-4.7")
+    overrides = []
+    for layer, scheme in enumerate(("NVFP4A16", "NVFP4")):
+        module = f"model.layers.{layer}.self_attn.o_proj"
+        rows, columns = tensors.pop(f"{module}.weight")[1]
+        tensors |= {
+            f"{module}.weight_packed": ("U8", (rows, columns // 2)),
+            f"{module}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
+            f"{module}.weight_global_scale": ("F32", (1,)),
+        }
+        overrides.append({"modules": module, "scheme": scheme})
+    plan = calibrated_plan(tmp_path, tensors=tensors, overrides=overrides, backbone=PLAIN)
+    fates = {tensor.scheme: tensor.fate for tensor in plan.tensors if tensor.scheme}
+    assert fates == {"NVFP4A16": "keep", "NVFP4": "quantize"}
 
 
 def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
