@@ -67,7 +67,7 @@ def test_every_scale_is_read_by_target_and_draft(accounts):
     assert len({name.partition(" ")[0] for name in accounts}) >= 9
     for name, (plan, account) in accounts.items():
         if name.startswith(HOPPER_ALONE):
-            assert account.load.failure and "fp8 kv-cache" in account.load.failure.words
+            assert account.load.failure and "kv-cache on this device" in account.load.failure.words
             continue
         assert account.load.failure is None, name
         scales = [tensor for tensor in plan.tensors if tensor.calibrated == "cache"]
