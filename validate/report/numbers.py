@@ -6,11 +6,11 @@ the page and the card never give two roundings of one number.
 """
 
 
-def percent(share: float | None) -> str:
+def percent(share: float | None, digits: int = 2) -> str:
     """A share of one as `78.25 %`; `-` where there is none."""
     if share is None:
         return "-"
-    return f"{100 * share:.2f} %"
+    return f"{100 * share:.{digits}f} %"
 
 
 def limit(share: float) -> str:
