@@ -76,7 +76,7 @@ def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
     with pytest.raises(
         RecipeError, match="a packed MTP block is written in compressed-tensors only"
     ):
-        plan_graft(made.quantized, made.plan.source, mtp="FP8_DYNAMIC")
+        plan_graft(made.proposal.source, made.plan.source, mtp="FP8_DYNAMIC")
 
 
 def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
@@ -159,7 +159,7 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
             checkpoint.config["quantization_config"] = raw
             made = graft(tmp_path / f"{model}-{method}", model, checkpoint)
             new = json.loads(made.proposal.files()["config.json"])["quantization_config"]
-            view = RuntimeView(source=made.quantized, view=made.plan.view)
+            view = RuntimeView(source=made.proposal.source, view=made.plan.view)
             is_plain = {
                 module.name: True
                 for module in modules_of(made.plan)

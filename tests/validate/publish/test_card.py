@@ -471,7 +471,7 @@ def test_the_command(own):
     shutil.rmtree(report_folder(own))
     done = captured([KEEPMTP, "card", own])
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "a card is made from the checkpoint's report; got no report.json" in done.stderr
+    assert "must hold the checkpoint's report; got no report.json" in done.stderr
 
 
 # --- front matter ---------------------------------------------------------------------------------
