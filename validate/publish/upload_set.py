@@ -144,7 +144,8 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
                 got=f"a link to {os.readlink(path)}",
                 cure="Put a copy there",
             )
-    card.recorded(folder)
+    if (folder / "config.json").is_file():  # without one there is no checkpoint to speak of
+        card.recorded(folder)
     verified = report.of_checkpoint(folder)
     _refuse_red(verified, report_folder(folder))
     card.refuse_none(card.card_folder(folder), folder)
