@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 
 import pytest
 import wheel
 from hub import serving
+from pairwise import pairwise
 from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
@@ -109,26 +109,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
         (number,) = cases[0].get_closest_marker("few").args
-        kept = _pairwise(cases, number)
-        for case in cases:
-            if case not in kept:
+        kept = pairwise([case.callspec.params for case in cases], number)
+        for place, case in enumerate(cases):
+            if place not in kept:
                 case.add_marker(pytest.mark.full)
-
-
-def _pairwise(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
-    """`number` cases of a product: each adds the most pairs of values that none before it has, and
-    among equals those at even distances come first.
-    """
-    even = [cases[place * len(cases) // number] for place in range(number)]
-    waiting, kept = list(dict.fromkeys([*even, *cases])), list[pytest.Function]()
-    seen = set[object]()
-    pairs = {case: set(combinations(case.callspec.indices.items(), 2)) for case in waiting}
-    while len(kept) < number and waiting:
-        best = max(waiting, key=lambda case: len(pairs[case] - seen))
-        seen |= pairs[best]
-        waiting.remove(best)
-        kept.append(best)
-    return kept
 
 
 @pytest.fixture(scope="session")
