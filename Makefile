@@ -22,7 +22,8 @@
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
 #   make cuda-wheel [GPU="sm90 sm100"]   verdict and kernels of vLLM's whole CUDA wheel (8 GB) against the dry load's stubs
 #   make follow VLLM=0.34.0 [SINCE=0.33.0]   what another vLLM changes: cited files, answers, families, the corpus
-#   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
+#   make picture      docs/check.svg, the README's table of families, docs/sglang.md
+#   make dist         sdist and wheel in dist/, checked
 #   make families     docs/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
@@ -143,6 +144,7 @@ matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 
 picture: $(VENV)/.test
 	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/readme.py
+	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/sglang_table.py
 
 families: $(VENV)/.test
 	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/support.py

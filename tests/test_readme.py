@@ -7,7 +7,7 @@ import re
 from dry_corpus import broken_cases, good_cases
 from readme import PICTURE, README, ROOT, picture, with_table
 
-# Pages that make matrix, make families and tests/helpers/sglang_table.py write; and, in other
+# Pages that make matrix, make families and make picture write; and, in other
 # pages, what make quality and make gpu-test write between their markers.
 WRITTEN = ("matrix.md", "families.md", "sglang.md")
 BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"

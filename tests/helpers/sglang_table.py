@@ -1,6 +1,6 @@
 """docs/sglang.md: which outputs of keepmtp resolve in SGLang too, and why the others cannot.
 
-    .venv/bin/python tests/helpers/sglang_table.py    writes it
+    make picture    writes it
 
 In: keepmtp's plans of every release at tiny size, in both dialects. Out: the text, and how many
 resolve.
@@ -70,7 +70,7 @@ def text() -> str:
         f"# Outputs in SGLang {VERSION}",
         "",
         (
-            "Written by tests/helpers/sglang_table.py from plans of every release at tiny size. "
+            "Written by `make picture` from plans of every release at tiny size. "
             "`yes`: vLLM and"
         ),
         (
