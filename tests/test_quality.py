@@ -67,7 +67,7 @@ def judges(tmp_path_factory) -> dict[str, Judge]:
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
     """Other code on the way there: the file's tensors, compressed-tensors' decompression, vLLM's

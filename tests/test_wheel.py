@@ -84,6 +84,7 @@ def test_the_wheel_holds_one_package(built):
     assert not [name for name in names if "/train/" in name or "/tests/" in name]
 
 
+@pytest.mark.full
 def test_what_needs_no_extra_needs_none(keepmtp):
     assert good(keepmtp("--version")) == f"keepmtp {__version__}\n"
     assert "quantize" in good(keepmtp("--help"))

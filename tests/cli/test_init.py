@@ -17,7 +17,7 @@ from releases import MODELS, source_layout, write_checkpoint
 TINY = ROOT / "models" / "tiny-glm4-moe"
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["nvfp4a16-fp8", "w4a16-fp8"])
 def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
     shutil.copytree(TINY, tmp_path / "tune")

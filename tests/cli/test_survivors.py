@@ -81,7 +81,7 @@ def test_serve_check(end, tmp_path, number, after):
         assert "stopped by" in said and not [*tmp_path.glob("keepmtp-*")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
 def test_eval(end, tmp_path, number, after):
@@ -95,7 +95,7 @@ def test_check_on_a_pretended_gpu(end, number):
     end(f"check {GLM} --gpu sm90", "in_vllm", number, after=0.5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("number", STATUS)
 def test_all_while_it_quantizes(end, tmp_path, number):
     end(f"all tiny-glm4-moe --out {tmp_path}/out", "keepmtp quantize", number, after=1.0)

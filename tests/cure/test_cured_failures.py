@@ -170,7 +170,7 @@ def test_fix_keeps_the_block_and_says_why(case: Case, tmp_path):
     assert after.facts.num_mtp_tensors == found.after.data.facts.num_mtp_tensors > 0
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("case", GRAFTED, ids=lambda case: case.name)
 def test_graft_gives_back_what_there_was(case: Case, place, tmp_path):
     """Every name, dtype and shape; the backbone's bytes, and the release's where they are stored as

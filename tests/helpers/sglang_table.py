@@ -69,10 +69,7 @@ def text() -> str:
     lines = [
         f"# Outputs in SGLang {VERSION}",
         "",
-        (
-            "Written by `make picture` from plans of every release at tiny size. "
-            "`yes`: vLLM and"
-        ),
+        ("Written by `make picture` from plans of every release at tiny size. `yes`: vLLM and"),
         (
             "SGLang find the scheme of every module under their own names, in one config.json. A "
             "number: no entry can"

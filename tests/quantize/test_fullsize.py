@@ -47,6 +47,7 @@ def test_each_tensor_is_read_once_and_written_once(plan):
     assert plan.num_bytes_after == bytes_out
 
 
+@pytest.mark.few(1)
 def test_a_draft_has_files_of_its_own(plan):
     """What must be opened for the draft alone: sglang #35395 opened all 47 files of a checkpoint
     for 3.

@@ -18,6 +18,7 @@ from killed import small_recipe
 from outputs import MODEL, digests, end, killed_again_and_again, start
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe, num_trials, num_kills, seconds",
     [(f"{MODEL}.w4a16-fp8", 8, 4, 0.5), ("fp8", 1, 3, 4.0)],

@@ -55,7 +55,7 @@ def embedding_bytes(plan: Plan) -> int:
     return 2 * next(prod(tensor.shape) for tensor in plan.tensors if tensor.role == "embedding")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cases
 def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length, tmp_path):
     recipe = small_recipe(name, batch_size, length)
@@ -75,6 +75,7 @@ TUNED = """
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy, length", [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
     settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})

@@ -80,6 +80,7 @@ def killed_after(source: Path, out: Path, num_shards: int) -> None:
 # --- one run owns an output -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_simultaneous_runs_never_mix(unbroken, tmp_path, source):
     """Two plans start together and the first is killed; whatever is finished then is one plan's,
     whole.
@@ -129,6 +130,7 @@ def test_the_lock_comes_before_anything_is_read_or_written(tmp_path, source):
 # --- the source is the same at the end ------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep_times", [False, True])
 @pytest.mark.parametrize("num_done", [0, 3])
 def test_a_source_that_is_overwritten_during_the_run_is_found(
@@ -185,6 +187,7 @@ def lose_hashes(shard: Path) -> None:
     (shard.parent / WORK / f"{shard.name}.sha256").unlink()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, take_anothers, lose_hashes])
 def test_a_damaged_shard_is_named_and_written_again(damage, tmp_path, source, unbroken, caplog):
     """And no other one is; nothing is left next to the output."""
@@ -303,6 +306,7 @@ def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):
     quantized(source, out)
 
 
+@pytest.mark.full
 def test_room_counts_everything_that_is_written(tmp_path, source):
     """Weights, tokenizer, index, hashes; and for a calibrated plan its states and statistics."""
     plan, text = planned(source)

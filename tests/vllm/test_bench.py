@@ -87,6 +87,7 @@ def found(killed) -> dict:
     return json.loads(said)["bench"]
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
     measured = read_lines(lines_in(killed), BenchHeader).lines
     assert len(measured) == 2 * A_SERVERS and {place[0] for place in measured} == {0, 1}
@@ -96,6 +97,7 @@ def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
     assert report.bench is not None and report.bench.checkpoint.recommended
 
 
+@pytest.mark.full
 def test_each_cell_has_the_figures_of_the_same_work(found):
     cells = {(cell["k"], cell["concurrency"]): cell for cell in found["checkpoint"]["cells"]}
     assert list(cells) == [(0, 1), (1, 1), (0, 2), (1, 2)]
@@ -115,6 +117,7 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
     assert cells[1, 1]["acceptance"] > 0.8 and cells[1, 1]["mean_accepted_length"] > 1.8
 
 
+@pytest.mark.full
 def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
     printed = (killed / "logs" / "bench.checkpoint.k1.client.log").read_text()
     counts = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)]
@@ -127,6 +130,7 @@ def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
 # --- a server that fails --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, tmp_path):
     folder, mark = tmp_path / "glm", uuid4().hex
     shutil.copytree(killed.with_suffix(""), folder)

@@ -212,6 +212,7 @@ def test_a_version_that_does_not_start_is_told_and_the_others_judge(good, tmp_pa
     assert [str(error) for error in checked.unjudged] == [said]
 
 
+@pytest.mark.full
 def test_an_installed_vllm_as_a_folder_says_the_same(good):
     """The site is that of the environment: verdict and kernels are those of the environment."""
     own = find_vllm()

@@ -26,7 +26,7 @@ from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_f
 from releases import source_layout
 from without_mtp import SAID, llama
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
 QWEN38 = "qwen3.8-flash-next"
 # Rows of embedding and head at the tiny width of 256: 9.2 GB each.

@@ -26,6 +26,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name, places, told",
     [

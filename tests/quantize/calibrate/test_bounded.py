@@ -218,6 +218,7 @@ def on_rank(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 def test_ranks_agree(tmp_path):
     forks = get_context("fork")
     processes = [forks.Process(target=on_rank, args=(rank, str(tmp_path / "s"))) for rank in (0, 1)]

@@ -79,6 +79,7 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
         )
 
 
+@pytest.mark.full
 def test_a_run_with_nothing_but_an_fp8_cache(tmp_path):
     """Every layer's scales are found, the block's too, and the figures are those of rounded keys
     and values.

@@ -21,7 +21,7 @@ from tables import cases
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.variant == "w4a16-fp8"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cases
 def test_the_whole_line(model, scheme, algorithm, tmp_path):
     folder, recipe = tmp_path / "source", RECIPES[model]

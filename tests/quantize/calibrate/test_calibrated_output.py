@@ -246,6 +246,7 @@ with joined() as ranks:
 """
 
 
+@pytest.mark.full
 def test_two_processes_write_what_one_writes(tmp_path):
     """Each takes every second shard, and neither goes on before the whole is there."""
     plan = planned(TINY, model="tiny-glm4-moe")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from gpu_runs import CPU, DATA, different, in_a_child, line, nvfp4_recipe
 from keepmtp.quantize.calibrate.layers import backbone
@@ -31,6 +32,7 @@ FULL: dict[str, tuple[Any, str, int]] = {
 }
 
 
+@pytest.mark.full
 def test_a_full_gpu_and_one_that_fails_are_sentences_and_nothing_is_lost(tmp_path):
     full, failed, changed = in_a_child(starved_runs, tmp_path)
     assert full.keys() == FULL.keys()

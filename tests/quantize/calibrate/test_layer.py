@@ -53,7 +53,7 @@ def num_modules(results: list) -> int:
     return sum(len(result.coverage) for result in results)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "folder, scheme, knobs",
     [

@@ -105,6 +105,7 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     refuse_statistics(final, Statistics.open(backbone.folder / "statistics"))
 
 
+@pytest.mark.few(1)
 def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     plan, backbone = made
     backbone = fresh(backbone, tmp_path / "pass")
@@ -265,6 +266,7 @@ def test_text_that_can_show_nothing_is_refused_at_once(glm):
             ask(*too_few)
 
 
+@pytest.mark.full
 def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypatch):
     plan, backbone = glm
     asked = auto(plan, "FP8_DYNAMIC", "W4A16", "NVFP4", least=0.5)
@@ -310,6 +312,7 @@ def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path)
     assert [row.acceptance for row in found.rows] == [None, None] and found.rows[1].perplexity > 1
 
 
+@pytest.mark.full
 def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
     """As with a dataset that no model wrote: hours of backbone pass are behind it by then."""
     plan, backbone = glm

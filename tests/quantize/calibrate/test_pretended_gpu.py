@@ -42,7 +42,7 @@ WITHOUT_DRAFT = ("glm-5.3-flash",)
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if not recipe.calibrated_schemes()}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", FAMILIES)
 def test_every_family(model, tmp_path):
     found = in_a_child(family_run, RECIPES[model], tmp_path)
@@ -57,7 +57,7 @@ SMALL = {"samples": 2, "held_out": 4, "sequence_length": 32, "batch_size": 1}
 FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "experts": "bf16"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, backbone",
     [

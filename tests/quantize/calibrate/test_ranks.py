@@ -91,7 +91,7 @@ def error_of(folder: Path) -> float:
     return float((served - source).norm() / source.norm())
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
 def test_three_ranks_find_what_one_finds(variant, tmp_path):
     """Four batches, so one rank has two. Ranks add up in another order than one process does, in
@@ -149,6 +149,7 @@ def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
         assert other == plan
 
 
+@pytest.mark.full
 def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     """Three ranks for four batches, and for two of held-out text; one is killed; two ranks go on in
     larger batches.
@@ -179,6 +180,7 @@ mtp_tuned: {mtp: NVFP4, steps: 3, batch_size: 4, learning_rate: 1.0e-3, seed: 0,
 """
 
 
+@pytest.mark.full
 def test_two_ranks_train_what_one_trains(tmp_path):
     """Each takes two of the four sequences of a step. Gradients are summed in another order, in
     F32: weights differ in last bits of BF16, some codes in NVFP4.

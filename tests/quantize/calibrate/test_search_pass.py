@@ -120,6 +120,7 @@ def test_overrides_are_few_where_layers_agree():
     ]
 
 
+@pytest.mark.few(1)
 @cases
 def test_a_killed_search_goes_on_to_the_same_sums(stop, at, swept, tmp_path, monkeypatch):
     own, calls, once = run_in(tmp_path), [], getattr(SearchRun, stop)
@@ -177,6 +178,7 @@ def test_the_whole_line(tmp_path, monkeypatch):
         search(plan, data, folder, ranks=ALONE)
 
 
+@pytest.mark.full
 def test_acceptance_that_no_plan_keeps_is_refused(swept, tmp_path):
     own, _ = swept
     plan, data = plan_and_data(auto={"min_acceptance": 0.9999})

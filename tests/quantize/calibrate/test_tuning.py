@@ -319,6 +319,7 @@ def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
     assert left <= {"embedding", "head", "state", "router"}
 
 
+@pytest.mark.full
 def test_a_killed_training_goes_on_to_the_same_bytes(weak, trained, tmp_path, monkeypatch):
     plan, backbone = weak
     cut, steps = fresh(backbone, tmp_path / "cut"), []
@@ -376,6 +377,7 @@ def test_what_cannot_be_trained_is_refused_from_the_headers(glm):
         refuse_held_out(plan, few)
 
 
+@pytest.mark.full
 def test_a_tuned_block_with_an_fp8_cache(weak, tmp_path):
     """Keys and values are rounded while it is trained, too."""
     plan, backbone = weak

@@ -156,6 +156,7 @@ def test_a_config_has_the_scheme_that_vllm_says(asked):
     assert judged["raises"] > 5 * judged["unknown"], judged
 
 
+@pytest.mark.full
 def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
     """vLLM's mapper renames the list, and reads one from the headers where there is none; not for
     MoeWNA16.

@@ -126,6 +126,7 @@ def test_chat_sends_messages(ask, tmp_path):
     assert score(asked, samples) == (27 / 30, 27 / 30)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, ask, asked, tmp_path):
     """The twelfth request fails; then a good server. The score is that of a run without a fault."""

@@ -407,6 +407,7 @@ def test_xet_sends_the_same_bytes(hub, folder):
 # --- Faults of the network ------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_faults_that_pass_lose_nothing(hub, folder):
     """429 with Retry-After, 5xx before, during and after the upload, and a shard cut in the middle,
     twice.

@@ -290,6 +290,7 @@ def test_an_edited_result_is_measured_again(station, evidence):
     assert (evidence / JSON_FILE).read_bytes() == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("station", STATIONS[1:])
 def test_a_result_that_is_gone_or_newer_makes_a_new_report(station, evidence):
     """A station was killed before it made the report; what is not there is not measured."""
