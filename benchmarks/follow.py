@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,7 @@ GPU = "sm90"
 KEPT = ROOT / "build" / "follow"
 PAGE = ROOT / "docs" / "versions.md"
 CITING = ("*.py", "*.yaml", "*.toml")
-_CITED = re.compile(r"(?<![\w./])(?:vllm/)?((?:[a-z]\w*/)+\w+\.py)")
+_CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.py\b")
 _DRY = {"dry-load", "no-kernel", "vllm-defect"}
 
 
@@ -54,22 +54,33 @@ def site_of(vllm: VLLM) -> Path:
     return found.parent
 
 
-def citations(files: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Files of vLLM, and where this tree cites them. A cited path may leave out its first folders,
-    as long as one file alone ends in it.
+def citations(files: Collection[str]) -> dict[str, list[str]]:
+    """Files of vLLM, and where this tree cites them: `config/speculative.py`, `glm4_moe_mtp.py`,
+    `quark/{quark,utils}.py`. First folders may be missing, as long as one file alone ends so, or one
+    in the folder that was cited last.
     """
-    tracked = subprocess.run(
-        ["git", "ls-files", *CITING], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    found = defaultdict[str, list[str]](list)
-    for name in tracked.stdout.split():
+    words = ["git", "ls-files", *CITING]
+    tracked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = tracked.stdout.split()
+    own = {name.rpartition("/")[2] for name in names}
+    by_name, found = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for file in files:
+        by_name[file.rpartition("/")[2]].append(file)
+    for name in names:
         if name.startswith(("tests/", "benchmarks/")):
             continue
+        folder = ""
         for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
-            for cited in _CITED.findall(line):
-                meant = [file for file in files if f"/{file}".endswith(f"/{cited}")]
-                if len(meant) == 1:
-                    found[meant[0]].append(f"{name}:{number}")
+            for before, group, after in _CITED.findall(line):
+                for word in group.split(","):
+                    cited = f"{before}{word.strip()}{after}.py"
+                    last = cited.rpartition("/")[2]
+                    meant = [file for file in by_name[last] if f"/{file}".endswith(f"/{cited}")]
+                    if len(meant) > 1:
+                        meant = [file for file in meant if file == f"{folder}/{cited}"]
+                    if len(meant) == 1 and (cited != last or last not in own):
+                        found[meant[0]].append(f"{name}:{number}")
+                        folder = meant[0].rpartition("/")[0]
     return found
 
 
@@ -107,20 +118,20 @@ def cells_of(vllm: VLLM) -> dict[str, str]:
 
 
 def corpus_of(vllm: VLLM) -> dict[str, str]:
-    """Case -> who finds something, where the two ought to agree and do not."""
+    """Case -> who finds something, and the dry load's first words."""
     cases = [*good_cases(), *broken_cases()]
-    parted = dict[str, str]()
+    found = dict[str, str]()
     with tempfile.TemporaryDirectory() as scratch, DryLoader(vllm, gpu=GPU) as loader:
-        for case, checked, account in judged(cases, loader, vllm.version, Path(scratch)):
-            rules = {finding.rule for finding in checked.data.findings}
-            static, dry = bool(rules - _DRY), bool(rules & _DRY)
-            wanted = {"": (False, False), "both": (True, True)}
-            wanted |= {"static": (True, dry), "dry": (static, True)}
-            if (static, dry) != wanted[case.by]:
-                failure = account.load.failure
-                words = f"{failure.type}: {failure.words[:80]}" if failure else ""
-                parted[case.name] = f"static check {static}, dry load {dry} {words}".strip()
-    return parted
+        for case, checked, _ in judged(cases, loader, vllm.version, Path(scratch)):
+            static, dry, words = set[str](), set[str](), ""
+            for each in checked.data.findings:
+                (dry if each.rule in _DRY else static).add(each.rule)
+                if each.rule in _DRY and not words:
+                    words = each.says.partition(": ")[2]
+            kind = f"broken, {case.by}" if case.by else "good"
+            told = f"{', '.join(sorted(static))} / {', '.join(sorted(dry))}"
+            found[case.name] = f"{kind}: {told}: {words}"
+    return found
 
 
 def kept(vllm: VLLM, kind: str, make: Callable[[VLLM], dict[str, str]]) -> dict[str, str]:
