@@ -285,7 +285,7 @@ def main() -> None:
         corpus = [kept(vllm, "corpus", corpus_of) for vllm in (old, new)]
         show("corpus: check and dry load agree otherwise", other(*corpus))
     PAGE.write_text(versions_page(every("cells"), every("corpus")))
-    print(f"\n{PAGE.relative_to(ROOT)}")
+    print(f"\n{PAGE}")
 
 
 def every(kind: str) -> dict[str, dict[str, str]]:
