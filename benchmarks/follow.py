@@ -22,8 +22,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +42,11 @@ GPU = "sm90"
 KEPT = ROOT / "build" / "follow"
 PAGE = ROOT / "docs" / "versions.md"
 CITING = ("*.py", "*.yaml", "*.toml")
-_CITED = re.compile(r"(?<![\w./])(?:vllm/)?((?:[a-z]\w*/)+\w+\.py)")
-_DRY = {"dry-load", "no-kernel", "vllm-defect"}
+_CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.py\b")
+DEFECT = "vllm-defect"
+_DRY = {"dry-load", "no-kernel", DEFECT}
+AGREES = "agree"
+_OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+")
 
 
 def site_of(vllm: VLLM) -> Path:
@@ -54,22 +57,33 @@ def site_of(vllm: VLLM) -> Path:
     return found.parent
 
 
-def citations(files: Mapping[str, Path]) -> dict[str, list[str]]:
-    """Files of vLLM, and where this tree cites them. A cited path may leave out its first folders,
-    as long as one file alone ends in it.
+def citations(files: Collection[str]) -> dict[str, list[str]]:
+    """Files of vLLM, and where this tree cites them: `config/speculative.py`, `glm4_moe_mtp.py`,
+    `quark/{quark,utils}.py`. First folders may be missing, as long as one file alone ends so, or one
+    in the folder that was cited last.
     """
-    tracked = subprocess.run(
-        ["git", "ls-files", *CITING], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    found = defaultdict[str, list[str]](list)
-    for name in tracked.stdout.split():
+    words = ["git", "ls-files", *CITING]
+    tracked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    names = tracked.stdout.split()
+    own = {name.rpartition("/")[2] for name in names}
+    by_name, found = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for file in files:
+        by_name[file.rpartition("/")[2]].append(file)
+    for name in names:
         if name.startswith(("tests/", "benchmarks/")):
             continue
+        folder = ""
         for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
-            for cited in _CITED.findall(line):
-                meant = [file for file in files if f"/{file}".endswith(f"/{cited}")]
-                if len(meant) == 1:
-                    found[meant[0]].append(f"{name}:{number}")
+            for before, group, after in _CITED.findall(line):
+                for word in group.split(","):
+                    cited = f"{before}{word.strip()}{after}.py"
+                    last = cited.rpartition("/")[2]
+                    meant = [file for file in by_name[last] if f"/{file}".endswith(f"/{cited}")]
+                    if len(meant) > 1:
+                        meant = [file for file in meant if file == f"{folder}/{cited}"]
+                    if len(meant) == 1 and (cited != last or last not in own):
+                        found[meant[0]].append(f"{name}:{number}")
+                        folder = meant[0].rpartition("/")[0]
     return found
 
 
@@ -100,43 +114,81 @@ def asked_otherwise(old: Path, new: Path) -> Iterator[tuple[str, str]]:
 
 def cells_of(vllm: VLLM) -> dict[str, str]:
     """`model, variant` -> "loads", or why not."""
+    cells = run((GPU,), (1,), VARIANTS, vllm)
     return {
-        f"{model}, {variant}": text
-        for (model, variant, _, _), text in run((GPU,), (1,), VARIANTS, vllm).items()
+        f"{model}, {variant}": of_version(text, vllm)
+        for (model, variant, *_), text in cells.items()
     }
 
 
+def of_version(text: str, vllm: VLLM) -> str:
+    """A cell, without what differs between versions that have one fault; what a version says over
+    packages that it is not made for is unknown.
+    """
+    text = _OF_ONE.sub("", text)
+    if vllm.unmet and text != "loads" and not text.startswith(("a defect of vLLM", "not made")):
+        return f"unknown, since it requires {vllm.unmet}: {text}"
+    return text
+
+
 def corpus_of(vllm: VLLM) -> dict[str, str]:
-    """Case -> who finds something, where the two ought to agree and do not."""
+    """`kind: case` -> how static check and dry load agree, and the dry load's first words."""
     cases = [*good_cases(), *broken_cases()]
-    parted = dict[str, str]()
+    found = dict[str, str]()
     with tempfile.TemporaryDirectory() as scratch, DryLoader(vllm, gpu=GPU) as loader:
-        for case, checked, account in judged(cases, loader, vllm.version, Path(scratch)):
-            rules = {finding.rule for finding in checked.data.findings}
-            static, dry = bool(rules - _DRY), bool(rules & _DRY)
-            wanted = {"": (False, False), "both": (True, True)}
-            wanted |= {"static": (True, dry), "dry": (static, True)}
-            if (static, dry) != wanted[case.by]:
-                failure = account.load.failure
-                words = f"{failure.type}: {failure.words[:80]}" if failure else ""
-                parted[case.name] = f"static check {static}, dry load {dry} {words}".strip()
-    return parted
+        for case, checked, _ in judged(cases, loader, vllm.version, Path(scratch)):
+            static, dry, words = set[str](), set[str](), ""
+            for each in checked.data.findings:
+                (dry if each.rule in _DRY else static).add(each.rule)
+                if each.rule in _DRY and not words:
+                    words = _OF_ONE.sub("", each.says.partition(": ")[2])
+            kind = "broken" if case.by else "good"
+            how = agreement(case.by, static, dry, is_fit=not vllm.unmet)
+            found[f"{kind}: {case.name}"] = how if how == AGREES else f"{how}: {words or static}"
+    return found
+
+
+def agreement(by: str, static: Collection[str], dry: Collection[str], *, is_fit: bool) -> str:
+    """How the rules that found something agree on a case.
+
+    Args:
+        by: who must find it, as in `DryCase`.
+        static, dry: rules of either side.
+        is_fit: whether this vLLM is made for the environment's packages.
+    """
+    if DEFECT in dry and by != "static":
+        return "a defect of vLLM"
+    both = bool(static), bool(dry)
+    wanted = {"": (False, False), "both": (True, True)}
+    wanted |= {"static": (True, both[1]), "dry": (both[0], True)}
+    if both == wanted[by]:
+        return AGREES
+    if both == (False, True) and not is_fit:
+        return "unknown over these packages"
+    return "static check alone" if both[0] else "dry load alone" if both[1] else "nobody"
 
 
 def kept(vllm: VLLM, kind: str, make: Callable[[VLLM], dict[str, str]]) -> dict[str, str]:
     """A version's answers, from build/follow where they are there."""
-    own = hashlib.sha256()
-    for path in sorted(Path(inspect.getfile(DryLoader)).parent.rglob("*.py")):
-        own.update(path.read_bytes())
-    place = KEPT / f"{vllm.version}.{kind}.{own.hexdigest()[:12]}.json"
+    place = KEPT / f"{vllm.version}.{kind}.{dry_load_hash()}.json"
     if not place.is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(make(vllm), indent=1))
     return json.loads(place.read_text())
 
 
-def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
-    """docs/versions.md, of the versions whose cells are kept."""
+def dry_load_hash() -> str:
+    own = hashlib.sha256()
+    for path in sorted(Path(inspect.getfile(DryLoader)).parent.rglob("*.*")):
+        if path.suffix in (".py", ".toml"):
+            own.update(path.read_bytes())
+    return own.hexdigest()[:12]
+
+
+def versions_page(
+    cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]]
+) -> str:
+    """docs/versions.md, of the versions whose answers are kept."""
     numbers, lines = dict[str, int](), list[str]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():
@@ -157,14 +209,48 @@ def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
 
 Written by `make follow`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
 pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
-plain and quantized, that load without an error, and names why the others do not. A version that wants other packages than
-the environment has may fail here for that alone.
+plain and quantized, that load without an error, and names why the others do not. *unknown*: that version requires other
+packages than the environment has, and what it says may come of that alone.
 
 {head}
 {chr(10).join(lines)}
 
 {reasons}
-"""
+{corpus_section(corpora)}"""
+
+
+def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
+    """How often static check and dry load agree, and every case in which they do not."""
+    counts, parted = (
+        defaultdict[tuple[str, str], Counter[str]](Counter),
+        defaultdict[str, list[str]](list),
+    )
+    totals = Counter[tuple[str, str]]()
+    for version, found in corpora.items():
+        for case, told in found.items():
+            kind, how = case.partition(": ")[0], told.partition(": ")[0]
+            counts[kind, how][version] += 1
+            totals[kind, version] += 1
+            if how != AGREES:
+                parted[f"{case}: {told}"].append(version)
+    rows = [
+        f"| {kind}, {how} | "
+        + " | ".join(f"{counts[kind, how][each]} of {totals[kind, each]}" for each in corpora)
+        + " |\n"
+        for kind, how in sorted(counts, key=lambda key: (key[0], key[1] != AGREES, key))
+    ]
+    named = "".join(f"- {', '.join(each)}: {case}\n" for case, each in sorted(parted.items()))
+    return f"""
+## Static check and dry load
+
+Every good and every broken checkpoint of the corpus (tests/helpers/dry_corpus.py), judged by the static rules for a version
+and loaded by that version. They agree where both find nothing wrong with a good one, and a broken one is found by whom it
+must be found.
+
+| case | {" | ".join(corpora)} |
+|{"---|" * (len(corpora) + 1)}
+{"".join(rows)}
+{named}"""
 
 
 def show(title: str, rows: Mapping[str, str] | Iterator[tuple[str, str]]) -> None:
@@ -197,17 +283,18 @@ def main() -> None:
     show("families that load otherwise", other(*cells.values()))
     if not options.no_corpus:
         corpus = [kept(vllm, "corpus", corpus_of) for vllm in (old, new)]
-        show("corpus: check and dry load part otherwise", other(*corpus))
-    PAGE.write_text(versions_page(known_cells(cells)))
-    print(f"\n{PAGE.relative_to(ROOT)}")
+        show("corpus: check and dry load agree otherwise", other(*corpus))
+    PAGE.write_text(versions_page(every("cells"), every("corpus")))
+    print(f"\n{PAGE}")
 
 
-def known_cells(cells: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
-    """With the cells of other versions that are kept."""
-    every = dict[str, Mapping[str, str]](cells)
-    for place in KEPT.glob("*.cells.*.json"):
-        every.setdefault(place.name.partition(".cells.")[0], json.loads(place.read_text()))
-    return dict(sorted(every.items(), key=lambda item: parsed(item[0])))
+def every(kind: str) -> dict[str, dict[str, str]]:
+    """What is kept, by version, the oldest first."""
+    places = [*KEPT.glob(f"*.{kind}.{dry_load_hash()}.json")]
+    found = {
+        place.name.partition(f".{kind}.")[0]: json.loads(place.read_text()) for place in places
+    }
+    return dict(sorted(found.items(), key=lambda item: parsed(item[0])))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import Checkpoint, lose, write
 from commands import keepmtp, refused
+from dry_corpus import broken_cases
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import check_on
@@ -210,6 +211,23 @@ def test_a_version_that_does_not_start_is_told_and_the_others_judge(good, tmp_pa
     (checked,) = check_on([str(good)], vllms=[broken, own], gpus=["sm100"])
     assert [load.vllm for load in checked.data.dry] == [own.version] and checked.data.ok
     assert [str(error) for error in checked.unjudged] == [said]
+
+
+def test_what_stops_over_other_packages_is_not_judged(good, silent, tmp_path):
+    """Unless the static check or a known defect of vLLM says why; what loads is judged."""
+    own = find_vllm()
+    older = replace(own, version="0.31.0", unmet="transformers<5.18")
+    case = next(case for case in broken_cases() if case.name == "E8 one row lost")
+    lost = write(tmp_path / "lost", case.build())
+    paths = [str(place) for place in (good, silent, lost)]
+    found = list(check_on(paths, vllms=[older, own], gpus=["sm100"]))
+    told = [[load.ok for load in checked.data.dry] for checked in found]
+    assert told == [[True, True], [False, False], [False]]
+    assert not found[0].unjudged and not found[1].unjudged
+    (error,) = found[2].unjudged
+    had = f"got transformers {own.transformers}, compressed-tensors {own.compressed_tensors}"
+    assert str(error).startswith(f"vLLM 0.31.0: requires transformers<5.18; {had}. Set VLLM_PYTHON")
+    assert "model.layers.3.eh_proj.weight: " in str(error)
 
 
 @pytest.mark.full

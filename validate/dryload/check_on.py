@@ -35,7 +35,7 @@ from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..facts.vllm_env import VLLM
 from .failures import known_defect
 from .loader import DryLoader, Job, headers_of
-from .verdict_findings import objections
+from .verdict_findings import DEFECT, objections
 
 _PROCESS_BYTES = 2 << 30
 """Of a vLLM that is kept, with the checkpoint that it loads; 0.6 and 0.5 GiB for a small one."""
@@ -100,20 +100,24 @@ def check_on(
                     k = 0
             with headers_of(source) as folder:
                 jobs = [Job(folder=folder, tp=tp, num_drafts=k, draft=own) for tp in tps]
-                refused = list[VLLMError]()
+                refused, unknown = list[VLLMError](), list[VLLMError]()
                 for vllm in vllms:
                     # Without room for all, a version ends before the next one starts.
                     with ExitStack() as brief:
                         try:
                             for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
                                 progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
-                                accounts += loader.load_all(jobs)
+                                loads = loader.load_all(jobs)
+                                if error := _over_others(vllm, checked, loads, separate):
+                                    unknown.append(error)
+                                else:
+                                    accounts += loads
                         except VLLMError as error:
                             refused.append(error)
                 if len(refused) == len(vllms):
                     raise refused[0]
             accounts = [account.model_copy(update={"path": path}) for account in accounts]
-            checked = checked._replace(unjudged=tuple(refused))
+            checked = checked._replace(unjudged=(*refused, *unknown))
             if separate is None:
                 yield with_loads(checked, accounts)
                 continue
@@ -126,6 +130,23 @@ def check_on(
 
 def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
     return [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
+
+
+def _over_others(
+    vllm: VLLM, checked: Checked, loads: Sequence[LoadAccount], separate: Checked | None
+) -> VLLMError | None:
+    """Why nobody knows what is wrong: this vLLM stops over packages that it is not made for, and
+    neither the static check nor a known defect says why.
+    """
+    draft = separate.runtime if separate else None
+    found = with_loads(checked, loads, draft=draft).data.findings
+    errors = [each for each in found if each.severity == "error" and each.rule != DEFECT]
+    if not (errors and vllm.unmet and checked.data.ok):
+        return None
+    got = f"transformers {vllm.transformers}, compressed-tensors {vllm.compressed_tensors}"
+    cure = "Set VLLM_PYTHON to an environment made for it; over this one it says "
+    cure += f"`{errors[0].where}: {errors[0].says}`"
+    return VLLMError(f"vLLM {vllm.version}", f"requires {vllm.unmet}", got=got, cure=cure)
 
 
 def with_loads(

