@@ -71,12 +71,12 @@ class Size:
     """Sequences, and tokens in each.
 
     Attributes:
-        samples: to train on, of all kinds together.
+        samples: to train on, of all kinds together; the backbone is calibrated on all of them.
         guard: of each kind, to choose the share on.
         judged: of each kind.
     """
 
-    samples: int = 96
+    samples: int = 144
     guard: int = 16
     judged: int = 48
     length: int = 256
@@ -161,6 +161,9 @@ class Held(Training):
             master.lerp_(self._first[name], part)
 
     def _backward(self, row: int) -> Tensor:
+        own = [KINDS.index(kind) for kind in self.arm.kinds]  # kinds lie in turns
+        turn, place = divmod(row, len(own))
+        row = (turn * len(KINDS) + own[place]) % len(self._backbone.data.ids)
         total = super()._backward(row)
         self.losses.append(float(total))
         if not self.arm.kl:
@@ -274,10 +277,10 @@ def _texts(folder: Path, name: str) -> dict[str, Any]:
 
 
 def plan_of(model: Path, arm: Arm, texts: Path, size: Size) -> tuple[Plan, CalibrationData]:
-    """An NVFP4 backbone and block, and the arm's text; of each kind the guard's rows come first."""
+    """An NVFP4 backbone and block, and all text; of the held-out rows, those of the guard first."""
     recipe, _ = find_recipe("tiny-docs", scheme="nvfp4")
-    first, *others = arm.kinds
-    also = [{"share": 1 / len(arm.kinds), **_texts(texts, kind)} for kind in others]
+    first, *others = KINDS
+    also = [{"share": 1 / len(KINDS), **_texts(texts, kind)} for kind in others]
     sizes = {
         "samples": size.samples,
         "held_out": size.guard + size.judged,
@@ -304,7 +307,7 @@ def run(model: Path, arm: Arm, work: Path, size: Size) -> dict[str, Any]:
     with the share that was chosen, and all of the way.
     """
     plan, data = plan_of(model, arm, work, size)
-    folder = work / "-".join(["pass", *arm.kinds])
+    folder = work / "pass"
     shutil.rmtree(folder / "mtp", ignore_errors=True)  # of another arm with the same recipe
     started = time.process_time()
     backbone = calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
