@@ -55,6 +55,7 @@ LAYOUTS = {
     16: LAYOUT | {"num_hidden_layers": 12, "n_routed_experts": 16, "moe_intermediate_size": 256},
     128: LAYOUT | {"num_hidden_layers": 4, "n_routed_experts": 128, "moe_intermediate_size": 128},
 }
+DEPTHS = (4, 24)  # layers of 16 experts, for peak memory
 HOST_EXPERTS = (128, 512)  # routed experts of the thin layer
 
 # Both children end by printing one JSON line. VmHWM, not ru_maxrss: a child starts with its
@@ -216,7 +217,7 @@ def main() -> None:
         rows += [
             row for experts in HOST_EXPERTS if "nvfp4" in variants for row in host_time(experts)
         ]
-        rows += [search_cost()] if "nvfp4" in variants else []
+        rows += [depths(Path(folder)), search_cost()] if "nvfp4" in variants else []
     if arguments.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -297,6 +298,31 @@ def speed(variant: str, experts: int, folder: Path) -> list[dict]:
             "met": ours_memory < peer_memory,
         },
     ]
+
+
+def depths(folder: Path) -> dict:
+    """Peak memory of both sides at two depths: ours holds one layer, whatever their number."""
+    recipe, text = find_recipe("tiny-glm4-moe", scheme="nvfp4")
+    gigabytes: dict[str, list[float]] = {"ours": [], "peer": []}
+    for layers in DEPTHS:
+        source = folder / f"source-{layers}-layers"
+        changes = LAYOUTS[16] | {"num_hidden_layers": layers}
+        layout = source_layout("glm-4.7", size="tiny", changes=changes)
+        write_checkpoint(source, *layout, data="random")
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / "models" / "tiny-glm4-moe" / file, source / file)
+        for side, run in (("ours", run_ours), ("peer", run_peer)):
+            out = folder / f"{layers}-{side}"
+            gigabytes[side].append(run(recipe, text, source, out)["rss"] / 2**30)
+            shutil.rmtree(out)
+    (small, large), (peer_small, peer_large) = gigabytes["ours"], gigabytes["peer"]
+    return {
+        "what": f"nvfp4: peak memory at {DEPTHS[0]} and at {DEPTHS[1]} layers",
+        "measured": f"{small:.2f} and {large:.2f} GiB against {peer_small:.2f} and "
+        f"{peer_large:.2f} GiB",
+        "target": "grows less",
+        "met": large - small < peer_large - peer_small,
+    }
 
 
 def host_time(experts: int) -> list[dict]:

@@ -46,6 +46,14 @@ def write_page(
         "versions": dict(versions),
         "models": {model: figures_of(model, rows) for model, rows in counts.items()},
     }
+    stored = json.loads((docs / "quality.json").read_text())
+    if stored["versions"] == figures["versions"]:  # rows that were not run stay as they are
+        for model, found in stored["models"].items():
+            own = figures["models"].setdefault(model, found)
+            keys = ("release", *(row.key for row in rows_of(model)))
+            rows = found["rows"] | own["rows"]
+            own["rows"] = {key: rows[key] for key in keys if key in rows}
+        figures["models"] = {model: figures["models"][model] for model in stored["models"]}
     (docs / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
     page = docs / "quality.md"
     before, _, rest = page.read_text().partition(BEGIN)
@@ -74,6 +82,8 @@ def figures_of(model: str, counts: Mapping[str, Facts]) -> dict[str, Any]:
             "against_base": _ratio(own, base, divergence) if base and key != "release" else None,
             "time": round(own["seconds"] / counts["nvfp4"]["seconds"], 2),
         }
+        if own["bare"] is not None:
+            found[key]["bare"] = round(own["bare"] / counts["nvfp4"]["seconds"], 2)
     accepted = [accepted_share(_features(release).sum(dim=0), k) for k in KS]
     return {
         "sequences": len(release["slots"]),
@@ -174,6 +184,8 @@ def tables(figures: Facts) -> str:
             "",
             _told_apart(model, found),
         ]
+        if older := sorted({own["older"] for own in found["rows"].values() if "older" in own}):
+            parts[-1] += f" *: of an older keepmtp, {', '.join(older)}."
     words = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     return "\n".join([*parts, f"\nMade with {words}.", END])
 
@@ -202,13 +214,13 @@ def _table(model: str, found: Facts) -> list[str]:
         "flips, %",
         "perplexity, %",
     ]
-    head += [*(f"k={k}" for k in KS), "time"]
+    head += [*(f"k={k}" for k in KS), "time", "without"]
     lines = [_line(head), _line(["---"] * len(head))]
     titles = {row.key: row.title for row in rows_of(model)}
     for number, row in enumerate(rows_of(model), start=1):
         own = found["rows"][row.key]
         cells = [
-            str(number),
+            f"{number}{'*' * ('older' in own)}",
             row.title,
             f"{own['megabytes'][0]:.2f}",
             f"{own['megabytes'][1]:.2f}" if own["megabytes"][1] else "none",
@@ -218,6 +230,7 @@ def _table(model: str, found: Facts) -> list[str]:
             _plus(_change(own["perplexity"]), 2, unit=0.01, sign="+"),
             *(_plus(own["kept"][str(k)], 1, unit=0.01) for k in KS),
             f"{own['time']:.2f}",
+            f"{own['bare']:.2f}" if "bare" in own else "",
         ]
         lines.append(_line(cells))
     return lines

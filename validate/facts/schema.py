@@ -111,7 +111,7 @@ class FullReport(Fact):
         frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
     )
 
-    version: Literal[7] = Field(default=7, alias="schema")
+    version: Literal[8] = Field(default=8, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str

@@ -258,7 +258,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 7 does not
+        CheckpointError: no such file, no JSON, another version, or a field that version 8 does not
             have.
     """
     raw = read_bytes_of(
@@ -269,7 +269,7 @@ def read_json(path: Path) -> FullReport:
     except ValidationError as error:
         raise CheckpointError(
             path,
-            f"a report is a {JSON_FILE} of version 7",
+            f"a report is a {JSON_FILE} of version 8",
             got=first_fault(error),
             cure="Run the check again with this keepmtp",
         ) from error

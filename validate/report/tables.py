@@ -101,6 +101,8 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
         f"The quantized backbone chooses the released model's next token at "
         f"{percent(fact.agreement)} of held-out slots."
     )
+    if fact.parts:
+        yield fact.parts
     if fact.data.held_out_by == "model":
         yield "The released model wrote the answers of the held-out text itself."
     if never := coverage.never_routed:

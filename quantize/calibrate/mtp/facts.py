@@ -300,6 +300,21 @@ class SearchFact(Fact):
     plans: Annotated[tuple[TriedPlanFact, ...], Field(min_length=1, max_length=20)]
 
 
+class KeptFact(Fact):
+    """What a quantized part keeps of the acceptance without it, where the most are drafted.
+
+    Attributes:
+        kept: the share, of the same sequences.
+        reach: half of its interval, at 95 %.
+    """
+
+    kept: Figure
+    reach: Figure
+
+    def __str__(self) -> str:
+        return f"{100 * self.kept:.1f} ± {100 * self.reach:.1f} %"
+
+
 class MtpFact(Fact):
     """What held-out text says of a quantized model and of its MTP block.
 
@@ -311,6 +326,9 @@ class MtpFact(Fact):
             one does.
         candidates: of `mtp: auto`, in the order tried.
         tuned: of `mtp: tuned`; None where the recipe does not say so.
+        of_backbone: with the quantized backbone, of the released model's; None where too little was
+            measured.
+        of_block: with the block as it is written, of that; None likewise, and for one as released.
         unmeasured: why there is no acceptance; "" if there is.
     """
 
@@ -319,6 +337,8 @@ class MtpFact(Fact):
     agreement: Share
     candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)] = ()
     tuned: TunedFact | None = None
+    of_backbone: KeptFact | None = None
+    of_block: KeptFact | None = None
     unmeasured: str = ""
 
 
@@ -367,3 +387,14 @@ class CalibrationFact(MtpFact):
     def k(self) -> int:
         """The most tokens a step that were tried; 0 where none were."""
         return max((acceptance.k for _, acceptance in self.measured), default=0)
+
+    @property
+    def parts(self) -> str:
+        """Where acceptance is lost, in a sentence; "" where too little was measured."""
+        if self.of_backbone is None:
+            return ""
+        block = f", and of that its MTP block {self.of_block}" if self.of_block else ""
+        return (
+            f"Of the released model's accepted drafts the quantized backbone keeps "
+            f"{self.of_backbone}{block} (k={self.k}, ± half of a 95 % interval)."
+        )

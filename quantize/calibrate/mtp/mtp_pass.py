@@ -37,7 +37,7 @@ from .acceptance import (
     fewest_slots,
     target,
 )
-from .facts import DIGITS, CandidateFact, GainFact, MeasuredFact, MtpFact, Side, TunedFact
+from .facts import DIGITS, CandidateFact, GainFact, KeptFact, MeasuredFact, MtpFact, Side, TunedFact
 from .mtp_block import bind_block, build_block
 from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
@@ -89,7 +89,11 @@ def mtp_pass(
         found["unmeasured"] = str(error)
     rows = [_row(source, "source", released), _row(served, "source", unquantized)]
     is_tuned = "tuned" in found and found["tuned"].chosen
+    if released and unquantized:
+        found["of_backbone"] = _kept(unquantized, released)
     if refusal is None and is_served_changed(final):
+        if own and unquantized:
+            found["of_block"] = _kept(own, unquantized)
         rows.append(_row(served, "tuned" if is_tuned else "quantized", own))
     needs_files = refusal is None and _depends_on_batches(final)
     _publish(backbone, results.statistics(final) if needs_files else ())
@@ -107,6 +111,14 @@ def _row(backbone: Target, mtp: Side, found: Acceptance | None) -> MeasuredFact:
         return MeasuredFact(backbone="source", **row)
     row["divergence"] = round(backbone.divergence, 6)
     return MeasuredFact(backbone="quantized", flips=round(1 - backbone.agreement, DIGITS), **row)
+
+
+def _kept(own: Acceptance, before: Acceptance) -> KeptFact | None:
+    """Where the most are drafted; None where too few sequences count."""
+    values, reaches = own.compared(before, 0.975)  # two-sided 95 %
+    if reaches[-1] == math.inf:
+        return None
+    return KeptFact(kept=round(values[-1], DIGITS), reach=round(reaches[-1], DIGITS))
 
 
 def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
@@ -253,7 +265,7 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
             at = settings.model_copy(update={"share": share})
         tried = replace(plan, recipe=plan.recipe.model_copy(update={"mtp_tuned": at}))
         after = results.measured(tried, report)
-        figures, is_better = _gains(before, after, kinds, confidence, len(shares))
+        figures, is_better = gains(before, after, kinds, confidence, len(shares))
         fact = TunedFact(
             policy=settings.mtp,
             **settings.model_dump(include=own),
@@ -273,7 +285,7 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
     return fact, untuned
 
 
-def _gains(
+def gains(
     before: Acceptance,
     after: Acceptance,
     kinds: Mapping[str, Sequence[int]],

@@ -85,6 +85,8 @@ def pages(tmp_path_factory) -> dict[str, FullReport]:
         "candidates": [],
         "min_acceptance": None,
         "mtp": "bf16",
+        "of_backbone": None,
+        "of_block": None,
         "unmeasured": "no class for it.",
     }
     return {
@@ -173,7 +175,7 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
     for full in pages.values():
         path = write_whole(tmp_path / "deep" / "folder" / "report.json", text_of(full))
         assert read_json(path) == full
-        assert json_of(path)["schema"] == 7
+        assert json_of(path)["schema"] == 8
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
     assert render(read_json(path)) == render(full)
 
@@ -187,7 +189,7 @@ def keys(part: Any, path: str = "") -> set[str]:
     return set().union(*(keys(each, f"{path}.{name}") for name, each in part.items())) or {path}
 
 
-def test_version_7_is_what_it_was(pages):
+def test_version_8_is_what_it_was(pages):
     """Other fields are another version: change `schema`, what reads it, and the stored list, in one
     change. A field that goes is none, where older files are still read (`Fact.dropped`).
     """
@@ -207,7 +209,7 @@ def test_a_field_that_went_is_passed_over():
 def test_another_version_is_refused(written, other, says, pages, tmp_path):
     path = write_whole(tmp_path / "report.json", text_of(pages["bare"]))
     path.write_text(path.read_text().replace(written, other))
-    with pytest.raises(CheckpointError, match=rf"version 7; got {says}.*Run the check again"):
+    with pytest.raises(CheckpointError, match=rf"version 8; got {says}.*Run the check again"):
         read_json(path)
 
 

@@ -1,0 +1,403 @@
+"""What a tuned MTP block forgets: one training recipe after another, judged on three kinds of text.
+
+    nice python benchmarks/forgetting.py            what is missing, then docs/forgetting.md
+
+In: `ARMS`, each a text to train on and what holds the block near the release. Out: a table of the
+drafts that are accepted, as a share of those of the same block untrained behind the same backbone,
+by kind of text, with 95 % limits, paired by sequence. Training, rounding and judging are the
+package's own; an arm that lost is a few lines here and nowhere else.
+
+Easy to get wrong: what has been seen. Text to train on, text that chooses the share of the way and
+text that is judged are three sets of rows, and for documentation and code of different modules.
+"""
+
+import argparse
+import ast
+import copy
+import json
+import math
+import random
+import shutil
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
+from keepmtp.quantize.calibrate.model.skeleton import Batch
+from keepmtp.quantize.calibrate.mtp import mtp_policy
+from keepmtp.quantize.calibrate.mtp.acceptance import (
+    Acceptance,
+    Target,
+    acceptance,
+    block_input,
+    target,
+)
+from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
+from keepmtp.quantize.calibrate.mtp.mtp_pass import SHARES, gains, tune
+from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
+from keepmtp.quantize.calibrate.mtp.tuning import Training, draft_loss, rate_at
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Texts
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+KINDS = ("docs", "code", "problems")
+CONFIDENCE = 0.95
+SETTINGS = {
+    "mtp": "NVFP4",
+    "steps": 64,
+    "batch_size": 4,
+    "learning_rate": 1e-3,
+    "seed": 0,
+    "loss": "lk_hybrid",
+    "draft_steps": 3,
+    "decay": 0.6,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Sequences, and tokens in each.
+
+    Attributes:
+        samples: to train on, of all kinds together; the backbone is calibrated on all of them.
+        guard: of each kind, to choose the share on.
+        judged: of each kind.
+    """
+
+    samples: int = 144
+    guard: int = 16
+    judged: int = 48
+    length: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        kinds: that are trained on, evenly.
+        pull: of the way back to the released weights, after each step at the highest rate.
+        kl: weight of the divergence from the released block's drafts.
+        settings: in place of those of `SETTINGS`.
+    """
+
+    title: str
+    kinds: tuple[str, ...]
+    pull: float = 0.0
+    kl: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Of its file."""
+        return "-".join(
+            [
+                *self.kinds,
+                f"pull{self.pull}",
+                f"kl{self.kl}",
+                *(f"{k}{v}" for k, v in self.settings.items()),
+            ]
+        )
+
+
+PROBLEMS, DOCS, TWO = ("problems",), ("docs",), ("docs", "problems")
+ARMS = (
+    Arm(title="one kind", kinds=PROBLEMS),
+    Arm(title="one kind", kinds=DOCS),
+    Arm(title="mixed batches", kinds=KINDS),
+    Arm(title="mixed batches", kinds=TWO),
+    Arm(title="weights pulled back", kinds=PROBLEMS, pull=0.05),
+    Arm(title="drafts held to the release's", kinds=PROBLEMS, kl=1.0),
+    Arm(title="weights pulled back", kinds=DOCS, pull=0.05),
+    Arm(title="drafts held to the release's", kinds=DOCS, kl=1.0),
+    Arm(title="mixed batches, weights pulled back", kinds=TWO, pull=0.05),
+    Arm(title="mixed batches, drafts held to the release's", kinds=TWO, kl=1.0),
+)
+
+
+RATES = tuple(
+    Arm(
+        title=f"{key} {rate:g}",
+        kinds=DOCS,
+        settings={"steps": 24, "learning_rate": None, key: rate},
+    )
+    for key, rate in (
+        ("learning_rate", 1e-3),
+        ("relative_rate", 0.0035),
+        ("relative_rate", 0.014),
+        ("relative_rate", 0.056),
+    )
+)
+"""Tried at eight times the width, where the spread of weights is an eighth."""
+
+
+class Held(Training):
+    """Training that is held near the release, in weights or in drafts."""
+
+    arm: Arm
+    losses: list[float]
+
+    def __init__(self, plan: Plan, backbone: Backbone, block: Any, binding: Any):
+        super().__init__(plan, backbone, block, binding)
+        self._first = {name: master.clone() for name, master in self._masters.items()}
+        self._untrained = copy.deepcopy(block)
+
+    def _step(self, step: int) -> None:
+        super()._step(step)
+        part = self.arm.pull * rate_at(step, self.settings.steps)
+        for name, master in self._masters.items():
+            master.lerp_(self._first[name], part)
+
+    def _backward(self, row: int) -> Tensor:
+        own = [KINDS.index(kind) for kind in self.arm.kinds]  # kinds lie in turns
+        turn, place = divmod(row, len(own))
+        row = (turn * len(KINDS) + own[place]) % len(self._backbone.data.ids)
+        total = super()._backward(row)
+        self.losses.append(float(total))
+        if not self.arm.kl:
+            return total
+        skeleton, ids = self._backbone.skeleton, self._backbone.data.ids[row : row + 1]
+        state = self._backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device)
+        with torch.no_grad():
+            hidden = block_input(skeleton, self._block, Batch(ids=ids, state=state, first=row))
+        given = {"ids": ids, "hidden": hidden, "num_steps": self.settings.draft_steps}
+        tokens = skeleton.model.get_input_embeddings()
+        outputs = draft_steps([self._block], tokens, **given)
+        with torch.no_grad():
+            wanted = draft_steps([self._untrained], tokens, **given)
+        heads = (self._block.head or skeleton.model.get_output_embeddings(),) * 2
+        weights = [self.settings.decay**turn for turn in range(len(outputs))]
+        gradients = []
+        for step, (output, other, weight) in enumerate(
+            zip(outputs, wanted, weights, strict=True), 1
+        ):
+            count = ids.shape[1] - step
+            _, found = draft_loss(output[0, :count], other[0, :count], heads, "kl_div")
+            gradient = torch.zeros_like(output)
+            scale = self.arm.kl * weight / sum(weights) / (self.settings.batch_size * count)
+            gradient[0, :count] = found * scale
+            gradients.append(gradient)
+        torch.autograd.backward(outputs, gradients)
+        return total
+
+
+def widen(model: Path, out: Path, times: int) -> None:
+    """The same function at a larger hidden size: each channel stands there so many times, and what
+    reads it has that part of its weight in each place. Weights are as small as in large releases.
+    """
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((model / "config.json").read_text())
+    width = config["hidden_size"]
+    config["hidden_size"] = width * times
+    (out / "config.json").write_text(json.dumps(config))
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, value in tensors.items():
+            leaf = name.removesuffix(".weight").rpartition(".")[2]
+            if leaf in ("embed_tokens", "eh_proj", "lm_head", "head") or value.shape[-1] == width:
+                if value.ndim > 1 and leaf not in ("o_proj", "down_proj"):
+                    parts = [each.repeat(1, times) for each in value.split(width, dim=1)]
+                    value = torch.cat(parts, dim=1) / (1 if leaf == "embed_tokens" else times)
+                elif value.ndim == 1 and not name.endswith("_proj.bias"):
+                    value = value.repeat(times)
+            if leaf in ("o_proj", "down_proj", "eh_proj"):
+                value = value.repeat(times, 1)
+            tensors[name] = value
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def write_texts(folder: Path) -> None:
+    """KIND.jsonl to train on and KIND-judged.jsonl, one `{"text": ...}` a line."""
+    rows: dict[str, list[str]] = {"code": [], "code-judged": []}
+    for name, side in (("docs", "docs"), ("docs_held_out", "docs-judged")):
+        rows[side] = [row["text"] for row in _rows(ROOT / "models" / f"{name}.jsonl")]
+    rows["problems"] = [
+        row["prompt"] + row["completion"] for row in _rows(ROOT / "models" / "problems.jsonl")
+    ]
+    rows["problems-judged"] = [
+        f"Question: {row['question']}\nAnswer: {row['answer']}"
+        for row in _rows(ROOT / "models" / "held_out.jsonl")
+    ]
+    for name, text in _code():
+        if (rest := zlib.crc32(name.encode()) % 10) < 2:  # as python_docs.py splits the docstrings
+            rows["code" if rest else "code-judged"].append(text)
+    for name, texts in rows.items():
+        random.Random(0).shuffle(texts)
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _rows(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _code() -> Iterator[tuple[str, str]]:
+    """Functions and classes of the standard library without docstrings, with their module."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"} & {*parts}:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            for own in ast.walk(node):
+                is_named = isinstance(own, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                if is_named and ast.get_docstring(own) and len(own.body) > 1:
+                    del own.body[0]
+            yield ".".join(parts), ast.unparse(node)
+
+
+def _texts(folder: Path, name: str) -> dict[str, Any]:
+    return {
+        "dataset": str(folder / f"{name}.jsonl"),
+        "dataset_revision": "local",
+        "split": "train",
+        "column": "text",
+    }
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def plan_of(model: Path, arm: Arm, texts: Path, size: Size) -> tuple[Plan, CalibrationData]:
+    """An NVFP4 backbone and block, and all text; of the held-out rows, those of the guard first."""
+    recipe, _ = find_recipe("tiny-docs", scheme="nvfp4")
+    first, *others = KINDS
+    also = [{"share": 1 / len(KINDS), **_texts(texts, kind)} for kind in others]
+    sizes = {
+        "samples": size.samples,
+        "held_out": size.guard + size.judged,
+        "sequence_length": size.length,
+    }
+    document = recipe.model_dump(mode="json") | {"mtp": "tuned"}
+    document["calibration"] |= {**_texts(texts, first), "also": also, **sizes}
+    document["mtp_tuned"] = SETTINGS | dict(arm.settings)
+    recipe = type(recipe).model_validate(document)
+    guard = [Texts.model_validate(_texts(texts, f"{kind}-judged")) for kind in KINDS]
+    data = calibration_data(recipe.calibration, open_source(model), guard)
+    rows = data.rows_of_kinds
+    of_kinds = [rows[texts.title] for texts in guard]
+    places = [row for own in of_kinds for row in own[: size.guard]]
+    places += [row for own in of_kinds for row in own[size.guard :]]
+    kinds = [kind for count in (size.guard, size.judged) for kind in KINDS for _ in range(count)]
+    held = data.held_out_ids[places]
+    data = replace(data, held_out_ids=held, held_out_written=None, held_out_kinds=tuple(kinds))
+    return make_plan(recipe, open_source(model)), data
+
+
+def run(model: Path, arm: Arm, work: Path, size: Size) -> dict[str, Any]:
+    """What `tune` says on the guard's rows, and on the judged ones counts of the block untrained,
+    with the share that was chosen, and all of the way.
+    """
+    plan, data = plan_of(model, arm, work, size)
+    folder = work / "pass"
+    shutil.rmtree(folder / "mtp", ignore_errors=True)  # of another arm with the same recipe
+    started = time.process_time()
+    backbone = calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
+    whole = target(backbone, "served")
+    count = size.guard * len(KINDS)
+    first = replace(
+        data, held_out_ids=data.held_out_ids[:count], held_out_kinds=data.held_out_kinds[:count]
+    )
+    small = replace(backbone, data=first)
+    source = target(small, "source")
+    served = target(small, "served", reference=source)
+    seen: list[Any] = []
+
+    def watched(judge: Target, blocks: Sequence[Any]) -> Acceptance:
+        seen.append(blocks)
+        return acceptance(judge, blocks)
+
+    Held.arm, Held.losses = arm, []
+    mtp_policy.Training, mtp_policy.acceptance = Held, watched
+    fact, _ = tune(PolicyResults(plan=plan, source=source, served=served), None)
+    trained = time.process_time() - started
+    untrained, *shares = seen
+    judged = {"before": untrained, "all": shares[0]}
+    if fact.share < 1:
+        judged["chosen"] = shares[SHARES.index(fact.share)]
+    found = {name: acceptance(whole, blocks) for name, blocks in judged.items()}
+    return {
+        "fact": fact.model_dump(mode="json"),
+        "losses": Held.losses,
+        "seconds": [trained, time.process_time() - started],
+        **{name: value.counts[count:].tolist() for name, value in found.items()},
+    }
+
+
+# --- page -----------------------------------------------------------------------------------------
+
+
+def lines(arm: Arm, found: Mapping[str, Any], size: Size) -> Iterator[str]:
+    """Of the table: all of the way, and where the guard's rows choose another share, that."""
+    counts = {
+        name: Acceptance(torch.tensor(found[name], dtype=torch.float64))
+        for name in ("before", "all", "chosen")
+        if name in found
+    }
+    rows = {kind: range(at * size.judged, (at + 1) * size.judged) for at, kind in enumerate(KINDS)}
+    fact = found["fact"]
+    for name in [*counts][1:]:
+        cells, low = [], math.inf
+        for own in rows.values():
+            before = counts["before"].of_rows(own)
+            values, reaches = counts[name].of_rows(own).compared(before, (1 + CONFIDENCE) / 2)
+            pairs = [*zip(values, reaches, strict=True)]
+            low = min(low, *(value - reach for value, reach in pairs))
+            cells.append("<br>".join(f"{100 * v:.1f} ± {100 * r:.1f}" for v, r in pairs))
+        mean, _ = gains(counts["before"], counts[name], rows, CONFIDENCE, 1)
+        share = 1.0 if name == "all" else fact["share"]
+        words = [arm.title, ", ".join(arm.kinds), f"{share:.0%}", *cells]
+        words += [f"{100 * mean['gain']:.1f}", f"{100 * low:.1f}"]
+        written = "yes" if fact["chosen"] else "no"
+        words.append(written if share == fact["share"] else "")
+        yield f"| {' | '.join(words)} |"
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "forgetting")
+    parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-docs")
+    parser.add_argument("--wide", action="store_true", help="try rates at eight times the width")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model, arms, size = arguments.model, ARMS, Size()
+    if arguments.wide:
+        arms, size = RATES, Size(samples=32, guard=4, judged=8, length=128)
+        model = arguments.work / f"{model.name}-wide"
+        if not model.is_dir():
+            widen(arguments.model, model, 8)
+    work = arguments.work / f"{model.name}-runs"
+    work.mkdir(parents=True, exist_ok=True)
+    write_texts(work)
+    for arm in arms:
+        path = work / f"{arm.key}.json"
+        if not path.is_file():
+            print(arm.title, *arm.kinds, flush=True)
+            path.write_text(json.dumps(run(model, arm, work, size)))
+        found = json.loads(path.read_text())
+        print(found["seconds"], found["losses"][:4], found["losses"][-4:])
+        for line in lines(arm, found, size):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
