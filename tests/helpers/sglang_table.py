@@ -20,7 +20,7 @@ from keepmtp.recipes.runtimes.sglang import VERSION, sglang_spelling
 from keepmtp.recipes.schemes import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
-PAIRS: dict[Format, tuple[tuple[str, str], ...]] = {
+PAIRS = {
     "compressed-tensors": (
         ("NVFP4", "bf16"),
         ("FP8_DYNAMIC", "bf16"),
@@ -69,10 +69,7 @@ def text() -> str:
     lines = [
         f"# Outputs in SGLang {VERSION}",
         "",
-        (
-            "Written by `make picture` from plans of every release at tiny size. "
-            "`yes`: vLLM and"
-        ),
+        ("Written by `make picture` from plans of every release at tiny size. `yes`: vLLM and"),
         (
             "SGLang find the scheme of every module under their own names, in one config.json. A "
             "number: no entry can"
