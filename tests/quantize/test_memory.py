@@ -75,7 +75,7 @@ TUNED = """
 """
 
 
-@cases
+@pytest.mark.parametrize("policy, length", [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
     settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})
     recipe = small_recipe("tiny-glm4-moe.nvfp4", 1, length)
