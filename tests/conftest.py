@@ -17,14 +17,40 @@ import pytest
 import wheel
 from hub import serving
 from pairwise import pairwise
-from tables import table
 from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
 # Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB
 # in another.
 WORKER_GIB = 5
-LONG = table("long")
+# What takes half a minute and more, longest first; the rest follows in order.
+LONG = (
+    "vllm/test_dry_corpus.py",
+    "vllm/test_gsm8k.py",
+    "vllm/test_closeness.py",
+    "vllm/test_bench.py",
+    "vllm/test_serve.py",
+    "fuzz/test_fuzz.py",
+    "validate/publish/test_faults.py",
+    "validate/publish/test_upload.py",
+    "test_wheel.py",
+    "vllm/test_tiny_models.py",
+    "vllm/test_serve_verb.py",
+    "vllm/test_older_gpus.py",
+    "vllm/test_acceptance_without_server.py",
+    "vllm/test_draft_logits.py",
+    "cli/test_survivors.py",
+    "cli/test_serve.py",
+    "quantize/calibrate/test_ranks.py",
+    "quantize/calibrate/test_pretended_gpu.py",
+    "quantize/calibrate/test_backbone.py",
+    "cli/test_end_to_end.py",
+    "quantize/calibrate/test_inference_mode.py",
+    "quantize/calibrate/test_layer.py",
+    "quantize/calibrate/test_mtp_pass.py",
+    "quantize/calibrate/test_held_out.py",
+    "validate/check/test_check.py",
+)
 
 # They share vLLM's dry loaders (vllm/conftest.py), a process for each GPU.
 DRY = (
@@ -77,7 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
-    products = defaultdict(list)
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
             products[item.nodeid.partition("[")[0]].append(item)

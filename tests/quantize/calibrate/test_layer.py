@@ -55,7 +55,7 @@ def num_modules(results: list) -> int:
     return sum(len(result.coverage) for result in results)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cases
 def test_gptq_equals_the_sequential_pipelines(model, scheme, knobs):
     from llmcompressor.modifiers.gptq import GPTQModifier
