@@ -18,25 +18,9 @@ from keepmtp.quantize.plan.own_code import code_left_out
 from keepmtp.quantize.write.refusals import refusals, refuse
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
-from tables import cases
+from tables import cases, table
 
-KNOWN = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "tiktoken.model",
-    "qwen.tiktoken",
-    "generation_config.json",
-    "chat_template.jinja",
-    "additional_chat_templates/rag.jinja",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE",
-    "LICENSE-MODEL",
-    "NOTICE.txt",
-)
+KNOWN = table("checkpoints/test_companions")["KNOWN"]
 CODE = ("encoding/encoding_dsv4.py", "modeling_own.py")
 STRAY = (
     "secrets.json",

@@ -18,7 +18,7 @@ from keepmtp.checkpoints.hub import dataset_commit, read_range
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.recipes.errors import CheckpointError, NoCheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
-from tables import cases
+from tables import cases, spelled
 
 REPO, FILE = "org/model", "model.safetensors"
 CONTENT = random.Random(0).randbytes(300_000)
@@ -65,27 +65,13 @@ def listing(**changes: object) -> bytes:
     return json.dumps({"id": REPO, "sha": f"{1:040x}", "siblings": files} | changes).encode()
 
 
-LISTINGS = {
-    "a page": b"<html>Sign in</html>",
-    "a list": b"[]",
-    "deep": b'{"id": %b%b}' % (b"[" * 100_000, b"]" * 100_000),
-    "no UTF-8": b'{"id": "\xff\xff\xff"}',
-    "files that are a number": listing(siblings=7),
-    "files without names": listing(siblings=[{}]),
-    "a file whose name is a number": listing(siblings=[{"rfilename": 7}]),
-    "a file above the repository": listing(siblings=[{"rfilename": "../../x.safetensors"}]),
-    "a commit that is a number": listing(sha=7),
-    "a date that is none": listing(lastModified="yesterday"),
-    "no weights": listing(),
-}
-
-
-@pytest.mark.parametrize("body", LISTINGS.values(), ids=LISTINGS)
+@cases
 def test_a_mangled_list_of_files(whole, body):
-    refused(whole, f"GET /api/models/{REPO}", status=200, body=body)
+    sent = listing(**body) if isinstance(body, dict) else spelled(body).encode("latin-1")
+    refused(whole, f"GET /api/models/{REPO}", status=200, body=sent)
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 418, 429, 503])
+@cases
 def test_a_refusal_of_the_hub(whole, status):
     refused(whole, f"GET /api/models/{REPO}", status=status)
 
@@ -99,31 +85,10 @@ def test_a_mangled_small_file(whole, file, body):
         open_source(REPO)
 
 
-def ranged(body: bytes, said: str) -> dict[str, object]:
-    return {"status": 206, "body": body, "headers": {"Content-Range": f"bytes {said}"}}
-
-
-def elsewhere(place: str) -> dict[str, object]:
-    return {"status": 302, "body": b"", "headers": {"Location": place}}
-
-
-SPOILT = [
-    {"status": 200, "body": b"<html>Sign in</html>"},
-    {"status": 206, "body": b""},
-    ranged(b"12345678", "0-7/9999999999"),
-    ranged(b"\xff" * 8, "0-7/8"),
-    ranged(b"{}", "0-1/" + "9" * 99),
-    {"status": 404},
-    {"status": 416},
-    {"status": 500},
-    {},
-    elsewhere("/loop.safetensors"),
-    elsewhere("file:///etc/passwd"),
-]
-
-
-@pytest.mark.parametrize("fault", SPOILT, ids=lambda fault: str(fault)[:60])
+@cases
 def test_a_header_that_does_not_arrive(whole, fault):
+    if "body" in fault:
+        fault = fault | {"body": fault["body"].encode("latin-1")}
     refused(whole, r"[.]safetensors( |$)", **fault)
 
 

@@ -86,9 +86,7 @@ def test_what_was_written_just_now_is_not_remembered(folder, tmp_path):
     assert sorted(Path(name).name for name in kept) == ["a.py", "model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"version": 2, "files": {}}', '{"version": 1, "files": {"a": 1}}']
-)
+@cases
 def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     evidence = tmp_path / "made.report"
     found = identify(folder, cache=evidence)

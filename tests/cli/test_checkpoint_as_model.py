@@ -32,9 +32,7 @@ def fine_tune(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "model", ["glm-4.7", "glm-4.7.w4a16-fp8", "mine.yaml", "some/mine.yaml", "zai-org/GLM-4.7"]
-)
+@cases
 def test_words_that_mean_a_recipe(model):
     assert model_word(model) == ModelWord(name=model, is_recipe=True)
 
@@ -52,9 +50,7 @@ def test_a_page_means_a_checkpoint_or_its_recipe(page, revision):
     assert model_word(page.replace("org/name", "zai-org/GLM-4.7")) == word
 
 
-@pytest.mark.parametrize(
-    "model", ["https://example.com/org/name", "a b", "glm 4.7", "org/name/part", ""]
-)
+@cases
 def test_a_word_that_means_nothing(model):
     with pytest.raises(RecipeError, match=r"a folder with config\.json, or a Hub id ORG/NAME"):
         model_word(model)

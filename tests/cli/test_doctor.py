@@ -14,6 +14,7 @@ from keepmtp.recipes.extras import install_command, requirements
 from keepmtp.recipes.runtimes.vllm import KNOWN
 from keepmtp.validate.facts import vllm_env
 from printed import printed
+from tables import cases, table
 
 VLLM_SITE = next((ROOT / ".venv-vllm").glob("lib/python*/site-packages"), None)
 
@@ -68,20 +69,8 @@ def test_people_read_what_is_missing_with_its_cure(monkeypatch, capsys):
         for extra in doctor.EXTRAS
     }
     lacks |= {name: (["it"], name) for name in ("cuda", "server", "loaders")} | {"token": ([], "")}
-    vllm = dict.fromkeys(("python", "transformers", "compressed_tensors"), "")
-    found = {
-        "keepmtp": "0.1.0",
-        "python": "3.11.7 (/usr/bin/python)",
-        "packages": {"numpy": "2.4.6", "torch": ""},
-        "vllm": vllm | {"version": "0.31.2", "build": "cuda", "torch": "2.13.0"},
-        "gpus": [{"name": "NVIDIA H200", "memory_gib": 140.0}] * 8,
-        "cpu": "AMD EPYC",
-        "cpu_features": ["avx2", "avx512f"],
-        "token": "HF_TOKEN",
-        "abilities": doctor.abilities(lacks),
-        "broken": ["vllm: must be 0.32; got 0.31.2. Install it."],
-        "no_vllm": "vllm: must be 0.32; got 0.31.2. Install it.",
-    }
+    found = table("cli/test_doctor")["FOUND"]
+    found |= {"gpus": found["gpus"] * 8, "abilities": doctor.abilities(lacks)}
     monkeypatch.setattr(doctor, "diagnose", lambda: found)
     with pytest.raises(typer.Exit) as ended:
         doctor.doctor()
@@ -128,10 +117,7 @@ def test_a_vllm_for_cuda_without_a_gpu_cannot_serve(tmp_path, monkeypatch):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"), ("", "hf auth login")],
-)
+@cases
 def test_a_token_is_found_and_never_shown(name, says, tmp_path):
     secret = "hf_loopbackSecretThatNobodyMayPrint"
     home = {"HF_HOME": str(tmp_path), "HF_TOKEN_PATH": str(tmp_path / "token"), "COLUMNS": "160"}

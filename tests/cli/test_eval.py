@@ -64,7 +64,7 @@ def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_r
         tasks.refuse_prefix_caching(source, cached, vllm)
 
 
-@pytest.mark.parametrize("evaluation", [{"shots": -1}, {"shot": 1}, 7])
+@cases
 def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
     record(checkpoint, evaluation=evaluation)
     assert "keepmtp.json: recipe.evaluation must be as a recipe has it" in refusal(checkpoint)
@@ -112,7 +112,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
     ]
 
 
-@pytest.mark.parametrize("fence, is_said", [((), True), (("bwrap",), False)])
+@cases
 def test_programs_that_nothing_contains_are_announced(
     fence, is_said, checkpoint, asked, monkeypatch
 ):

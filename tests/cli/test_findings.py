@@ -29,6 +29,7 @@ from keepmtp.validate.facts.results import CheckData
 from printed import printed
 from releases import source_layout, write_checkpoint
 from rich.console import Console
+from tables import cases
 
 PATTERN = r"re:^model\.layers\.61\.mtp_block\.mlp\.experts\.\d+\.(?:down_proj|gate_proj|up_proj|gate_up_proj)$"
 COMMAND = (
@@ -176,14 +177,7 @@ def test_several_versions_are_a_table():
     assert not cured_in(bad[0], bad)
 
 
-@pytest.mark.parametrize(
-    ("versions", "severity", "is_bound"),
-    [
-        (["0.33.0"], "error", False),
-        (["0.33.0", "9.9.1"], "error", True),
-        (["9.9.1"], "warning", True),
-    ],
-)
+@cases
 def test_a_rule_says_which_versions_it_was_read_from(versions, severity, is_bound):
     """Where none of those that loaded it was read, the dry load decides."""
     accounts = [LoadAccount(path="out/x", load=by(version)) for version in versions]

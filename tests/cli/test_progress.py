@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -139,7 +138,7 @@ def test_a_log_of_bytes_has_a_line_each_half_minute():
 
 def test_a_server_that_starts_for_ten_minutes_has_a_line_each_half_minute():
     """It says four times a second how long it has been starting, and then the questions go on."""
-    times: Iterator[float] = (number / 4 for number in range(10_000))
+    times = (number / 4 for number in range(10_000))
     paced = Paced(times.__next__)
     due = [paced.is_due(0, 1319, "source") for _ in range(2400)]
     assert due[0] and sum(due) == 20

@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 from uuid import uuid4
@@ -19,7 +18,7 @@ from uuid import uuid4
 import benches
 import httpx
 import pytest
-from commands import KEEPMTP, ROOT, ran, refused
+from commands import ROOT, ran, refused, started
 from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
@@ -61,15 +60,9 @@ class Served:
         python, port, self.mark = stub_vllm(folder, start=0.3, **stub), free_port(), uuid4().hex
         ours = {"VLLM_PYTHON": str(python), "VLLM_API_KEY": "mine", MARK: self.mark}
         self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(
-            [KEEPMTP, *f"serve {GLM} --port {port} --every 1 {words}".split()],
-            env=stranger(TMPDIR=str(folder), **ours),
-            cwd=folder,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        env = stranger(TMPDIR=str(folder), **ours)
+        command = f"serve {GLM} --port {port} --every 1 {words}"
+        self.process = started(command, env=env, cwd=folder)
 
     def ask(self, times: int) -> "Served":
         """Once it is healthy."""

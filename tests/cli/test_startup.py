@@ -15,6 +15,7 @@ from commands import keepmtp
 from keepmtp import __version__
 from keepmtp.cli.main import VERBS
 from printed import printed
+from tables import cases
 
 SLOW = """datasets httpx huggingface_hub jinja2 lm_eval matplotlib numpy pydantic requests rich
 safetensors torch transformers yaml"""
@@ -57,17 +58,7 @@ def test_no_word_at_all_is_help_on_standard_error():
     assert keepmtp().stderr == keepmtp("--help").stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        ("ls", "yaml"),
-        ("ls glm-4.7", "yaml"),
-        ("ls --help", "yaml"),
-        ("ls models", "yaml rich"),
-        ("ls schemes", "yaml rich"),
-        ("ls families", "yaml rich"),
-    ],
-)
+@cases
 def test_a_listing_is_validated_by_nobody(words, needed):
     modules, said = loaded(words)
     assert said and slow(modules) == {*needed.split()}

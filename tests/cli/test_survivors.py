@@ -14,7 +14,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from commands import KEEPMTP, ROOT
+from commands import ROOT, started
 from keepmtp.pipeline import plan_for, quantize
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
@@ -44,17 +44,8 @@ def end(tmp_path) -> End:
     ours = {"VLLM_PYTHON": str(python), "OMP_NUM_THREADS": "1", MARK: mark}
 
     def run(command: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
-        process = subprocess.Popen(
-            [KEEPMTP, *command.split()],
-            cwd=ROOT,
-            env=stranger(TMPDIR=str(tmp_path), **ours),
-            text=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            # A shell that runs the tests in the background has them, and all they start, ignore
-            # Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        env = stranger(TMPDIR=str(tmp_path), **ours)
+        process = started(command, stdout=subprocess.DEVNULL, cwd=ROOT, env=env)
         deadline = time.monotonic() + 600
         while not any(words in said for said in marked(mark).values()):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()

@@ -19,36 +19,23 @@ from keepmtp.cli import main
 from keepmtp.recipes import find
 from keepmtp.recipes.errors import KeepMTPError
 from releases import source_layout, write_checkpoint
+from tables import table
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
 WRONG = yaml.safe_load(Path(__file__).with_name("wrong_words.yaml").read_text())
 MODEL_FILE = find.named_file("tiny-glm4-moe")[0].path.read_text()
-FILES = {
-    "notes.txt": "hello\n",
-    "gguf/model-Q4_K_M.gguf": "",
-    "adapter/adapter_config.json": "{}",
+FILES = table("cli/test_wrong_words")["FILES"] | {
     "alone/config.json": (TINY / "config.json").read_text(),
-    "notes/notes": "",
-    "void/keepmtp.json": "",
-    "odd/keepmtp.json": '{"recipe": 1}',
-    "rows.jsonl": '{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n',
-    "bad.jsonl": '{"prompt": "good"}\n{"text": "other"}\n',
     "seed.yaml": MODEL_FILE + "seed: 1\n",
     "modle.yaml": MODEL_FILE.replace("model:", "modle:", 1),
     "colour.yaml": MODEL_FILE + "colour: red\n",
     "nogroups.yaml": MODEL_FILE.replace("groups:", "keep:", 1),
     "default.yaml": MODEL_FILE.replace("default: ", "default: x", 1),
     "tab.yaml": MODEL_FILE.replace("variants:", "\tvariants:", 1),
-    "list.yaml": "- a\n- b\n",
-    "none.yaml": "",
     "override.yaml": find.find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     + "overrides:\n  - {modules: model.layers.99.mlp.gate_proj, scheme: bf16}\n",
 }
-CONFIGS = {
-    "two": {"num_nextn_predict_layers": 2},
-    "none": {"num_nextn_predict_layers": 0},
-    "small": {"vocab_size": 64},
-}
+CONFIGS = table("cli/test_wrong_words")["CONFIGS"]
 
 
 @pytest.fixture(scope="module")

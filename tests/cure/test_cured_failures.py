@@ -7,7 +7,6 @@ others, what they need.
 """
 
 import json
-import math
 import re
 import shlex
 from collections import defaultdict
@@ -34,7 +33,7 @@ from keepmtp.validate.check.values import check_values
 from keepmtp.validate.facts.findings import Finding
 from live_tensors import tensors_of
 from outputs import digests
-from tables import table
+from tables import cases, table
 from typer.testing import CliRunner, Result
 from written_values import fill, opened, poke
 
@@ -198,18 +197,7 @@ def test_graft_gives_back_what_there_was(case: Case, place, tmp_path):
     assert count > 4
 
 
-# What headers do not show: the block's values are spoilt, each as in its thread (NaN: vllm 53537).
-SPOILT = [
-    ("empty-weight", "self_attn.o_proj.weight_packed", 0),
-    ("empty-weight", "eh_proj.weight", 0.0),
-    ("norm", "enorm.weight", 0.0),
-    ("finite", "eh_proj.weight", math.nan),
-    ("finite", "mlp.experts.2.up_proj.weight_global_scale", math.inf),
-    ("scale-sign", "mlp.experts.1.down_proj.weight_global_scale", 0.0),
-]
-
-
-@pytest.mark.parametrize("rule, leaf, value", SPOILT)
+@cases
 def test_graft_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
     tensor = f"model.layers.3.{leaf}"
     old = write(tmp_path / "old", GOOD["glm nvfp4"]())

@@ -111,7 +111,7 @@ def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
 
 # --- dialects that only vLLM can judge ------------------------------------------------------------
 
-QUANTIZED: dict[str, dict[str, Any]] = yaml.safe_load("""
+QUANTIZED = yaml.safe_load("""
 gptq: {quant_method: gptq, bits: 4, group_size: 128, desc_act: false, sym: true, lm_head: false,
   dynamic: {"+:.*": {bits: 4}}}
 awq: {quant_method: awq, bits: 4, group_size: 128, zero_point: true, modules_to_not_convert: [lm_head]}

@@ -78,8 +78,8 @@ def campaign(
 ) -> int:
     """Run the cases of these kinds until the time is over; returns how many misbehaved."""
     print(f"KEEPMTP_FUZZ_SEED={seed}", flush=True)
-    counts: Counter[str] = Counter()
-    bad: Counter[str] = Counter()
+    counts = Counter()
+    bad = Counter()
     start = time.monotonic()
     for number in count():
         if time.monotonic() - start >= seconds:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -23,7 +22,7 @@ import measured
 import releases
 import reports
 from broken import BROKEN, GOOD
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import write
 from keepmtp.checkpoints.identity import identify
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.facts.results import write_result
@@ -37,7 +36,7 @@ OTHER = "tiny-glm4-moe with another byte"
 RECIPES = ("the model file of tiny-glm4-moe", "a flat recipe", "a calibrated recipe")
 
 
-WHOLE: Mapping[str, Callable[[], Checkpoint]] = GOOD
+WHOLE = GOOD
 BROKEN_NAMES = {case.name: case for case in BROKEN}
 
 

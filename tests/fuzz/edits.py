@@ -34,7 +34,7 @@ UNEDITABLE = (
     yaml.YAMLError,
 )
 """What an edit may raise where one before it has left nothing to edit."""
-ODD: dict[str, Any] = table("fuzz/odd")
+ODD = table("fuzz/odd")
 NAMES = (*ODD["names"], "x" * 100_000, "é" * 300)
 REGEXES = (*ODD["regexes"], "re:" + "(" * 400)
 OTHERS = (*ODD["others"], [1] * 10_000)
@@ -95,7 +95,7 @@ def mangled(rng: Random, file: str, length: int) -> Edit:
     encoding = rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig"))
     raws = (b"", b"null", b"[]", b"1" * 5000, b"[" * 100_000, b'{"a":' * 100_000 + b"1" * 9)
     other, more = rng.choice(raws), rng.choice((bytes(9), b'"\xe9'))
-    ways: tuple[tuple[str, Callable[[bytes], bytes]], ...] = (
+    ways = (
         (f"byte {at} is {byte}", lambda raw: raw[:at] + bytes([byte]) + raw[at + 1 :]),
         (f"cut after {at} bytes", lambda raw: raw[:at]),
         (f"in {encoding}", lambda raw: raw.decode("utf-8", "replace").encode(encoding)),
@@ -156,15 +156,19 @@ def places(tree: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(child, (*under, key))
 
 
-def on_tree(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
-    """A change of a file's JSON, in place, or a new tree if `change` returns one."""
+def on_tree(file: str, says: str, change: Callable[[Any], Any], *, header: bool = False) -> Edit:
+    """A change of a file's JSON, or of a shard's header, in place, or a new tree if `change`
+    returns one.
+    """
 
     def do(folder: Path) -> None:
-        tree = json_of(regular(folder / file))
+        path = folder / file
+        tree = read_header(path)[0] if header else json_of(regular(path))
         changed = change(tree)
-        replace(folder / file, text_of(tree if changed is None else changed).encode())
+        raw = text_of(tree if changed is None else changed).encode()
+        (write_shard if header else replace)(path, raw)
 
-    return Edit(f"{file}: {says}", do)
+    return Edit(f"{file}: {'header: ' * header}{says}", do)
 
 
 def grafted(
@@ -196,7 +200,7 @@ def grafted(
             holder[name if how == "rename" else key] = put
 
     says = f"{'.'.join(map(str, place))[:80]} {how} {shown(name if how == 'rename' else new)}"
-    return (on_header if header else on_tree)(file, says, change)
+    return on_tree(file, says, change, header=header)
 
 
 def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
@@ -252,12 +256,3 @@ def write_shard(path: Path, header: bytes, *, length: int | None = None) -> None
         size = 0
     replace(path, struct.pack("<Q", len(header) if length is None else length) + header)
     os.truncate(path, path.stat().st_size + size)
-
-
-def on_header(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
-    def do(folder: Path) -> None:
-        tree, _ = read_header(folder / file)
-        changed = change(tree)
-        write_shard(folder / file, text_of(tree if changed is None else changed).encode())
-
-    return Edit(f"{file}: header: {says}", do)

@@ -8,7 +8,7 @@ must not ask what other cases did.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,7 @@ def _header_edit(rng: Random, folder: Path, file: str) -> Edit:
         rng.choice(ODD["metadata"]),
         {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
     )
-    ways: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+    ways = (
         (f"{key} {edits.shown(new)}", lambda tree: tree[one].update({key: new})),
         (f"metadata {edits.shown(metadata)}", lambda tree: tree.update(__metadata__=metadata)),
         ("offsets one byte later", lambda tree: _shift(tree[one], 1, 1)),
@@ -111,7 +111,7 @@ def _header_edit(rng: Random, folder: Path, file: str) -> Edit:
     )
     if rng.random() < 0.1:
         return Edit(f"{file}: header has a key twice", lambda folder: _twice(folder / file))
-    return edits.on_header(file, *rng.choice(ways))
+    return edits.on_tree(file, *rng.choice(ways), header=True)
 
 
 def _shift(entry: Any, start: int, end: int) -> None:
@@ -320,7 +320,7 @@ def broken_for_cures(rng: Random) -> Case:
     return cures.written(rng, (header_tree, index, config, counts, quantization, regexes, files))
 
 
-KINDS: Mapping[str, Callable[[Random], Case]] = {
+KINDS = {
     each.__name__.replace("_", " "): each
     for each in (
         header_bytes,

@@ -1,9 +1,7 @@
 """What fuzzing found in files that several verbs read, each once."""
 
-import math
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +29,10 @@ from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
 from keepmtp.validate.report.report import read_json, refresh
+from tables import table
 
-READERS: dict[str, Callable[[Path], object]] = {
+TABLE = table("fuzz/test_found")
+READERS = {
     "check.json": lambda path: read_result(path.parent, "check"),
     "report.json": read_json,
     "recipe.yaml": lambda path: recipe_text(path.parent),
@@ -98,12 +98,8 @@ def test_modelopts_file_must_be_json_where_vllm_reads_it(raw, tmp_path):
         assert not is_read or "hf_quant_config.json" in report.findings[0].where
 
 
-@pytest.mark.parametrize(
-    "key", ["num_attention_heads", "num_experts_per_tok", "hc_mult", "moe_topk"]
-)
-@pytest.mark.parametrize(
-    "value", [[4], "4", 1.5, -1, 10**30, math.inf, math.nan, True, {"a": 1}], ids=str
-)
+@pytest.mark.parametrize("key", TABLE["KEYS"])
+@pytest.mark.parametrize("value", TABLE["NUMBERS"], ids=str)
 def test_a_number_that_memory_is_counted_by(key, value):
     view = FamilyView(family=families()["glm4_moe"], config={key: value})
     with pytest.raises(CheckpointError, match=rf"config\.json: {key} must be a whole number; got"):

@@ -27,7 +27,7 @@ from task_rows import TASK_ROWS
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
 Rows = list[dict[str, Any]]
 _case = partial(Case, reads_weights=False)
-GOOD_LOG: str = ODD["good_log"]
+GOOD_LOG = ODD["good_log"]
 RAW_LINES = tuple(map(spelled, ODD["raw_lines"]))
 FOLDERS = (
     *(

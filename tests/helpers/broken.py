@@ -68,7 +68,7 @@ def _each(change: Callable[..., object]) -> Callable[[Checkpoint, Mapping[str, A
     return lambda checkpoint, given: [change(checkpoint, *each) for each in given.items()]
 
 
-CHANGES: dict[str, Callable[[Checkpoint, Any], object]] = {
+CHANGES = {
     "lose": Checkpoint.take,
     "elsewhere": lambda c, names: setattr(c, "elsewhere", c.take(names)),
     "rename": _each(Checkpoint.rename),
@@ -117,9 +117,9 @@ def agree(row: Mapping[str, Any], findings: Iterable[Finding]) -> None:
     assert "among" in row or len(found) == len(row["found"]), found
 
 
-GOOD: dict[str, Callable[[], Checkpoint]] = {
-    f"released {model}": partial(good.released, model) for model in releases.MODELS
-} | {name: partial(built, row) for name, row in TABLE["good"].items()}
+GOOD = {f"released {model}": partial(good.released, model) for model in releases.MODELS} | {
+    name: partial(built, row) for name, row in TABLE["good"].items()
+}
 
 
 @dataclass(frozen=True)

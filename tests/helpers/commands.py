@@ -17,6 +17,12 @@ def captured(words: Sequence[str | Path], **more: Any) -> subprocess.CompletedPr
     return subprocess.run(words, capture_output=True, text=True, **more)
 
 
+def started(command: str, *, stdout: int = subprocess.PIPE, **more: Any) -> subprocess.Popen[str]:
+    """A command line that runs now. conftest.py has seen to it that it hears Ctrl-C."""
+    line = [KEEPMTP, *command.split()]
+    return subprocess.Popen(line, text=True, stdout=stdout, stderr=subprocess.PIPE, **more)
+
+
 def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """A make target of the checkout, without what an outer make left in the environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}

@@ -82,7 +82,7 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
         self.post_init()
 """
 
-FORWARDS: dict[Form, str] = {
+FORWARDS = {
     "plain": """
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs)

@@ -81,7 +81,7 @@ def good_cases() -> Iterator[DryCase]:
         each for each in releases.MODELS if each not in (*TWINS, *SEPARATE)
     ):
         scheme, algorithm = schemes[number % len(schemes)], algorithms[number % 3]
-        forms: dict[str, Callable[[], Checkpoint]] = {
+        forms = {
             "ct, MTP plain": partial(ours, model, "NVFP4"),
             "ct, MTP quantized": partial(ours, model, "NVFP4", "NVFP4"),
             f"ct {scheme}": partial(ours, model, scheme, scheme),
@@ -170,7 +170,7 @@ def _claimed_tower() -> Checkpoint:
     return checkpoint
 
 
-DRY: tuple[DryCase, ...] = (
+DRY = (
     *itertools.starmap(_case, TABLE["broken"].items()),
     DryCase(
         name="F34 vision tower not ignored",

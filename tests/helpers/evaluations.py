@@ -21,12 +21,11 @@ from keepmtp.validate.facts.evaluated import (
 )
 from keepmtp.validate.facts.paired import paired
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.facts.served import AsServed
 from tables import table
 
 FACTS = table("helpers/facts")
 FILTERS = ("strict-match", "flexible-extract")
-COPY: AsServed = "BF16 copy of the same weights"
+COPY = "BF16 copy of the same weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ def evaluation(
     )
     before, after = zip(*pairs, strict=True)
     num, right = answers.num, sum(after)
-    added: dict[str, Any] = {"source": None, "paired": ()}
+    added = {"source": None, "paired": ()}
     if has_source:
         added["source"] = evaluated("source", sum(before), num, **(source or {}))
         added["paired"] = tuple(paired(name, before, after) for name in FILTERS)

@@ -33,7 +33,7 @@ SHARD = "model-00001-of-00005.safetensors"
 _OURS = rf"/api/models/{REPO}"
 
 TABLE = table("helpers/faults")
-STEPS: Mapping[str, tuple[str, int]] = {
+STEPS = {
     step: (pattern.replace("OURS", _OURS), before)
     for step, (pattern, before) in TABLE["steps"].items()
 }
@@ -103,9 +103,7 @@ for _name, _fault in TABLE["faults"].items():
         _fault["rewrite"] = REWRITES[_name]
     if "body" in _fault:
         _fault["body"] = _fault["body"].encode()
-FAULTS: Mapping[str, Callable[[Case], Mapping[str, Any]]] = {
-    name: lambda case, fault=fault: fault for name, fault in TABLE["faults"].items()
-} | {
+FAULTS = {name: lambda case, fault=fault: fault for name, fault in TABLE["faults"].items()} | {
     "silent": lambda case: {"before": bool, "hold": case.end},
     "sent to another host": lambda case: {
         "status": 307,

@@ -94,7 +94,7 @@ def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -
 
 def leaves_of(rows: int, columns: int, packing: Packing) -> dict[str, tuple[str, tuple[int, ...]]]:
     groups = columns // GROUP
-    leaves: dict[str, tuple[str, tuple[int, ...]]] = {
+    leaves = {
         "qweight": ("I32", (columns // 8, rows) if packing == "gptq" else (columns, rows // 8)),
         "scales": ("F16", (groups, rows)),
         "qzeros": ("I32", (groups, rows // 8)),

@@ -247,9 +247,9 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.fault = self._fault(line)
         try:
             body = self._body(fault)
-            if fault and fault.before is not None:
+            if fault and fault.before:
                 fault.before()
-            if fault and fault.hold is not None:
+            if fault and fault.hold:
                 fault.hold.wait(60)
             if fault and fault.status and fault.body is not None:
                 return self._send(
@@ -296,11 +296,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.put[sha256] += len(chunk)
             if cut and len(body) >= fault.after:
                 break
-        if cut:
-            if fault.hold is not None:
-                fault.hold.wait(60)
-            raise _Cut
-        if left:
+        if cut and fault.hold:
+            fault.hold.wait(60)
+        if cut or left:
             raise _Cut
         return body
 
@@ -614,7 +612,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     """A file of a listing."""
-    listed: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
+    listed = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
     return listed | (
         {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {}
     )

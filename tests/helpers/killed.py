@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -188,7 +188,7 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
     shutil.rmtree = remove
 
 
-KILLS: Mapping[str, Callable[[Any, int], None]] = {
+KILLS = {
     "before statistics": partial(_at_statistics, is_written=False),
     "after statistics": partial(_at_statistics, is_written=True),
     "amid states": _amid_states,

@@ -9,7 +9,7 @@ checkpoint, GPU and TP size: "loads", or what the report says instead.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import releases
@@ -29,7 +29,7 @@ from modelopt_form import modelopt
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
-COLUMNS: tuple[GPU, ...] = ("sm90", "sm100", "sm120")  # sm89 has a section in docs/dryload.md
+COLUMNS = ("sm90", "sm100", "sm120")  # sm89 has a section in docs/dryload.md
 DOCS = ROOT / "docs" / "matrix.md"
 Cells = dict[tuple[str, str, str, int], str]
 """(model, variant, GPU, TP) -> "loads", or why not."""
@@ -47,7 +47,7 @@ def _ours(model: str, *, is_mtp_quantized: bool) -> Checkpoint:
         return ours(model, INSTEAD, INSTEAD if is_mtp_quantized else "bf16", "split")
 
 
-VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
+VARIANTS = {
     "released": _released,
     "compressed-tensors, MTP BF16": lambda model: _ours(model, is_mtp_quantized=False),
     "compressed-tensors, MTP quantized": lambda model: _ours(model, is_mtp_quantized=True),

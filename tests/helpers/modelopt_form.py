@@ -146,7 +146,7 @@ def said(plan: Plan) -> dict[str, Any]:
     """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
     modules = modules_of(plan)
     schemes = {module.scheme for module in modules if module.scheme}
-    config: dict[str, Any] = {
+    config = {
         "quant_method": "modelopt",
         "ignore": excluded(plan.view, modules),
         "producer": PRODUCER,
@@ -220,7 +220,7 @@ def quantized_layers(
     size.
     """
     rename = renamer(config)
-    layers: dict[str, dict[str, Any]] = {}
+    layers = {}
     for module in modules:
         if module.scheme:
             size = {"group_size": 16} if "NVFP4" in module.scheme else {}

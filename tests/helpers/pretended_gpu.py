@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -107,7 +107,7 @@ class GPU:
                 self.bytes_now -= num_bytes
 
 
-_gpu: GPU | None = None
+_gpu = None
 
 
 def _active() -> GPU:
@@ -123,7 +123,7 @@ def pretended_gpu() -> Iterator[GPU]:
     global _gpu
     _setup_privateuseone_for_python_backend(NAME)
     _gpu = gpu = GPU(device=torch.device(NAME, 0))
-    own: dict[str, Callable[..., Any]] = {
+    own = {
         "max_memory_allocated": lambda *_: gpu.peak_bytes,
         "memory_allocated": lambda *_: gpu.bytes_now,
         "memory_reserved": lambda *_: gpu.bytes_now,

@@ -23,6 +23,7 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from shipped import shipped_recipes
+from tables import table
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -39,21 +40,7 @@ COLUMNS = 118
 # (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/serve.py with the four prompts of
 # test_tiny_models.py. tests/vllm/test_serve.py serves the same two checkpoints, and compares.
 ACCEPTED = {"right": (57, 57), "wrong": (0, 114)}
-THEME = TerminalTheme(
-    (22, 27, 34),
-    (208, 215, 222),
-    [
-        (22, 27, 34),
-        (255, 123, 114),
-        (86, 211, 100),
-        (227, 179, 65),
-        (88, 166, 255),
-        (188, 140, 255),
-        (57, 197, 207),
-        (208, 215, 222),
-    ],
-    [(48, 54, 61)] * 8,
-)
+THEME = TerminalTheme(*table("helpers/theme"))
 SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="keepmtp check finds the \
 checkpoint whose draft vLLM accepts in 0 % of all cases">

@@ -76,7 +76,7 @@ def _form(given: dict[str, Any], module: str) -> str:
 
 def _packed(form: str, rows: int, columns: int) -> list[tuple[str, Spec]]:
     """What modelopt and DeepSeek's own FP8 write for a matrix."""
-    scalar: Spec = ("F32", ())
+    scalar = ("F32", ())
     four_bits = [
         ("weight", ("U8", (rows, columns // 2))),
         ("weight_scale", ("F8_E4M3", (rows, columns // 16))),

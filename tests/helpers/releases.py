@@ -20,7 +20,7 @@ from tensors import Config, Tensors, build
 
 SHARD_BYTES = 5_000_000_000
 
-SPLIT: Config = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
+SPLIT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
                  "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def _known(config: Config, changes: Config) -> Config:
 
 
 def _cut(tensors: Mapping[str, tuple[str, tuple[int, ...]]], shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+    shards = [[]]
     filled = 0
     for name, spec in tensors.items():
         size = num_bytes(*spec)

@@ -193,7 +193,7 @@ def hostile(word: str) -> FullReport:
     own = serve.checkpoint.model_copy(update={"runs": (*serve.checkpoint.runs, dead)})
     cells = bench.checkpoint.model_copy(update={"cells": (cell(1, (), error="x"),)})
     with TemporaryDirectory() as folder:
-        parts: dict[str, Any] = {
+        parts = {
             "serve": serve.model_copy(update={"checkpoint": own}),
             "bench": bench.model_copy(update={"checkpoint": cells}),
             "closeness": closeness(Path(folder)),

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 ROOT = Path(sys.argv[1])
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 REAL = (
     "sglang.srt.models",
     "sglang.srt.configs",
@@ -41,37 +43,6 @@ REAL = (
 )
 EMPTY = frozenset(
     {"sglang.srt.models", "sglang.srt.configs", "sglang.srt.layers.quantization.gguf"}
-)
-ABSENT = (
-    "sglang",
-    "triton",
-    "einops",
-    "sgl_kernel",
-    "flashinfer",
-    "zmq",
-    "orjson",
-    "msgspec",
-    "numba",
-    "uvloop",
-    "pybase64",
-    "deep_gemm",
-    "deep_ep",
-    "aiter",
-    "xgrammar",
-    "cutlass",
-    "cuda",
-    "tilelang",
-    "tvm_ffi",
-    "decord",
-    "outlines",
-    "modelscope",
-    "torch_memory_saver",
-    "setproctitle",
-    "quack",
-    "flash_attn",
-    "IPython",
-    "cachetools",
-    "runai_model_streamer",
 )
 
 
@@ -192,13 +163,9 @@ def linear(module: types.ModuleType) -> None:
     vars(module)["LinearBase"] = base
     names = (
         "QKVParallelLinear MergedColumnParallelLinear ColumnParallelLinear RowParallelLinear "
-        "ReplicatedLinear"
+        "ReplicatedLinear MergedColumnParallelRepeatedLinear ColumnParallelBatchedLinear"
     )
-    for name in (
-        *names.split(),
-        "MergedColumnParallelRepeatedLinear",
-        "ColumnParallelBatchedLinear",
-    ):
+    for name in names.split():
         vars(module)[name] = type(name, (base,), {})
 
 
@@ -224,7 +191,7 @@ def attention(module: types.ModuleType) -> None:
     vars(module)["RadixAttention"] = type("RadixAttention", (Layer,), {})
 
 
-SPECIAL: dict[str, Callable[[types.ModuleType], None]] = {
+SPECIAL = {
     "sglang.srt.layers.linear": linear,
     "sglang.srt.layers.vocab_parallel_embedding": embedding,
     "sglang.srt.layers.moe.fused_moe_triton": experts,
@@ -259,7 +226,7 @@ def make_pp_layers(num_hidden_layers: int, layer_fn: Any, prefix: str = "", **_:
     return layers_of(num_hidden_layers, layer_fn, prefix), 0, num_hidden_layers
 
 
-ANSWERS: dict[str, Any] = {
+ANSWERS = {
     "add_prefix": lambda name, prefix: f"{prefix}.{name}" if prefix else f"{name}",
     "make_layers": make_layers,
     "make_pp_layers": make_pp_layers,
@@ -306,10 +273,10 @@ class StandIn(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """SGLang's own files for REAL, stand-ins for the rest of ABSENT."""
+    """SGLang's own files for REAL, stand-ins for the rest of what is absent."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name.partition(".")[0] not in ABSENT:
+        if name.partition(".")[0] not in TABLE["absent"]:
             return None
         place = ROOT / name.replace(".", "/")
         if name.startswith(REAL) and name not in EMPTY:
@@ -375,19 +342,7 @@ ALIASES = {"deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v3"}
 """As SGLang has them (utils/hf_transformers/common.py): a class of transformers with another
 model_type.
 """
-DEFAULTS: dict[str, Any] = {
-    "rope_scaling": None,
-    "pad_token_id": None,
-    "rope_theta": 10000.0,
-    "rope_parameters": {"rope_theta": 10000.0},
-    "sliding_window": None,
-    "encoder_only": False,
-    "hc_pre_from_prev_sublayer": False,
-    "q_head_norm": False,
-    "full_attention_interval": 4,
-    "num_dummy_heads": 0,
-    "is_moe_layer": [False] + [True] * 9,
-}
+DEFAULTS = TABLE["config"]
 """What a release's own config class would fill in."""
 
 
@@ -427,14 +382,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         hf_config=config,
         hf_text_config=text,
         is_draft_model=question["part"] == "mtp",
-        speculative_algorithm="EAGLE",
-        is_draft_quantization_explicit=False,
-        quantization=None,
         dtype=torch.bfloat16,
-        model_path="/nonexistent",
-        revision=None,
-        sliding_window_size=None,
-        nvfp4_moe_meta=None,
+        **TABLE["model_config"],
         is_fp4_experts=question["config"]["model_type"] == "deepseek_v4",
     )
     model_config._config_draft_model()

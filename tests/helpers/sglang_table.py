@@ -20,7 +20,7 @@ from keepmtp.recipes.runtimes.sglang import VERSION, sglang_spelling
 from keepmtp.recipes.schemes import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
-PAIRS: dict[Format, tuple[tuple[str, str], ...]] = {
+PAIRS = {
     "compressed-tensors": (
         ("NVFP4", "bf16"),
         ("FP8_DYNAMIC", "bf16"),

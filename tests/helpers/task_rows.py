@@ -5,27 +5,11 @@ same. gsm8k_platinum has gsm8k's form.
 """
 
 import re
-from typing import Any
 
 from tables import table
 
-TASK_ROWS: dict[str, Any] = table("helpers/task_rows")
-MMLU_PRO_SUBJECTS = [
-    "biology",
-    "business",
-    "chemistry",
-    "computer_science",
-    "economics",
-    "engineering",
-    "health",
-    "history",
-    "law",
-    "math",
-    "other",
-    "philosophy",
-    "physics",
-    "psychology",
-]
+TASK_ROWS = table("helpers/task_rows")
+MMLU_PRO_SUBJECTS = TASK_ROWS["mmlu_pro"]["subjects"]
 SHOWN = "A: Let's think step by step. So it is (B)."
 TASK_ROWS["mmlu_pro"]["rows"] = [
     {

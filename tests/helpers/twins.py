@@ -1,8 +1,15 @@
 """Checkpoints broken on purpose that only a real server can tell from good ones."""
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from json_files import json_of, put_json
+from safetensors.torch import load_file, save_file
+from seeds import seeded
+from torch import Tensor
 
 
 def broken(good: Path, folder: Path) -> Path:
@@ -19,4 +26,19 @@ def broken(good: Path, folder: Path) -> Path:
         if group["weights"]["num_bits"] == 8:
             group["targets"].append(r"re:^mtp\.layers\.0\.")
     put_json(folder / "config.json", config)
+    return folder
+
+
+def noisy(good: Path, folder: Path, names: str, noise: Callable[[Tensor], Tensor]) -> Path:
+    """A copy whose tensors of these names have noise on top, `noise` of a value as its deviation."""
+    shutil.copytree(good, folder)
+    generator = seeded(0)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if re.search(names, name):
+                drawn = torch.randn(tensor.shape, generator=generator)
+                value = tensor.float()
+                tensors[name] = (value + drawn * noise(value)).to(tensor.dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
     return folder

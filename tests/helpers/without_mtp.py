@@ -4,16 +4,14 @@ tiny sizes.
 In: a tool's word. Out: a `Checkpoint`, good as it is; broken.yaml breaks some.
 """
 
-from typing import Any
-
 import foreign_form
 from checkpoint_files import Checkpoint
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
 _SAID = foreign_form.SAID
-CONFIG: dict[str, Any] = _SAID["llama"]
-SAID: dict[str, dict[str, Any]] = {
+CONFIG = _SAID["llama"]
+SAID = {
     "gptq": _SAID["gptq"],
     "awq": _SAID["awq"],
     "awq with a list": _SAID["awq"] | _SAID["awq with a list"],
@@ -41,7 +39,7 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
             "num_experts": EXPERTS,
         }
         config |= {"num_experts_per_tok": 2, "moe_intermediate_size": WIDE, "head_dim": HIDDEN // 4}
-    tensors: Tensors = {
+    tensors = {
         "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
         "model.norm.weight": ("BF16", (HIDDEN,)),
         "lm_head.weight": ("BF16", (VOCABULARY, HIDDEN)),
@@ -84,7 +82,7 @@ def _stored(tool: str, rows: int, columns: int) -> Tensors:
         case "compressed-tensors":
             return _fp8(rows, columns, (rows, 1))
         case "compressed-tensors, integers":
-            packed: Tensors = {
+            packed = {
                 "weight_packed": ("I32", (rows, columns // 8)),
                 "weight_shape": ("I64", (2,)),
             }

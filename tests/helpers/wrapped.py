@@ -10,8 +10,6 @@ where no published listing of it was found. What stands in config.json around th
 wrapped.yaml.
 """
 
-from collections.abc import Callable
-
 from layouts import COMMON, TABLES
 from releases import source_layout
 from tables import table
@@ -70,7 +68,7 @@ def nemotron_omni(
     return config, {f"language_model.{name}": spec for name, spec in tensors.items()}
 
 
-WRAPPED: dict[str, Callable[[], tuple[Config, Tensors]]] = {
+WRAPPED = {
     "qwen4_exp_text": qwen4_exp_text,
     "inkling_model": inkling_model,
     "bailing_moe_v3_vl": bailing_v3_vl,

@@ -248,17 +248,11 @@ def test_nan_and_inf_are_refused(name, value, small_chunks):
 WIDE = torch.tensor([[3e38, -3e38]]).repeat(8, 64).bfloat16()
 
 
-@pytest.mark.parametrize(
-    "name, weight, says",
-    [
-        ("FP8_DYNAMIC", torch.ones(128), "matrix"),
-        ("FP8_DYNAMIC", torch.ones(2, 16, 128), "matrix"),
-        ("FP8_DYNAMIC", torch.ones(0, 128), "matrix"),
-        ("FP8_DYNAMIC", torch.ones(16, 128, dtype=torch.int8), "matrix"),
-        ("W4A16_ASYM", WIDE, "the range of a group must be finite; got Inf"),
-    ],
-)
-def test_other_tensors_are_refused(name, weight, says):
-    with pytest.raises((CheckpointError, RecipeError), match=says):
-        pack(SCHEMES[name], [weight])
+def test_other_tensors_are_refused():
+    ones = torch.ones
+    for weight in (ones(128), ones(2, 16, 128), ones(0, 128), ones(16, 128, dtype=torch.int8)):
+        with pytest.raises((CheckpointError, RecipeError), match="matrix"):
+            pack(SCHEMES["FP8_DYNAMIC"], [weight])
+    with pytest.raises(CheckpointError, match="the range of a group must be finite; got Inf"):
+        pack(SCHEMES["W4A16_ASYM"], [WIDE])
     pack(SCHEMES["W4A16_G32"], [WIDE])

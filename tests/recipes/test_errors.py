@@ -2,19 +2,9 @@
 
 import pytest
 from keepmtp.recipes.errors import MAX_GOT, CheckpointError, printable
+from tables import table
 
-HOSTILE = {
-    "a colour": ("\x1b[31mred", r"\x1b[31mred"),
-    "a title": ("\x1b]0;mine\x07", r"\x1b]0;mine\x07"),
-    "a line break": ("one\r\ntwo", r"one\r\ntwo"),
-    "a line break of Unicode": ("one\u2028two\x85", r"one\u2028two\x85"),
-    "a tab": ("a\tb", r"a\tb"),
-    "a NUL": ("a\0b", r"a\x00b"),
-    "text turned around": ("\u202egnp.exe\u2066", r"\u202egnp.exe\u2066"),
-    "an invisible character": ("a\u200bb\ufeff", r"a\u200bb\ufeff"),
-    "half a character": ("a\ud83d.weight", r"a\ud83d.weight"),
-    "a second terminal's escape": ("\x9b2J", r"\x9b2J"),
-}
+HOSTILE = table("recipes/hostile_text")
 
 
 @pytest.mark.parametrize("text, shown", HOSTILE.values(), ids=HOSTILE)

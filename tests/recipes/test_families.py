@@ -39,6 +39,7 @@ from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
 from keepmtp.recipes.schemes import num_bytes
 from layouts import MODELS, PUBLISHED
 from pydantic import TypeAdapter, ValidationError
+from tables import cases, table
 from tensors import Tensors
 
 NAMES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
@@ -158,12 +159,7 @@ def test_fixtures_have_the_published_size(model):
 # What a published header or index counts: names under a prefix, and their bytes. The second is
 # Gemma 4 12B's assistant, the third the MTP file of MiMo-V2.5, which has q, k and v in one tensor,
 # so that Flash's names count otherwise.
-INDEXES = [
-    ("hy3", {}, "", 47138, 597_572_342_272),
-    ("gemma-4-26b-assistant", {"backbone_hidden_size": 3840}, "", 48, 845_713_928),
-    ("mimo-v2-flash", {}, "model.mtp.", None, 1_189_400_448),
-    ("mimo-v2.5", {}, "model.mtp.", 48, 1_189_400_448),
-]
+INDEXES = table("recipes/test_families")["INDEXES"]
 
 
 @pytest.mark.parametrize(("model", "changes", "prefix", "count", "size"), INDEXES)
@@ -186,7 +182,7 @@ def is_later(view, place) -> bool:
 def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
     view, tensors = view_of(model)
     known = PUBLISHED[model]
-    found: dict[bool, set[str]] = {True: set(), False: set()}
+    found = {True: set(), False: set()}
     for name, (_, shape) in tensors.items():
         place = view.place(HFName(name))
         if (
@@ -306,19 +302,8 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     assert WITHOUT_TABLE.keys().isdisjoint(families())
 
 
-ON_SOME = [  # config.json, versions that draft for it
-    ({"model_type": "step5"}, ">=0.33"),
-    ({"model_type": "glm5_next"}, ">=0.30"),
-    ({"model_type": "longcat_flash_ngram"}, "<0.32"),
-    ({"model_type": "new", "num_mtp_layers": 1}, ">=0.33"),
-    ({"model_type": "new", "num_mtp_layers": 1, "text_config": {}}, "<0"),
-    ({"model_type": "new", "num_mtp_layers": 0}, "<0"),
-    ({"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}, ">0"),
-]
-
-
 @pytest.mark.parametrize("version", [*KNOWN, "0.33.1rc1.dev7+g1", "0.32.0+cpu", "of my own"])
-@pytest.mark.parametrize(("config", "versions"), ON_SOME)
+@cases
 def test_a_model_is_drafted_for_by_versions(config, versions, version):
     assert is_drafted(config, version) == holds(versions, version)
 
@@ -382,7 +367,7 @@ def test_deepseek_v4_layers_have_the_shapes_transformers_builds():
     for layer in range(
         3
     ):  # one without compressor, one of each kind of compressor; the first routes by hash
-        theirs: Counter[tuple[int, ...]] = Counter()
+        theirs = Counter()
         for name, shape in state.items():
             if name.startswith(f"model.layers.{layer}.mlp.experts.gate_up_proj"):
                 theirs[(shape[1] // 2, shape[2])] += 2 * shape[0]
@@ -411,27 +396,24 @@ def built_by_transformers(model: str):
 READ_NOT_WRITTEN = ("minimax-m3", "hy4-preview", "qwen3.8-flash-next")
 
 
+def amiss(folder: Path, config: dict, tensors: Tensors) -> dict[str, set[str]]:
+    """What transformers says of names when it loads them."""
+    transformers = pytest.importorskip("transformers")
+    releases.write_checkpoint(folder, config, tensors, data="random")
+    model_class = getattr(transformers, config["architectures"][0])
+    _, loading = model_class.from_pretrained(folder, output_loading_info=True, dtype="bfloat16")
+    return loading
+
+
 @pytest.mark.parametrize("model", READ_NOT_WRITTEN)
 def test_transformers_loads_the_published_names(model, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    config, tensors = releases.source_layout(model, size="tiny")
-    releases.write_checkpoint(tmp_path, config, tensors, data="random")
-    model_class = getattr(transformers, config["architectures"][0])
-    _, loading = model_class.from_pretrained(
-        tmp_path, output_loading_info=True, dtype=torch.bfloat16
-    )
-    assert {key: sorted(names) for key, names in loading.items() if names} == {}
+    assert not any(amiss(tmp_path, *releases.source_layout(model)).values())
 
 
 def test_a_wrong_name_is_noticed(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config, tensors = releases.source_layout("hy4-preview", size="tiny")
+    config, tensors = releases.source_layout("hy4-preview")
     wrong = {name.replace("linear_gate", "gate"): spec for name, spec in tensors.items()}
-    releases.write_checkpoint(tmp_path, config, wrong, data="random")
-    model_class = getattr(transformers, config["architectures"][0])
-    _, loading = model_class.from_pretrained(tmp_path, output_loading_info=True)
-    assert any("gate_proj" in name for name in loading["missing_keys"])
+    assert any("gate_proj" in name for name in amiss(tmp_path, config, wrong)["missing_keys"])
 
 
 # --- SGLang: names that its own classes were seen to construct -------------------------------------

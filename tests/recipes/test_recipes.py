@@ -218,7 +218,7 @@ def test_command_lines_that_are_refused():
 
 
 @pytest.mark.parametrize("option", ["scheme", "mtp"])
-@pytest.mark.parametrize("typo", ["fp8-dynamc", "w4a61", "NVFP-4", "FP8_BLOK", "sorce", "aut"])
+@cases
 def test_every_suggestion_works(option, typo):
     """The word after "Did you mean" is taken in the same place of the same command."""
     with pytest.raises(RecipeError) as caught:

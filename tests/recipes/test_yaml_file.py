@@ -10,7 +10,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, read_file, read_recipe
 from keepmtp.recipes.model_file import model_files
 from keepmtp.recipes.yaml_file import load_shipped, read_yaml
-from tables import spelled, table
+from tables import cases, spelled, table
 
 REFUSED = table("recipes/test_yaml_file")["REFUSED"]
 
@@ -52,10 +52,7 @@ def test_a_shipped_file_is_the_same_for_both_readers():
 
 
 @pytest.mark.parametrize("key", ["model", "variant", "family"])
-@pytest.mark.parametrize(
-    "name",
-    ["../../x", "/x", "a/b", ".", "..", "", ".hidden", "a b", "-x", "a\x1b", "a\n", "x" * 101],
-)
+@cases
 def test_a_name_that_would_lead_to_another_folder(key, name, tmp_path):
     path = flat(tmp_path, key, name)
     with pytest.raises(
@@ -91,7 +88,7 @@ def test_a_regex_that_is_none(pattern, tmp_path):
 
 
 @pytest.mark.parametrize("value", [True, "3", 1.5, 2**31])
-@pytest.mark.parametrize("key", ["samples", "held_out", "sequence_length", "batch_size", "seed"])
+@cases
 def test_a_count_that_is_none(key, value, tmp_path):
     if key == "seed" and value == 2**31:
         value = 2**64

@@ -39,7 +39,7 @@ def mark(monkeypatch) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_processes", range(1, 6))
 def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
     """Ended as soon as so many of its five processes run: the supervisor, the child, and three of
     the child's.

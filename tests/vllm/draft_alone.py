@@ -282,7 +282,7 @@ def draft_alone(
         if not model_parallel_is_initialized():
             init_distributed_environment(1, 0, "tcp://127.0.0.1:29533", 0, backend="gloo")
             initialize_model_parallel(1)
-        model: Any = get_model(
+        model = get_model(
             vllm_config=config, model_config=config.speculative_config.draft_model_config
         )
         _share(model, load_file(f"{folder}/model.safetensors"))

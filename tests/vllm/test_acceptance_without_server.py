@@ -6,11 +6,10 @@ compared too: there the agreement says something. All are asked the same problem
 text is what vLLM wrote.
 """
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
+import twins
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -19,29 +18,20 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.server import server_environment
 from passes import END, finished, laid_out, plan_over, prompts
 from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QWEN, in_vllm
-from safetensors.torch import load_file, save_file
-from seeds import seeded
+from tables import table
 
 ASKED = prompts(60)
 TOLERANCE = 0.03
 # What is served, tokens drafted a step, and which row of the MTP pass that is.
-CASES = {"glm": (3, 0), "glm-noise": (3, 0), "qwen-noise": (1, 0), "qwen-noise-nvfp4-kv": (1, 2)}
+CASES = table("vllm/test_acceptance_without_server")["CASES"]
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 
 
 def noisy(source: Path, out: Path, deviations: float) -> Path:
     """A copy whose block's projection has noise on top, in standard deviations of its weights."""
-    shutil.copytree(source, out)
-    draw = seeded(0)
-    for path in out.glob("*.safetensors"):
-        tensors = load_file(path)
-        for name, value in tensors.items():
-            if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
-                noise = torch.randn(value.shape, generator=draw) * value.float().std() * deviations
-                tensors[name] = (value.float() + noise).to(value.dtype)
-        save_file(tensors, path, metadata={"format": "pt"})
-    return out
+    names = r"(eh_proj|mtp\.fc)\.weight$"
+    return twins.noisy(source, out, names, lambda value: deviations * value.std())
 
 
 @pytest.fixture(scope="module")

@@ -33,11 +33,7 @@ TABLE = table("vllm/test_draft_logits")
 NUM_DRAFTS = 3
 # Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the
 # more it weighs.
-PROMPTS = [
-    [5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8],
-    [400, 3, 3, 17, 250],
-    [71, 22, 154, 68, 90, 11, 45],
-]
+PROMPTS = table("vllm/test_draft_logits")["PROMPTS"]
 LEEWAY = 3.0
 SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
 # CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a
@@ -45,7 +41,7 @@ SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
 EVEN = TABLE["EVEN"]
 # Release -> recipe of its family; matrices of noise, since these have no trained tiny model.
 NOISE = TABLE["NOISE"]
-CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
+CHANGES = {"mimo-v2-flash": EVEN}
 # The attention of these has no kernel for the CPU: `draft_alone.py` runs vLLM's draft class by
 # itself, in this dtype. Their indexers choose four keys of at most twelve. DeepSeek-V4's streams
 # have kernels for BF16 alone.

@@ -16,7 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-import torch
+import twins
 from commands import KEEPMTP, ROOT, captured
 from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
@@ -32,8 +32,6 @@ from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
-from safetensors.torch import load_file, save_file
-from seeds import seeded
 from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
@@ -88,16 +86,7 @@ def spoilt(made: Path, twin: Path) -> Path:
     """The same checkpoint with noise in the scales of its routed experts: it loads, and it answers
     fluently.
     """
-    shutil.copytree(made, twin)
-    generator = seeded(0)
-    for path in twin.glob("*.safetensors"):
-        tensors = load_file(path)
-        for name, tensor in tensors.items():
-            if ".experts." in name and name.endswith("weight_scale"):
-                noise = torch.randn(tensor.shape, generator=generator)
-                tensors[name] = (tensor.float() * (1 + NOISE * noise)).to(tensor.dtype)
-        save_file(tensors, path, metadata={"format": "pt"})
-    return twin
+    return twins.noisy(made, twin, r"\.experts\..*weight_scale$", lambda value: NOISE * value)
 
 
 def reasons(found: dict) -> dict[str, dict]:

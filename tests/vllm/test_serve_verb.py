@@ -5,13 +5,12 @@ nothing else.
 import json
 import signal
 import socket
-import subprocess
 import time
 from uuid import uuid4
 
 import httpx
 import pytest
-from commands import KEEPMTP
+from commands import started
 from keepmtp.validate.measure.texts import PROMPTS
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
 from survivors import MARK, none_left
@@ -37,14 +36,7 @@ def test_serve_until_ctrl_c(tmp_path):
         "OMP_NUM_THREADS": "1",
         MARK: mark,
     }
-    process = subprocess.Popen(
-        [KEEPMTP, *words.split()],
-        env=stranger(**changes),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = started(words, env=stranger(**changes))
     deadline = time.monotonic() + 400
     while not log.is_file() or "Application startup complete" not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()

@@ -24,7 +24,7 @@ ANSWERS = ["12", "15", "17", "10"]
 SOURCES = ("tiny-glm4-moe", "tiny-qwen3_5")
 # Every scheme that vLLM's CPU build has a kernel for: all linears of Qwen3.5, all but the routed
 # experts of GLM.
-MADE: dict[str, tuple[str, dict[str, str]]] = {
+MADE = {
     "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
     "glm-fp8": ("tiny-glm4-moe", {"scheme": "fp8-dynamic"}),
 }

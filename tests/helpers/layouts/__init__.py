@@ -17,7 +17,7 @@ TINY: dict[str, Config] = {}
 TABLES: dict[str, Tables] = {}
 PUBLISHED: dict[str, Published] = {}
 
-COMMON: Tables = yaml.safe_load(Path(__file__).with_name("common.yaml").read_text())["tables"]
+COMMON = yaml.safe_load(Path(__file__).with_name("common.yaml").read_text())["tables"]
 for _path in sorted(Path(__file__).parent.glob("*.yaml")):
     _raw = yaml.safe_load(_path.read_text())
     MODELS |= _raw["models"]

@@ -14,30 +14,14 @@ from keepmtp.recipes.errors import RecipeError
 from killed import events, finished, small_recipe, start, statistics
 from passes import ALONE, prepared
 from seeds import seeded
+from tables import cases
 from transformers.models.glm4_moe import modeling_glm4_moe
+
 
 # Each rerun is killed at another place, later than the last; the fourth has finished its layer, but
 # told no one.
-PLACES = [
-    ("before statistics", 0),
-    ("after statistics", 1),
-    ("amid states", 1),
-    ("amid removal", 1),
-]
-
-
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "name, places, told",
-    [
-        ("tiny-glm4-moe.nvfp4", PLACES, [1, 3]),
-        ("tiny-glm4-moe.w4a16-gptq", PLACES[2:3], [1, 2, 3]),
-        ("tiny-glm4-moe.w4a16-awq", [("after statistics", 2)], [1, 2, 3]),
-        ("tiny-qwen3_5.nvfp4 imatrix", PLACES[1:2], [1, 2, 3]),
-        ("tiny-qwen3_5.w4a16-gptq", [("amid states", 2)], [1, 2, 3]),
-        ("tiny-qwen3_5.w4a16-awq", PLACES[2:3], [1, 2, 3]),
-    ],
-)
+@cases
 def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp_path):
     name, _, search = name.partition(" ")
     recipe = small_recipe(tmp_path, name, search=search)

@@ -22,7 +22,7 @@ from pretended_gpu import GPU, pretended_gpu
 from releases import source_layout, write_checkpoint
 
 # What must fit, in the sentence -> where the GPU is full: from this call of a function on.
-FULL: dict[str, tuple[Any, str, int]] = {
+FULL = {
     "the embedding": (Skeleton, "__init__", 1),
     "decoder layer 0 and a batch": (backbone, "_calibrate_layer", 1),
     "decoder layer 1 and a batch": (backbone, "_calibrate_layer", 2),

@@ -21,6 +21,7 @@ from keepmtp.recipes.schema import validated
 from killed import finished, small_recipe, start
 from layerwise import GLM, Skeleton, outliers, token_ids
 from llmcompressor.observers import Observer
+from tables import cases
 
 
 def searching(plan: Plan, search: str) -> Plan:
@@ -124,17 +125,7 @@ def test_what_importance_takes_is_counted(searched):
 # --- recipes --------------------------------------------------------------------------------------
 
 
-AUTO = {"backbone": "auto", "budget": "7MiB", "backbone_auto": {"candidates": ["NVFP4", "bf16"]}}
-
-
-@pytest.mark.parametrize(
-    "name, changes, says",
-    [
-        ("glm-4.7.w4a16-fp8", {}, "calibration must be given for search: imatrix; got null"),
-        ("glm-4.7.w4a16-gptq", {}, r"rounded to nearest; got calibration\.algorithm gptq"),
-        ("tiny-docs.nvfp4", AUTO, "must come with a word for every group; got backbone: auto"),
-    ],
-)
+@cases
 def test_importance_stands_beside_nothing_that_has_scales_of_its_own(name, changes, says):
     recipe = find_recipe(name)[0].model_dump() | changes | {"search": "imatrix"}
     with pytest.raises(RecipeError, match=says):

@@ -21,6 +21,7 @@ from layerwise import (
     GLM,
     IGNORE,
     LINEAR,
+    MODELS,
     QWEN,
     Skeleton,
     assert_same,
@@ -33,6 +34,7 @@ from layerwise import (
     unpacked,
 )
 from seeds import seeded
+from tables import cases, table
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,23 +56,11 @@ def num_modules(results: list) -> int:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "folder, scheme, knobs",
-    [
-        (GLM, "W4A16", GPTQKnobs(actorder=None, dampening_frac=0.2, block_size=48)),
-        (GLM, "W4A16", GPTQKnobs()),
-        (QWEN, "W4A16", GPTQKnobs()),
-        (GLM, "NVFP4", GPTQKnobs()),
-        (QWEN, "W8A8", GPTQKnobs()),
-        (GLM, "W4A16_G32", GPTQKnobs()),
-        (GLM, "W4A16_ASYM", GPTQKnobs()),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_gptq_equals_the_sequential_pipelines(folder, scheme, knobs):
+@cases
+def test_gptq_equals_the_sequential_pipelines(model, scheme, knobs):
     from llmcompressor.modifiers.gptq import GPTQModifier
 
-    ids, given = token_ids(samples=2), knobs.model_dump()
+    folder, ids, given = MODELS / model, token_ids(samples=2), GPTQKnobs(**knobs).model_dump()
     modifier = GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE, **given)
     model = sequential(folder, ids, [modifier])
     _, results = layerwise(folder, ids, scheme, "gptq", knobs=given)
@@ -83,20 +73,8 @@ def group_of(scheme: str) -> dict:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "folder, scheme, algorithm, knobs",
-    [
-        (GLM, "W4A16", "awq", AWQKnobs(n_grid=5, duo_scaling=False)),
-        (GLM, "W4A16", "awq", AWQKnobs(n_grid=6, duo_scaling="both")),
-        (QWEN, "W4A16", "awq", AWQKnobs()),
-        (GLM, "W4A16", "awq", AWQKnobs()),
-        (GLM, "W4A16_ASYM", "awq", AWQKnobs()),
-        (QWEN, "W8A8", "smoothquant", None),
-        (GLM, "W8A8", "smoothquant", None),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, knobs, monkeypatch):
+@cases
+def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, knobs, monkeypatch):
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
@@ -104,7 +82,8 @@ def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, kn
 
     # Without an accelerator llm-compressor's own AWQ stops at the first mapping.
     monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_: None)
-    ids, given = token_ids(samples=2), knobs.model_dump() if knobs else {}
+    folder, ids = MODELS / model, token_ids(samples=2)
+    given = {} if algorithm == "smoothquant" else AWQKnobs(**knobs).model_dump()
     _, results = layerwise(folder, ids, scheme, algorithm, knobs=given)
     pairs = [(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
     if algorithm == "awq":
@@ -195,14 +174,7 @@ class Toy(nn.Module):
         return h + self.down_proj(nn.functional.silu(self.gate_proj(h)) * up)
 
 
-SHAPES = (
-    ("in_proj_qkv", 128, 128),
-    ("in_proj_z", 128, 128),
-    ("gate_proj", 128, 256),
-    ("up_proj", 128, 256),
-    ("down_proj", 256, 128),
-    ("spare", 128, 128),
-)
+SHAPES = table("quantize/calibrate/test_layer")["SHAPES"]
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 
@@ -272,15 +244,7 @@ def test_a_module_that_is_never_called_is_an_error():
         of_toy(Toy(), {"spare": "FP8", "up_proj": "FP8"}, "minmax")
 
 
-@pytest.mark.parametrize(
-    "broken, value, named",
-    [
-        ("in_proj_z", float("nan"), "in_proj_z: .* its weight"),
-        ("norm", float("nan"), "in_proj_qkv: .* its input"),
-        ("up_proj", 3e38, "down_proj: .* its input"),
-        ("down_proj", 3e38, "its output"),
-    ],
-)
+@cases
 def test_activations_that_are_not_finite_name_the_first_module(broken, value, named):
     toy = Toy()
     toy.get_submodule(broken).weight.data[3] = value
@@ -310,9 +274,7 @@ def test_propagating_and_serving(scheme):
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
-@pytest.mark.parametrize(
-    "scheme, algorithm, equal", [("NVFP4", "minmax", True), ("W4A16", "gptq", False)]
-)
+@cases
 def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
     """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights
     are the twin.

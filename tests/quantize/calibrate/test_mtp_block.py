@@ -6,7 +6,6 @@ What is compared with vLLM itself is in tests/vllm/test_draft_logits.py.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -124,7 +123,7 @@ def test_the_layer_computes_as_it_would_in_a_backbone(model, block_of):
         )
     if not any(".experts." in name for name in block.state_dict()):
         config._experts_implementation_internal = None  # such classes refuse to be told
-    backbone: Any = AutoModel.from_config(
+    backbone = AutoModel.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     linear_experts(backbone)

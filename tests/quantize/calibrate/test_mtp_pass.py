@@ -28,6 +28,7 @@ from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.schema import MtpAuto
 from passes import ALONE, ROOT, answered, even, fresh, plan_over, reading, results_of
+from tables import cases
 
 # Of a tiny model's block, the group that is quantized.
 MODELS = {"tiny-glm4-moe": "experts", "tiny-qwen3_5": "dense_mlp"}
@@ -155,9 +156,7 @@ def invented(glm, tmp_path, monkeypatch):
     return results
 
 
-@pytest.mark.parametrize(
-    ("least", "chosen"), [(0.89, "W4A16"), (0.96, "FP8_DYNAMIC"), (0.99, "bf16"), (0.999, None)]
-)
+@cases
 def test_the_budget_decides(glm, invented, least, chosen):
     asked = auto(glm[0], "W4A16", "FP8_DYNAMIC", "bf16", least=least)
     run = invented(asked, 100_000, 0.8, 0.798, 0.77, 0.72)
@@ -407,10 +406,7 @@ def test_a_pass_without_these_states_does_not_calibrate_a_block(plans, tmp_path)
     assert mtp_pass(plans["FP8_DYNAMIC"], without)[1].rows
 
 
-@pytest.mark.parametrize(
-    ("candidates", "may"),
-    [(("NVFP4", "bf16"), True), (("FP8_DYNAMIC", "bf16"), False), ((({"experts": "FP8"}),), True)],
-)
+@cases
 def test_candidates_say_whether_a_block_may_be_calibrated(candidates, may, plans):
     plan = plans["bf16"]
     chooses, calibration = auto(plan, *candidates), plan.calibration

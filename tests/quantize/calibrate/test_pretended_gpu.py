@@ -13,31 +13,11 @@ from keepmtp.quantize.calibrate.model import skeleton
 from killed import small_recipe
 from passes import prepared
 from shipped import shipped_recipes
+from tables import cases, table
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.
-FAMILIES = (
-    "deepseek-v3.1",
-    "deepseek-v3.2",
-    "dsv4-flash",
-    "ernie-4.5-21b",
-    "exaone-4.5-33b",
-    "glm-4.7",
-    "glm-4.7-flash",
-    "glm-5",
-    "glm-5.3-flash",
-    "glm-ocr",
-    "hy3",
-    "hy4-preview",
-    "k-exaone-236b",
-    "mimo-7b",
-    "mimo-v2-flash",
-    "minimax-m3",
-    "nemotron-3-super",
-    "qwen3-next-80b",
-    "qwen3.5-27b",
-    "qwen3.5-397b",
-)
+FAMILIES = table("quantize/calibrate/test_pretended_gpu")["FAMILIES"]
 WITHOUT_DRAFT = ("glm-5.3-flash",)
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if not recipe.calibrated_schemes()}
 
@@ -52,23 +32,10 @@ def test_every_family(model, tmp_path):
 
 
 SMALL = {"samples": 2, "held_out": 4, "sequence_length": 32, "batch_size": 1}
-# GPTQ walks over the columns of each matrix, AWQ over a grid: a few matrices show what all of them
-# do.
-FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "experts": "bf16"}
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "name, backbone",
-    [
-        ("tiny-glm4-moe.fp8", {}),
-        ("tiny-glm4-moe.nvfp4-mtp-auto", {}),
-        ("tiny-glm4-moe.w4a16-gptq", FEW),
-        ("tiny-glm4-moe.w4a16-awq", FEW),
-        ("tiny-glm4-moe.w8a8-smoothquant", {}),
-        ("tiny-qwen3_5.w4a16-awq", {}),
-    ],
-)
+@cases
 def test_every_algorithm(name, backbone, tmp_path):
     found = in_a_child(algorithm_run, name, backbone, tmp_path)
     assert found.mixes == ()
@@ -78,7 +45,7 @@ def test_every_algorithm(name, backbone, tmp_path):
 
 def algorithm_run(name: str, backbone: dict[str, str], folder: Path):
     plan, data = prepared(small_recipe(folder, name, **SMALL))
-    changes: dict[str, object] = {"backbone": plan.recipe.backbone | backbone}
+    changes = {"backbone": plan.recipe.backbone | backbone}
     if plan.recipe.mtp_auto:
         least = {"min_acceptance": 0.01, "candidates": ("NVFP4",)}
         changes["mtp_auto"] = plan.recipe.mtp_auto.model_copy(update=least)

@@ -28,6 +28,7 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import MtpTuned
 from passes import ROOT, answered, even, fresh, plan_over, results_of
 from safetensors.torch import load_file, save_file
+from tables import cases
 from writing import recipe_with
 
 TUNED = """
@@ -209,10 +210,7 @@ def by_kind(**gains: float) -> Acceptance:
 KINDS = ("a", "b") * 20
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "is_better"),
-    [(1.3, 1.0, True), (1.3, 0.9, False), (1.01, 0.99, False), (1.02, 1.02, True)],
-)
+@cases
 def test_no_kind_may_be_lost_and_the_mean_must_gain(a, b, is_better):
     """1.3 and 0.9 are the twin: its mean gains, as a gate of one kind of text would see."""
     rows = {kind: [*range(place, 40, 2)] for place, kind in enumerate("ab")}

@@ -19,7 +19,7 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, check_source, examine
 from keepmtp.validate.check.dialects import choose
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
-from tables import table
+from tables import cases, table
 
 FINDINGS = table("validate/check/findings")
 
@@ -87,9 +87,7 @@ def test_each_finding_is_said_in_its_words(name, tmp_path):
     agree(row, check(folder, source=source, runtimes=row.get("runtimes", ["vllm"])).findings)
 
 
-@pytest.mark.parametrize(
-    "model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"]
-)
+@cases
 @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
 def test_scales_of_the_cache_that_keepmtp_writes_pass_without_a_word(model, format, tmp_path):
     checkpoint = with_scales(model, format)
@@ -108,16 +106,8 @@ def test_it_is_found_before_anything_is_read(tmp_path):
     assert found.source is None
 
 
-BY_VERSION = [  # of modelopt's config, what vLLM builds for `lm_head`: in these versions, and before
-    ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, ">=0.33", "plain", "nvfp4_modelopt"),
-    ({"quant_algo": "NVFP4", "ignore": ["lm_head"]}, ">=0.29", "plain", ""),
-    ({"quant_algo": "NVFP4", "ignore": [], "exclude_modules": ["lm_head"]}, ">=9", "", ""),
-    ({"quantized_layers": {"lm_head": {"quant_algo": "IQ2_XS"}}}, ">=0.32", "unknown", "plain"),
-]
-
-
 @pytest.mark.parametrize("version", KNOWN)
-@pytest.mark.parametrize(("given", "versions", "built", "before"), BY_VERSION)
+@cases
 def test_a_dialect_is_that_of_the_version(given, versions, built, before, version):
     raw = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", **given}
     dialect = choose.read_dialect({"quantization_config": raw}, None, vllm=version)

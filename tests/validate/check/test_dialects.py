@@ -19,6 +19,7 @@ from keepmtp.validate.check.dialects.modelopt import ModelOpt
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.vllm_module import Dialect, UnknownDialect
 from real_vllm import ask
+from tables import table
 
 PEER = r"""
 import json, sys
@@ -253,21 +254,7 @@ def ours(dialect: Dialect, module: Module) -> list[str]:
 
 # Classes that vLLM's CPU build can import; the others' mappers are compared by the dry load's names
 # and answers.
-CPU_MODELS = (
-    "deepseek-r1",
-    "glm-4.7",
-    "glm-4.7-flash",
-    "qwen3-next-80b",
-    "qwen3.5-27b",
-    "qwen3.5-text",
-    "mimo-7b",
-    "mimo-v2-flash",
-    "ernie-4.5-21b",
-    "k-exaone-236b",
-    "hy3",
-    "nemotron-3-super",
-    "longcat-flash-chat",
-)
+CPU_MODELS = table("validate/check/test_dialects")["CPU_MODELS"]
 
 
 @pytest.mark.full

@@ -20,10 +20,10 @@ from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects import patterns
 from keepmtp.validate.facts.results import CheckData
-from tables import cases
+from tables import cases, table
 
 EVIL = "re:([a-z0-9._]+)*!"
-DEEP: Any = {"a": [{"b": {}}]}
+DEEP = {"a": [{"b": {}}]}
 
 
 def checked(folder: Path, base: str, **changes: Any) -> CheckData:
@@ -35,16 +35,7 @@ def said(key: str, value: Any) -> dict[str, Any]:
     return {f"quantization_config/{key}": value}
 
 
-PLACES = {
-    "glm nvfp4": "config_groups config_groups/group_0 config_groups/group_0/targets "
-    "config_groups/group_0/weights config_groups/group_0/weights/num_bits "
-    "config_groups/group_0/weights/group_size format ignore",
-    "v3 block": "config_groups/group_0/weights/block_structure",
-    "glm modelopt": "quant_algo ignore group_size quantization",
-    "glm mixed": "quantized_layers",
-    "glm modelopt file": "quantization/exclude_modules",
-    "released deepseek-r1": "weight_block_size ignored_layers",
-}
+PLACES = table("validate/check/test_hostile")["PLACES"]
 
 
 @pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
@@ -191,7 +182,7 @@ def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, nam
         assert all(char.isprintable() for char in text) and len(text) < 20_000
 
 
-@pytest.mark.parametrize("auto_map", [{}, {"AutoModel": "somebody/else--modeling_x.Model"}])
+@cases
 def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, tmp_path):
     row = {
         "of": "glm fp8",

@@ -96,26 +96,13 @@ def test_what_was_read_is_counted(load, given, read, wanted):
     assert set(sources) == (set(given) if wanted == "full" else set())
 
 
-@pytest.mark.parametrize(
-    "dtype, param, told",
-    [
-        (F32, "weight", []),
-        (BF16, "packed", ["bfloat16", "float8_e4m3fn"]),
-        (torch.uint8, "packed", ["uint8", "float8_e4m3fn"]),  # copy_ turns 0x38 into 56.0
-        (FP8, "weight", ["float8_e4m3fn", "bfloat16"]),
-        (torch.float8_e8m0fnu, "scale", []),  # a power of two is exact in float32
-        (torch.int64, "weight", []),
-        (F32, "spread", ["()", "(6, 1)"]),
-    ],
-)
-def test_casts_that_change_the_numbers_and_values_that_are_spread_are_told(dtype, param, told):
-    name, shape = {
-        "spread": ("scale", ()),
-        "packed": ("packed", (4, 4)),
-        "scale": ("scale", (6, 1)),
-    }.get(param, ("weight", (6, 4)))
+@cases
+def test_casts_that_change_the_numbers_and_values_that_are_spread_are_told(
+    dtype, name, shape, told
+):
     account, _ = loaded(
-        lambda m, t: getattr(m, name).data.copy_(t["t"]), t=meta(*shape, dtype=dtype)
+        lambda m, t: getattr(m, name).data.copy_(t["t"]),
+        t=meta(*shape, dtype=getattr(torch, dtype)),
     )
     assert list(account.misfits) == [(name, "t", *told)] * bool(told)
 

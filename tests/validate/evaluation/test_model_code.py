@@ -13,6 +13,7 @@ from commands import ROOT
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.measure import model_code
 from keepmtp.validate.measure.model_code import fence, load, passes
+from tables import table
 
 FINE = "def f(a):\n    import math\n    return math.sqrt(a)\n"
 TEST = "def check(candidate):\n    assert candidate(4) == 2\ncheck(f)\n"
@@ -60,27 +61,7 @@ def test_numbers_of_numpy_are_numbers():
     assert passes(program, "assert f(2) == (2, [0.5], True, 2.0)", ())
 
 
-# Each says that it passed, or ends before it can fail; the word "passed" is in none of its reach.
-FALSE = {
-    "ends well": "import os\nos._exit(0)",
-    "leaves": "def f(a): raise SystemExit(0)",
-    "ends as a machine without a sandbox did": "import os\ndef f(a): os._exit(3)",
-    "is ended": "import os\ndef f(a): os.kill(os.getpid(), 9)",
-    "crashes": "import ctypes\ndef f(a): ctypes.string_at(0)",
-    "equals everything": "class Same(int):\n    __eq__ = lambda self, other: True\ndef f(a): return Same(3)",
-    "prints": "def f(a): print(2)",
-    "replaces": (
-        "import os, sys, builtins\nos._exit = sys.exit = exit = print\nbuiltins.AssertionError = "
-        "int\nassert 1"
-    ),
-    "rewrites its parent": "import sys\nframe = sys._getframe(1)\nframe.f_globals['_plain'] = lambda value: True\n"
-    "def f(a): return 3",
-    "floods": "import os\ndef f(a):\n    for at in range(3, 30):\n        try: os.write(at, b'[' * "
-    "9999999)\n"
-    "        except OSError: pass",
-    "nests": "def f(a):\n    for _ in range(99999): a = [a]\n    return a",
-    "half a character": "x = '\ud800'",
-}
+FALSE = table("validate/evaluation/false_programs")
 
 
 @pytest.mark.parametrize("program", FALSE.values(), ids=FALSE)

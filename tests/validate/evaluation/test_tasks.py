@@ -163,7 +163,7 @@ def lm_evals(tmp_path_factory, punkt) -> dict[str, tuple[dict, list[str]]]:
                 for task, (own, _) in REFERENCES.items()
                 if Evaluation(task=task).api == api
             }
-            results: Any = simple_evaluate(
+            results = simple_evaluate(
                 model,
                 tasks=list(names.values()),
                 num_fewshot=0,

@@ -96,7 +96,7 @@ def facts(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
     not change; `changed` are fields of it.
     """
     record, opened = read_record(folder / RECORD), open_source(folder)
-    fields: dict[str, Any] = {
+    fields = {
         "name": folder.name,
         "record": record,
         "recipe": recipe_text(folder),
@@ -144,7 +144,7 @@ def test_a_card_with_every_part(made, tmp_path):
     on_gpu = {"environment": bench.environment}
     serve = reports.served(is_copy=False).model_copy(update=on_gpu)
     evaluated = evaluations.evaluation(switched=(3, 4)).model_copy(update=on_gpu)
-    parts: dict[str, Any] = {
+    parts = {
         "serve": serve,
         "evaluation": evaluated,
         "bench": bench,
@@ -247,7 +247,7 @@ def test_a_chat_template_makes_a_chat_model(tmp_path):
     assert is_chat(open_source(tmp_path / "a"))
 
 
-@pytest.mark.parametrize("chats, question", [(True, "What is 17 * 23?"), (False, "17 * 23 =")])
+@cases
 def test_the_client_of_the_card_runs(chats, question, made, tmp_path):
     text = card_of(made, reports.bare(), is_chat=chats)
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -333,7 +333,7 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
 # --- what is in the checkpoint --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mtp, decided", [({}, "bf16"), ({"mtp": "FP8_DYNAMIC"}, "FP8_DYNAMIC")])
+@cases
 def test_what_lies_in_it_is_what_the_run_decided(mtp, decided, tmp_path):
     folder = cards.checkpoint(tmp_path / "made", "tiny-glm4-moe.w4a16-fp8", **mtp)
     record = read_record(folder / RECORD)
@@ -557,34 +557,23 @@ def test_a_card_names_the_repository_that_it_is_published_to(own):
 # --- the base model -------------------------------------------------------------------------------
 
 RELEASE = "org/Release"
-READ, OWN, SHIPPED = ("a/B", "f" * 40), ("my-finetune", "local"), (reports.MODEL.name, "local")
+SOURCES = {
+    "read": ("a/B", "f" * 40),
+    "own": ("my-finetune", "local"),
+    "shipped": (reports.MODEL.name, "local"),
+}
 
 
-@pytest.mark.parametrize(
-    "source, named, expected, says",
-    [
-        (READ, None, ("a/B", True), f"commit `{READ[1]}`"),
-        (READ, "c/D", ("c/D", False), "What was read is the repository `a/B`"),
-        (
-            OWN,
-            "me/Base",
-            ("me/Base", False),
-            "Stated by the author. What was read is the local folder `my-finetune`",
-        ),
-        (OWN, "none", ("", False), "names no base model"),
-        (SHIPPED, None, ("", False), "comes with keepmtp"),
-        (SHIPPED, "none", ("", False), "comes with keepmtp"),
-    ],
-)
+@cases
 def test_the_base_model_is_what_was_read_or_is_stated(source, named, expected, says, made):
-    found = base_model_of(read_from(made, *source), named)
-    assert found and (found.name, found.is_proven) == expected and says in found.says
+    found = base_model_of(read_from(made, *SOURCES[source]), named)
+    assert found and [found.name, found.is_proven] == expected and says in found.says
 
 
 def test_neither_the_recipe_s_source_nor_a_shipped_name_is_taken_for_a_folder(made):
     files = {"model.safetensors": 7}
-    assert base_model_of(read_from(made, *OWN), None) is None
-    assert base_model_of(read_from(made, *SHIPPED, files=files), None) is None
+    assert base_model_of(read_from(made, *SOURCES["own"]), None) is None
+    assert base_model_of(read_from(made, *SOURCES["shipped"], files=files), None) is None
 
 
 def read_from(folder: Path, name: str, revision: str, **more: object) -> Record:
@@ -611,12 +600,12 @@ def test_what_is_no_id_is_refused(name):
 @pytest.fixture
 def finetune(tmp_path) -> Path:
     """A copy of a shipped model under another name."""
-    return shutil.copytree(reports.MODEL, tmp_path / OWN[0])
+    return shutil.copytree(reports.MODEL, tmp_path / SOURCES["own"][0])
 
 
 def test_of_a_local_folder_the_author_is_asked(finetune, tmp_path):
     out = cards.checkpoint(tmp_path / "out")
-    (out / RECORD).write_text(read_from(out, *OWN).text())
+    (out / RECORD).write_text(read_from(out, *SOURCES["own"]).text())
     cards.evidence(out)
     words = [KEEPMTP, "card", out, "--source", finetune]
     done = captured(words)

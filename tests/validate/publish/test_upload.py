@@ -26,7 +26,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.upload_set import prepare
 from keepmtp.validate.report import card
-from tables import cases
+from tables import cases, table
 from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"
@@ -413,14 +413,7 @@ def test_faults_that_pass_lose_nothing(hub, folder):
     twice.
     """
     hub.part_bytes = 1 << 18
-    hub.faults = [
-        Fault("GET /api/whoami-v2", status=500),
-        Fault("POST /api/repos/create", status=429, headers={"Retry-After": "1"}),
-        Fault("GET .*/tree/", status=502),
-        Fault("PUT /lfs/.*/2$", after=100_000, times=2),
-        Fault("PUT /lfs/", status=500),
-        Fault("POST .*/commit/", status=503),
-    ]
+    hub.faults = [Fault(**row) for row in table("validate/publish/test_upload")["PASSING"]]
     ended = publish(hub, folder, "--json")
     assert not any(fault.times for fault in hub.faults), "every fault has happened"
     assert "429: sent with Bearer <token>; trying again in 1 s" in ended.err

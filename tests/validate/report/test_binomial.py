@@ -12,7 +12,7 @@ from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits, sign_test
 from keepmtp.validate.facts.paired import PairedFact, one_sided, paired
 from scipy.stats import binom, binomtest, multinomial
-from tables import cases
+from tables import cases, table
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
@@ -137,7 +137,7 @@ def test_answers_to_other_questions_are_refused(source, checkpoint):
 
 # Shares of questions that only the source, and only the checkpoint, answers right: few, as after
 # quantization.
-SHARES = [(0.01, 0.01), (0.02, 0.01), (0.03, 0.01), (0.03, 0.03), (0.05, 0.03), (0.08, 0.05)]
+SHARES = table("validate/report/test_binomial")["SHARES"]
 
 
 @pytest.mark.parametrize("num", [100, 300])

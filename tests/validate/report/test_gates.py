@@ -174,19 +174,14 @@ def test_every_verdict_has_its_reason(tmp_path):
     printed("gates.txt", "\n".join(text) + "\n")
 
 
-@pytest.mark.parametrize(
-    "answers, verdict",
-    [
-        (Answers(both=20, only_source=3, only_checkpoint=3, neither=14), "pass"),
-        (Answers(both=20, only_source=5, only_checkpoint=2, neither=14), "regression"),
-    ],
-)
+@pytest.mark.parametrize("answers, verdict", CASES["needed"])
 def test_the_needed_number_is_one_that_settles_it(answers, verdict):
     """The same shares in as many questions: the gate tells, and with less it does not."""
 
     def reason(answers: Answers) -> ReasonFact:
         return judge(check=checked(), evaluation=evaluation(answers)).reasons[-1]
 
+    answers = Answers(**answers)
     first = reason(answers)
     assert (first.gate, first.verdict) == ("gsm8k", "infeasible") and first.needed
     assert f"it would be a {verdict} with about {first.needed:,} questions." in first.says

@@ -191,7 +191,7 @@ def test_a_regression_is_no_green_report(tmp_path):
     assert "gsm8k" in full.verdict.says
 
 
-@pytest.mark.parametrize("least, status", [(0.90, 0), (0.97, 1)])
+@cases
 def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     """95.6 % of the source's acceptance: gate, headline and serve-check's exit status say the
     same.

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import signal
 import zlib
 
 import pytest
@@ -12,6 +11,7 @@ from keepmtp.validate.measure.harness import ks_up_to
 from keepmtp.validate.measure.serve_line import draft_words, refuse_settings
 from keepmtp.validate.measure.server import last_error, read_counters, refuse_words
 from keepmtp.validate.measure.texts import PROMPTS
+from tables import cases
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -100,14 +100,7 @@ def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
     assert last_error(log, None) == dead
 
 
-@pytest.mark.parametrize(
-    "text, status, says",
-    [
-        ("usage: vllm serve\nvllm: error: unrecognized arguments: --nope\n", 2, "--nope"),
-        ("(APIServer pid=1) INFO 11-21 09:17:21 [api.py:1] Starting\n", -signal.SIGKILL, "memory"),
-        ("", 3, "exit status 3: an empty log"),
-    ],
-)
+@cases
 def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
     (tmp_path / "log").write_text(text)
     assert says in last_error(tmp_path / "log", status)
@@ -121,9 +114,7 @@ def test_ks():
     ]
 
 
-@pytest.mark.parametrize(
-    "word", ["--port", "--host=::", "--uds=/tmp/x", "--served_model_name", "--api-key=x"]
-)
+@cases
 def test_words_that_would_lock_keepmtp_out_are_refused(word):
     name = word.partition("=")[0].replace("_", "-")
     with pytest.raises(RecipeError, match=f"got {name}"):
@@ -144,17 +135,7 @@ def test_what_is_said_of_drafting_joins_the_other_settings():
     assert shlex.join(draft_words(1)).endswith('"num_speculative_tokens":1}\'')
 
 
-@pytest.mark.parametrize(
-    ("setting", "version", "says"),
-    [
-        ("draft_lm_head_quantization fp8", "0.32.0", "vLLM 0.32.0 takes .* versions: 0.33.0"),
-        ("draft_lm_head_quantization fp4", "0.33.0", "got fp4. Leave it out, and use -k"),
-        ("draft_lm_head_quantization", "0.33.0", "got nothing"),
-        ("num_speculative_tokens 2", "0.33.0", "Leave it out, and use -k"),
-        ("draft-lm-head-quantization nvfp4", "0.33.1", ""),
-        ("rejection_sample_method block", "0.29.0", ""),
-    ],
-)
+@cases
 def test_a_setting_of_drafting_must_be_one_that_the_version_takes(setting, version, says):
     words = f"-x {KEY}{setting}".split()
     if not says:
@@ -165,14 +146,7 @@ def test_a_setting_of_drafting_must_be_one_that_the_version_takes(setting, versi
         refuse_settings(words, version)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (f"{KEY}rejection_sample_method=fly",),
-        (f"{KEY}rejection_sample_method", "fly"),
-        ("-sc", '{"method": "mtp", "rejection_sample_method": "fly"}'),
-    ],
-)
+@cases
 def test_a_lossy_way_of_drafting_is_not_measured(words):
     with pytest.raises(RecipeError, match=r"eval: must measure .* got fly, .* Leave rejection_"):
         refuse_words("eval", words)

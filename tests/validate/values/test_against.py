@@ -214,13 +214,20 @@ def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
     }
 
 
-@pytest.mark.full
-def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
+@pytest.fixture
+def broken(written, tmp_path) -> tuple[Path, str]:
+    """A checkpoint with a scale that is no number, and the scale's name."""
     folder = shutil.copytree(written, tmp_path / "broken")
     name = next(
         name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
     )
     poke(folder, name, float("nan"), at=0)
+    return folder, name
+
+
+@pytest.mark.full
+def test_the_command_reads_values_and_names_the_tensor(written, broken):
+    folder, name = broken
     good = keepmtp(f"check {written} --values --source {MODELS}/tiny-glm4-moe")
     assert good.returncode == 0 and "no findings" in good.stdout, good.stderr
     assert "reading values" in good.stderr
@@ -241,12 +248,8 @@ def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
 
 
 @pytest.mark.full
-def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
-    folder = shutil.copytree(written, tmp_path / "broken")
-    name = next(
-        name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
-    )
-    poke(folder, name, float("nan"), at=0)
+def test_a_finding_of_values_is_a_red_gate(broken):
+    folder, name = broken
     assert keepmtp(f"check {folder} --values --record").returncode == 1
     done = keepmtp(f"gate {folder}")
     assert done.returncode == 1 and name in done.stdout, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
-from tables import table
+from tables import cases, table
 from written_values import fill, opened, poke
 
 NVFP4 = "glm nvfp4"
@@ -95,18 +95,10 @@ def test_a_file_that_got_shorter_is_refused(tmp_path):
         check_values(runtime, "all")
 
 
-@pytest.mark.parametrize(
-    "dtype, torch_dtype",
-    [
-        ("F32", torch.float32),
-        ("BF16", torch.bfloat16),
-        ("F16", torch.float16),
-        ("F8_E4M3", torch.float8_e4m3fn),
-        ("F8_E5M2", torch.float8_e5m2),
-    ],
-)
+@cases
 def test_a_summary_is_what_the_values_say(dtype, torch_dtype):
     """Against plain arithmetic on the values, with infinities and NaN where the dtype has them."""
+    torch_dtype = getattr(torch, torch_dtype)
     values = (torch.randn(3_000_000, generator=seeded(1)) * 5).to(torch_dtype)
     bad = [2_100_000, 2_100_007, 2_999_999]
     values[bad] = math.nan
