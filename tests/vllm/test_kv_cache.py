@@ -93,6 +93,10 @@ def test_a_family_without_a_place_is_refused(model, says):
 
 
 @pytest.mark.full
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(),
+    reason="vLLM's CPU attention has an FP8 cache with AVX-512 alone",
+)
 def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
     """Its operator for CPUs cuts off what GPUs and we round to the nearest: each code is ours, or
     the one below it.
