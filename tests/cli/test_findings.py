@@ -11,7 +11,7 @@ import pytest
 from commands import keepmtp
 from keepmtp.cli.findings import pasted, show, with_path
 from keepmtp.cli.tables import table
-from keepmtp.validate.check.check import Checked
+from keepmtp.validate.check.check import Checked, examine
 from keepmtp.validate.dryload.check_on import _once, with_loads
 from keepmtp.validate.facts.dry_load import (
     DryLoad,
@@ -188,6 +188,20 @@ def test_a_rule_says_which_versions_it_was_read_from(versions, severity, is_boun
         assert told.severity == (severity if is_ours else "error")
         words = "(a rule read from vLLM 0.29.0 to 0.33.0; of 9.9.1 the dry load tells)"
         assert told.says.endswith(words) == (is_bound and is_ours)
+
+
+@pytest.mark.parametrize(("version", "rule"), [("0.30.0", "vllm-defect"), ("0.32.0", "dry-load")])
+def test_what_some_versions_leave_unread_is_their_defect(version, rule, tmp_path):
+    """HY4's indexer, where transformers is newer than that vLLM."""
+    config, tensors = source_layout("hy4-preview")
+    folder = write_checkpoint(tmp_path / "hy4", config, tensors)
+    (name, *_) = [name for name in tensors if ".self_attn.indexer." in name]
+    account = LoadAccount(path=str(folder), load=by(version), unconsumed=(name,))
+    (told,) = with_loads(examine(folder, vllm=version), [account]).data.findings
+    assert (told.rule, told.severity, told.where) == (rule, "error", name)
+    assert ("transformers<5.18 beside it; vLLM 0.31.0 does not" in told.cure) == (
+        rule != "dry-load"
+    )
 
 
 def test_what_can_be_pasted():
