@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Strings, frozen
 from .record import RECIPE, RECORD
 
 INDEX = "model.safetensors.index.json"
@@ -70,9 +70,9 @@ class Companions:
             end.
     """
 
-    carried: tuple[str, ...] = ()
-    code: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    carried: Strings = ()
+    code: Strings = ()
+    left: Strings = ()
 
 
 def companions_in(folder: Path) -> Companions:
@@ -150,7 +150,7 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+def _is_one_of(name: str, patterns: Strings) -> bool:
     """Whether a name fits a pattern; a star never takes a slash."""
     return any(
         name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern)

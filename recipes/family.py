@@ -12,9 +12,9 @@ layer `num_hidden_layers`). It mostly lacks the `.mtp_block` of parameter names.
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal, NewType
+from typing import Literal, NewType
 
-from .frozen import frozen
+from .frozen import Raw, Strings, frozen
 
 HFName = NewType("HFName", str)
 """A tensor or module name as in the source's safetensors files."""
@@ -57,7 +57,7 @@ class Interleaved:
             such a layer, and of an MTP layer, are under the keys with `swa_` before them.
     """
 
-    into: tuple[str, ...]
+    into: Strings
     count: str
     sliding: str
 
@@ -97,8 +97,8 @@ class Row:
     shares: str = ""
     why_kept: str = ""
     loads_quantized: bool = True
-    aliases: tuple[str, ...] = ()
-    stacked: tuple[str, ...] = ()
+    aliases: Strings = ()
+    stacked: Strings = ()
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
     interleaved: Interleaved | None = None
@@ -106,7 +106,7 @@ class Row:
     is_drafts_own: bool = False
 
     @property
-    def unstacked(self) -> tuple[str, ...]:
+    def unstacked(self) -> Strings:
         """Paths of the tensors that a stacked parameter becomes: one for each expert and
         projection.
         """
@@ -168,8 +168,8 @@ class Loader:
     takes_kv_scales: bool = False
     draft_kv_names: Literal["usual", "own", ""] = "usual"
     backbone_takes_kv_scales: bool = True
-    mtp_leaves: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
+    mtp_leaves: Strings = ()
+    needs: Strings = ()
     missing_count: Literal["ZeroDivisionError", "AttributeError", "NotImplementedError"] = (
         "ZeroDivisionError"
     )
@@ -222,7 +222,7 @@ class Layout:
     top: tuple[Row, ...]
     mtp_top: tuple[Row, ...] = ()
     opaque: tuple[tuple[str, str, Role], ...] = ()
-    unread: tuple[str, ...] = ()
+    unread: Strings = ()
     head: str = "lm_head.weight"
     draft_head: str = ""
     renames: Renames | None = None
@@ -279,14 +279,14 @@ class Draft:
     classes: str
     decoder: str = ""
     rotary: str | None = ""
-    rope_types: tuple[str, ...] = ()
+    rope_types: Strings = ()
     position_axes: int = 1
-    layers: tuple[Mapping[str, Any], ...] = ({},)
+    layers: tuple[Raw, ...] = ({},)
     renames: tuple[tuple[str, str], ...] = ()
     plain_residual: bool = False
     embedding_norm: str = "enorm"
     hidden_norm: str = "hnorm"
-    projections: tuple[str, ...] = ("eh_proj",)
+    projections: Strings = ("eh_proj",)
     hidden_first: bool = False
     final_norm: str = "shared_head.norm"
     head: str = ""
@@ -360,26 +360,26 @@ class Family:
     """
 
     model_type: str
-    also: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()
+    also: Strings = ()
+    architectures: Strings = ()
     layouts: Mapping[str, Layout]
     with_vision: str = ""
     block: tuple[Row, ...] = ()
     linear_block: tuple[Row, ...] = ()
     mtp_block: tuple[Row, ...] = ()
-    mtp_lacks: tuple[str, ...] = ()
+    mtp_lacks: Strings = ()
     num_layers_key: str = "num_hidden_layers"
-    layer_list_keys: tuple[str, ...] = ()
+    layer_list_keys: Strings = ()
     layers_at_runtime: int = 1
-    mtp_count_keys: tuple[str, ...] = ("num_nextn_predict_layers",)
+    mtp_count_keys: Strings = ("num_nextn_predict_layers",)
     mtp_count_default: int = 0
-    mtp_parts_keys: tuple[str, ...] = ()
+    mtp_parts_keys: Strings = ()
     one_mixer: bool = False
     layer_types_count_mtp: bool = False
     aliases: tuple[Alias, ...] = ()
     loader: Loader = Loader()
-    config_extras: Mapping[str, Any] = field(default_factory=dict)
-    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    config_extras: Raw = field(default_factory=dict)
+    config_changes: Raw = field(default_factory=dict)
     rerouted_format: str = ""
     modelopt_by_module: bool = False
     fp8_table_key: str = ""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Strings, frozen
 from ...recipes.runtimes.sglang import table_paths
 
 
@@ -39,9 +39,9 @@ class Spellings:
     are built from.
     """
 
-    stems: tuple[str, ...]
+    stems: Strings
     layer: int | None
-    paths: tuple[str, ...]
+    paths: Strings
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class RuntimeModule:
     name: VLLMName
     scheme: str
     members: tuple[HFName, ...]
-    asked: tuple[str, ...]
+    asked: Strings
 
 
 def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedModule]:
@@ -138,12 +138,12 @@ def regexes(modules: Iterable[Spellings]) -> list[str]:
     """Anchored regexes that cover exactly `modules`: one for each parent module and set of
     layers.
     """
-    layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
+    layers: dict[tuple[Strings, Strings], set[int]] = defaultdict(set)
     for module in modules:
         numbered = layers[module.stems, module.paths]
         if module.layer is not None:
             numbered.add(module.layer)
-    leaves: dict[tuple[tuple[str, ...], tuple[int, ...], str], set[str]] = defaultdict(set)
+    leaves: dict[tuple[Strings, tuple[int, ...], str], set[str]] = defaultdict(set)
     for (stems, paths), numbers in layers.items():
         for path in paths:
             parent, dot, leaf = path.rpartition(r"\.")

@@ -18,17 +18,18 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import CheckpointError, shortened
 from ..family import Part, Renames
 from ..family_view import FamilyView, Place
+from ..frozen import Raw, Strings, without
 from ..renamer import Renamer
 from ..yaml_file import load_shipped
 
 VERSION = "0.5.23"
 Packed = Mapping[str, Sequence[str]]
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_NONE: Raw = MappingProxyType({})
 # Parts of latent attention's projections, which name those of every layer in modelopt's lists.
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 DECODER = "model.decoder."
@@ -81,21 +82,21 @@ class SglangModel(NamedTuple):
     draft: str | None = DECODER
     renames: Mapping[str, str] = _NONE
     draft_renames: Mapping[str, str] = _NONE
-    also: Mapping[str, tuple[str, ...]] = _NONE
+    also: Mapping[str, Strings] = _NONE
     glue: Mapping[str, str] = _NONE
     head: str = "lm_head"
     draft_head: str = SHARED_HEAD
-    unasked: tuple[str, ...] = ()
+    unasked: Strings = ()
     plain_draft: bool = False
-    plain_under: tuple[str, ...] = ()
-    plain_in_fp4: tuple[str, ...] = ()
+    plain_under: Strings = ()
+    plain_in_fp4: Strings = ()
     no_draft: str = ""
     own_config: bool = False
     packed: Packed = _NONE
     draft_packed: Packed | None = None
     entry_renames: Mapping[str, str] = _NONE
     draft_entry_renames: Mapping[str, str] = _NONE
-    renames_under: tuple[str, ...] = ()
+    renames_under: Strings = ()
     excluded_by: str = ""
     asserts_one_layer: bool = False
     other_linear_attention: bool = False
@@ -119,7 +120,7 @@ def sglang_models() -> Mapping[str, SglangModel]:
     return found
 
 
-def sglang_model(config: Mapping[str, Any]) -> SglangModel:
+def sglang_model(config: Raw) -> SglangModel:
     """The names of the model of this config.json; one without classes where SGLang does not know
     the architecture.
     """
@@ -136,7 +137,7 @@ def packed_modules(view: FamilyView, part: Part) -> Packed:
         packed = model.draft_packed
     if view.text_config.get("q_lora_rank", 0) is not None:
         return packed
-    return {name: parts for name, parts in packed.items() if name != "fused_qkv_a_proj_with_mqa"}
+    return without(packed, "fused_qkv_a_proj_with_mqa")
 
 
 def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
@@ -173,7 +174,7 @@ def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
     return model.layers.replace("{i}", str(layer)) or None
 
 
-def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...]]:
+def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, Strings]:
     """SGLang's prefix of the module's block, "" outside blocks, and its spellings below it; ()
     where it never asks.
 
@@ -270,7 +271,7 @@ def _glob(entry: str) -> re.Pattern[str]:
         raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
 
 
-def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
+def table_paths(view: FamilyView, place: Place) -> Strings:
     """A module's spellings below its block's stem in the family's table: shard, fused, projections
     of experts.
     """

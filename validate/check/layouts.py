@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import FLOATS, Form, StoredWeight
+from ...recipes.frozen import Shape, Strings
 from .vllm_module import VLLMModule
 
-Shape = tuple[int, ...]
 Problem = tuple[str, str, str]
 """(leaf, what happens, cure)"""
 
@@ -31,7 +31,7 @@ _AGAIN = "Quantize this weight again"
 _U8, _FP8 = ("U8",), ("F8_E4M3",)
 # How vLLM holds a form: dtypes of the weight, numbers in one element of it, dtypes of the scale;
 # the usual dtype first.
-_HELD: Mapping[Form, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+_HELD: Mapping[Form, tuple[Strings, int, Strings]] = {
     "nvfp4": (_U8, 2, _FP8),
     "nvfp4_modelopt": (_U8, 2, _FP8),
     "mxfp4": (("U8", "I8"), 2, ("U8", "F8_E8M0")),
@@ -91,7 +91,7 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     return None
 
 
-_Wanted = dict[str, tuple[tuple[str, ...], tuple[Shape, ...]]]
+_Wanted = dict[str, tuple[Strings, tuple[Shape, ...]]]
 """leaf -> dtypes and shapes that its parameter takes; no shape: any."""
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...checkpoints.fact import Fact
+from ...recipes.frozen import Strings
 from ...recipes.runtimes.vllm import KNOWN, holds
 from ..facts.dry_load import LoadFailure
 
@@ -46,7 +47,7 @@ class KnownFailure(Fact):
     """
 
     name: str
-    words: tuple[str, ...] = ()
+    words: Strings = ()
     says: str
     cure: str
     where: str = ""
@@ -54,8 +55,8 @@ class KnownFailure(Fact):
     versions: str = ">=0.32"
     concerns: str = ""
     sources: str = "dry loads of vLLM 0.32.0"
-    families: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
+    families: Strings = ()
+    rules: Strings = ()
 
     @property
     def is_general(self) -> bool:

@@ -13,7 +13,6 @@ pretends them, and so a wheel for another processor is as good.
 """
 
 import bisect
-import hashlib
 import importlib.util
 import json
 import os
@@ -34,8 +33,8 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from ...checkpoints.fact import Fact
-from ...checkpoints.files import sync
-from ...checkpoints.scratch import ScratchFolder
+from ...checkpoints.files import ScratchFolder, sync
+from ...checkpoints.identity import file_sha256
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.runtimes.vllm import KNOWN
 from ..facts.child import answer, environment
@@ -82,7 +81,7 @@ def chosen_vllms(
     named = list[str]()
     for word in words:
         parts = [word] if os.path.exists(word) else word.split(",")
-        for part in filter(None, (part.strip() for part in parts)):
+        for part in filter(None, map(str.strip, parts)):
             named += KNOWN if part == "all" else [part]
     return list(dict.fromkeys(_vllm(word, own, progress) for word in named)) or [own]
 
@@ -184,23 +183,22 @@ def _fetch(version: str, place: Path) -> None:
             said = getattr(error, "stderr", "") or str(error)
             raise _why_not_fetched(where, version, said) from error
         (wheel,) = scratch.glob("*.whl")
-        _unpack(wheel, place, scratch)
+        _unpack(wheel, place, scratch, file_sha256(wheel))
 
 
 def _kept(wheel: Path) -> Path:
     """The folder of a wheel by path, filled where it is new."""
-    with wheel.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = file_sha256(wheel)
     place = cache_folder() / f"wheel-{sha256[:16]}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         with ScratchFolder(f".{place.name}-", place.parent) as scratch:
-            _unpack(wheel, place, scratch)
+            _unpack(wheel, place, scratch, sha256)
     return place
 
 
-def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
-    """Give `place` what Python reads of a wheel.
+def _unpack(wheel: Path, place: Path, scratch: Path, sha256: str) -> None:
+    """Give `place` what Python reads of a wheel with this hash.
 
     Raises:
         VLLMError: it is cut, or no wheel of vLLM.
@@ -222,8 +220,6 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
             told = HeaderParser().parsestr(packed.read(about[0]).decode())
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise VLLMError(wheel, "must be a whole wheel", got=str(error), cure=cure) from error
-    with wheel.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     stamp = Wheel(
         version=told["Version"],
         wheel=wheel.name,

@@ -15,6 +15,7 @@ from packaging.version import Version
 from pydantic import AfterValidator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...recipes.frozen import Strings
 from ...recipes.runtimes.vllm import parsed
 
 GPU = Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"]
@@ -73,7 +74,7 @@ class LoadedModel(Fact):
     cls: str = ""
     num_params: Count = 0
     num_written: Count = 0
-    shared: tuple[str, ...] = ()
+    shared: Strings = ()
     kernels: tuple[KernelUse, ...] = ()
 
 
@@ -207,7 +208,7 @@ class LoadAccount(Fact):
     load: DryLoad
     target: ModelAccount = ModelAccount()
     draft: ModelAccount = ModelAccount()
-    unconsumed: tuple[str, ...] = ()
+    unconsumed: Strings = ()
     truncated: tuple[tuple[str, int, int], ...] = ()
 
     def of(self, role: Role) -> tuple[LoadedModel, ModelAccount]:
@@ -259,7 +260,7 @@ def cured_in(load: DryLoad, loads: Iterable[DryLoad]) -> str:
 VERSION_COLUMNS = ("vLLM", "GPU", ">TP", "loads", "drafts", "what is wrong")
 
 
-def version_rows(loads: Sequence[DryLoad]) -> Iterator[tuple[str, ...]]:
+def version_rows(loads: Sequence[DryLoad]) -> Iterator[Strings]:
     """A row for each version, GPU and TP size, in VERSION_COLUMNS: what stops it, and the version
     that cures it.
     """

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...recipes.frozen import Strings
 
 Role = Literal["source", "checkpoint"]
 AsServed = Literal["native", "BF16 copy of the same weights"]
@@ -147,8 +148,8 @@ class Run(Drafts):
     outputs: tuple[Output, ...] = ()
     partings: tuple[Parting, ...] | None = None
     is_repeatable: bool = True
-    unwritten: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    unwritten: Strings = ()
+    notes: Strings = ()
     error: str = ""
     log: str = ""
 
@@ -199,7 +200,7 @@ class ServeCheck(Fact):
 
     source: Served | None
     checkpoint: Served
-    prompts: tuple[str, ...]
+    prompts: Strings
     max_tokens: Count
     environment: Mapping[str, str]
     seconds: Figure
@@ -223,7 +224,7 @@ def total(counted: Sequence[Drafts]) -> Drafts:
 
 def counters(counted: Drafts) -> dict[str, Any]:
     """The four counts alone, by name: fields of a fact that has them among others."""
-    return {name: getattr(counted, name) for name in Drafts.model_fields}
+    return counted.model_dump(include={*Drafts.model_fields})
 
 
 def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Parting, ...]:

@@ -18,15 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.files import held
+from ...checkpoints.files import ScratchFolder, held
 from ...checkpoints.identity import Identity
-from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import Source, small_bytes, view_of
+from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, Strings, frozen
 from ..facts.evaluated import ARM_TITLES, Arm
 from ..facts.served import AsServed, Drafts, Role, counters
-from ..facts.step import Step
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bf16_copy import why_no_kernel, write_copy
 from .room import named_options
@@ -84,14 +83,14 @@ class Setup:
     vllm: VLLM
     out: Path
     timeout: float = TIMEOUT_SECONDS
-    extra: tuple[str, ...] = ()
+    extra: Strings = ()
 
     @property
     def environment(self) -> dict[str, str]:
         """What a result says of it, by name."""
         return {**self.vllm.versions, "words": " ".join(self.extra)}
 
-    def asked_of(self, model: Model) -> dict[str, Any]:
+    def asked_of(self, model: Model) -> Json:
         """What the header of every file says of a model and its servers."""
         return {
             "role": model.role,
@@ -143,7 +142,7 @@ class Work:
     max_model_len: int
     concurrency: int = 1
     max_num_seqs: int = 0
-    words: tuple[str, ...] = ()
+    words: Strings = ()
     others: int = 0
     repeated: Callable[[], float | None] = lambda: None
     unit: str = "question"
@@ -309,7 +308,7 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Wat
         ServerFailed: see `Host.answer`.
         VLLMError, CheckpointError: see `hosting`.
     """
-    servers = dict[tuple[int, tuple[str, ...]], list[Work]]()
+    servers = dict[tuple[int, Strings], list[Work]]()
     for work in works:
         servers.setdefault((work.k, work.words), []).append(work)
     if servers:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import Strings
 from ...recipes.runtimes.vllm import KNOWN, asked
 
 _KEY = "--speculative-config."
@@ -31,7 +32,7 @@ _DOWNLOADS = (
 )  # a volume: the next container has them already
 
 
-def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, ...]]:
+def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], Strings]:
     """What words for `vllm serve` say of drafting, by key; and the other words."""
     settings = dict[str, str]()
     others = list[str]()
@@ -75,7 +76,7 @@ def refuse_lossy(where: str, words: Sequence[str]) -> None:
         raise RecipeError(where, rule, got=got, cure="Leave rejection_sample_method out")
 
 
-def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
+def draft_words(k: int, further: Sequence[str] = ()) -> Strings:
     """The option that drafts `k` tokens a step, none for 0, as the further words have it; and
     these words.
     """
@@ -86,14 +87,14 @@ def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
     return "--speculative-config", json.dumps(told, separators=(",", ":")), *others
 
 
-def serve_words(model: str, k: int, *further: str) -> tuple[str, ...]:
+def serve_words(model: str, k: int, *further: str) -> Strings:
     """`vllm serve` of a folder or Hub id, with `k` tokens drafted a step, and further words at the
     end.
     """
     return "vllm", "serve", model, *draft_words(k, further)
 
 
-def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, ...]:
+def docker_words(model: str, k: int, *further: str, version: str) -> Strings:
     """The same in a container of vLLM's own image, on port 8000.
 
     Args:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from ...checkpoints.record import Record
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Strings, frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import versions_in_short
 from ..facts.schema import FullReport
@@ -20,9 +20,8 @@ from . import tables
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
 from .drafted import counts_bench, drafted
-from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
 from .provenance import ModuleGroup
-from .template import template
+from .template import Md, bare, code, fenced, finalize, quoted, template, ticked
 
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
@@ -37,7 +36,7 @@ class Metadata:
     license_name: str = ""
     license_link: str = ""
     pipeline_tag: str = ""
-    language: tuple[str, ...] = ()
+    language: Strings = ()
 
 
 @frozen
@@ -78,7 +77,7 @@ class CardFacts:
         """How many tokens to draft in a step, and why; 0 serves without drafting."""
         return best_k_of_report(self.report)
 
-    def schemes(self, *parts: str) -> tuple[str, ...]:
+    def schemes(self, *parts: str) -> Strings:
         """Of the tensors on disk in these parts, all by default; in the order of the table of
         schemes.
         """

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Strings, frozen
 from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
@@ -36,8 +36,8 @@ class Table:
     numbers.
     """
 
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    columns: Strings
+    rows: list[Strings]
 
 
 # --- calibration ----------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def _cut(one: EvaluatedFact) -> str:
 _ACCEPTED = (">accepted", ">by position, %", ">length")
 
 
-def _accepted(counted: Drafts) -> tuple[str, ...]:
+def _accepted(counted: Drafts) -> Strings:
     """Cells under `_ACCEPTED`; length: tokens a step of the target."""
     by_position = " ".join(f"{100 * share:.1f}" for share in counted.acceptance_per_position)
     return percent(counted.acceptance), by_position or "-", figure(counted.mean_accepted_length)
@@ -258,16 +258,9 @@ def accepted(report: FullReport) -> Table:
     for asked, model, k, counted in found:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
-            served = f"{ROLES[model.role]}, {served_as(model)}"
+            served = f"{ROLES[model.role]}, {model.as_served.replace('native', 'as it is')}"
             rows.append((asked, served, f"{k}", share, *_accepted(counted)))
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
-
-
-def served_as(model: EvaluatedFact | Served | Benched) -> str:
-    """How a model was served, in a cell of a table."""
-    if model.as_served == "native":
-        return "as it is"
-    return model.as_served
 
 
 def cells(benched: Benched) -> Table:
@@ -314,7 +307,7 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
     """One row for each quant method and kernel, with the GPUs and TP sizes that agree on it;
     refusals first.
     """
-    found: dict[tuple[str, ...], list[DryLoad]] = defaultdict(list)
+    found: dict[Strings, list[DryLoad]] = defaultdict(list)
     for load in loads:
         for role, model in (("target", load.target), ("draft", load.draft)):
             for use in model.kernels:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....recipes.conventions import CACHE_LEAVES
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
-from ....recipes.frozen import frozen
+from ....recipes.frozen import Raw, Strings, frozen
 from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from ...plan.plan import Plan
 from ..model.binding import EXPERT, Binding, scheme_of
@@ -50,9 +50,9 @@ class LayerWork:
 
     schemes: Mapping[str, str]
     algorithm: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    fused: Sequence[tuple[str, ...]] = ()
-    experts: Sequence[tuple[str, ...]] = ()
+    knobs: Raw = field(default_factory=dict)
+    fused: Sequence[Strings] = ()
+    experts: Sequence[Strings] = ()
     frozen: Collection[str] = ()
     weighted: Collection[str] = ()
     caches: Mapping[str, tuple[HFName, ...]] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def schemes_in(binding: Binding, path: str) -> dict[str, str]:
     }
 
 
-def _of_several(groups: Mapping[object, list[str]]) -> list[tuple[str, ...]]:
+def _of_several(groups: Mapping[object, list[str]]) -> list[Strings]:
     return [tuple(members) for members in groups.values() if len(members) > 1]
 
 

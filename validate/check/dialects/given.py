@@ -14,14 +14,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....recipes.errors import CheckpointError, first_fault
+from ....recipes.frozen import Raw, Strings
 
 _LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
 _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Bits = Annotated[int, Field(ge=1, le=32)]
-_Names = tuple[str, ...] | None
-Raw = Mapping[str, Any]
-"""An object of a JSON file, by its keys."""
+_Names = Strings | None
 
 
 class _Given(BaseModel):
@@ -111,7 +110,7 @@ class GptqGiven(_Given):
     sym: bool | None = None
     lm_head: bool | None = None
     dynamic: Raw | None = None
-    modules_in_block_to_quantize: tuple[str | tuple[str, ...], ...] | None = None
+    modules_in_block_to_quantize: tuple[str | Strings, ...] | None = None
 
 
 class AwqGiven(_Given):
@@ -141,8 +140,8 @@ class AutoRoundGiven(AutoRoundException):
     packing_format: str | None = None
     backend: str | None = None
     vllm_backend: str | None = None
-    block_name_to_quantize: str | tuple[str, ...] | None = None
-    to_quant_block_names: str | tuple[str, ...] | None = None
+    block_name_to_quantize: str | Strings | None = None
+    to_quant_block_names: str | Strings | None = None
     extra_config: Mapping[str, AutoRoundException] | None = None
 
 

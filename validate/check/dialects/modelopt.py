@@ -20,6 +20,7 @@ from fnmatch import fnmatch
 from functools import cache, cached_property
 
 from ....recipes.family import VLLMName
+from ....recipes.frozen import Strings
 from ....recipes.renamer import Renamer
 from ....recipes.runtimes.sglang import excluding_entry
 from ....recipes.runtimes.vllm import holds
@@ -48,7 +49,7 @@ _HAS_CODECS, _EITHER_KEY = ">=0.32", ">=0.33"
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
 _OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
 # Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
-_ALIKE: Mapping[Runtime, Mapping[str, tuple[str, ...]]] = {
+_ALIKE: Mapping[Runtime, Mapping[str, Strings]] = {
     "vllm": {
         "language_model.model.": ("model.language_model.",),
         "model.language_model.": ("language_model.model.",),
@@ -76,14 +77,14 @@ class ModelOpt:
     """
 
     algorithm: str
-    exclude: tuple[str, ...]
+    exclude: Strings
     quantized_layers: Mapping[str, str]
     group_size: int
     entries: tuple[ConfigEntry, ...]
     block: int = 128
     runtime: Runtime = "vllm"
     name: str = "modelopt"
-    codecs: tuple[str, ...] = ()
+    codecs: Strings = ()
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
@@ -312,7 +313,7 @@ def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
     return next((entry for entry in entries if fnmatch(module, entry)), None)
 
 
-def _spellings(runtime: Runtime, name: str) -> tuple[str, ...]:
+def _spellings(runtime: Runtime, name: str) -> Strings:
     """The names by which a server looks for a module in quantized_layers."""
     found = [name, "lm_head"] if name.endswith(".lm_head") else [name]
     for prefix, others in _ALIKE[runtime].items():
