@@ -258,7 +258,7 @@ def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
 
 
 def _last_error(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = list(filter(str.strip, said.splitlines()))
     errors = [line for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["nothing"])[-1].removeprefix("ERROR: ").strip()
 
