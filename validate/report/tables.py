@@ -258,9 +258,16 @@ def accepted(report: FullReport) -> Table:
     for asked, model, k, counted in found:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
-            served = f"{ROLES[model.role]}, {model.as_served.replace('native', 'as it is')}"
+            served = f"{ROLES[model.role]}, {served_as(model)}"
             rows.append((asked, served, f"{k}", share, *_accepted(counted)))
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
+
+
+def served_as(model: EvaluatedFact | Served | Benched) -> str:
+    """How a model was served, in a cell of a table."""
+    if model.as_served == "native":
+        return "as it is"
+    return model.as_served
 
 
 def cells(benched: Benched) -> Table:
