@@ -14,19 +14,20 @@ Easy to get wrong: `import keepmtp.api` loads nothing of this. A function loads 
 it is called, and a type when it is named.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from .recipes.errors import KeepMTPError
+from .recipes.frozen import Say
 
 if TYPE_CHECKING:
-    from .checkpoints.identity import ReadingBar
     from .pipeline import FinishedRun
     from .quantize.plan.plan import Plan
     from .quantize.run.progress import RunProgress
+    from .recipes.frozen import Bar
     from .recipes.schema import Recipe
     from .validate.check.check import Checked
     from .validate.check.reading import Level
@@ -223,7 +224,7 @@ def check_all(
     draft: str = "",
     vllms: Sequence[str] = (),
     runtimes: "Sequence[Runtime]" = ("vllm",),
-    progress: Callable[[str], None] | None = None,
+    progress: Say | None = None,
 ) -> "Iterator[Checked]":
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
     them.
@@ -304,7 +305,7 @@ def card(
     base_model: str | None = None,
     license_id: str | None = None,
     out: str | Path | None = None,
-    progress: "ReadingBar | None" = None,
+    progress: "Bar | None" = None,
 ) -> "tuple[Path, Report]":
     """Write a checkpoint's model card from its measurements. Needs the `report` extra.
 

@@ -18,7 +18,7 @@ once.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from .quantize.write.output import claim, is_finished, publish, refuse_output, t
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe, read_recipe
-from .recipes.frozen import frozen
+from .recipes.frozen import Advance, frozen
 from .recipes.schema import AUTO, Recipe
 from .validate.check.check import examine
 from .validate.check.own_values import refuse_broken_values
@@ -303,14 +303,12 @@ def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks"
 
 def _packing_bar(
     plan: Plan, ranks: "Ranks", progress: RunProgress
-) -> AbstractContextManager[Callable[[int], None] | None]:
+) -> AbstractContextManager[Advance | None]:
     """The bar of the first process, over all source bytes that are read; the others have none."""
     if progress.packing is None or not ranks.is_first:
         return nullcontext()
     written = [tensor for tensor in plan.tensors if tensor.outputs]
-    return progress.packing(
-        sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs)
-    )
+    return progress.packing(plan.num_bytes_read(written))
 
 
 def _checked(

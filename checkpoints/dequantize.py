@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..recipes.errors import CheckpointError
+from ..recipes.frozen import Shape
 from .stored import Form, num_slices, scale_of, weight_of
 from .values import row_ranges
 
@@ -32,7 +33,7 @@ def dequantize(
     form: Form,
     parts: Mapping[str, Tensor],
     *,
-    shape: tuple[int, ...],
+    shape: Shape,
     block: tuple[int, int] | None = None,
 ) -> Tensor:
     """A stored weight as values.
@@ -83,8 +84,7 @@ def dequantize(
         block = (1, num_columns)
         if scale.numel() in (1, num_rows):
             scale = scale.reshape(-1, 1).expand(num_rows, 1)
-    divides = form == "nvfp4"
-    return _scaled(table, weight, scale, shape, block, common=common, divides=divides)
+    return _scaled(table, weight, scale, shape, block, common=common, divides=form == "nvfp4")
 
 
 def _int_packed(
@@ -118,7 +118,7 @@ def _scaled(
     table: Tensor,
     packed: Tensor,
     scale: Tensor,
-    shape: tuple[int, ...],
+    shape: Shape,
     block: tuple[int, int],
     *,
     common: Tensor | None = None,
@@ -128,7 +128,7 @@ def _scaled(
     """Codes, less their zero points, times their blocks' scales: [N, K], BF16.
 
     Args:
-        table: the F32 values of every byte, [256] or [256, 2].
+        table: the value of every byte, [256] F32, or the two that it holds (`_pair_table`).
         packed: [N, B] of any dtype.
         scale: [ceil(N / rows), ceil(K / columns)].
         shape: (N, K).
@@ -140,13 +140,9 @@ def _scaled(
     num_groups = -(-num_columns // columns)
     _expect_shape("weight_scale", scale, (-(-num_rows // rows), num_groups))
     values = torch.empty((num_rows, num_columns), dtype=torch.bfloat16, device=packed.device)
-    words = table
-    if table.ndim == 2:
-        words = table.view(torch.float64).squeeze(-1)
     for first, last in row_ranges(values, rows):
-        # By byte; entries that hold two values are moved as one 8-byte word.
         index = packed[first:last].contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
-        codes = words.index_select(0, index).view(torch.float32)
+        codes = table.index_select(0, index).view(torch.float32)
         codes = codes.view(last - first, -1)[:, :num_columns]
         factor = scale[first // rows : -(-last // rows)]
         if factor.dtype == torch.uint8:  # raw bytes are E8M0
@@ -180,12 +176,16 @@ def _byte_table(weight: Tensor) -> Tensor:
 
 
 def _pair_table(values: Tensor) -> Tensor:
-    """Both values of every byte that holds two 4-bit codes, low nibble first: [16] -> [256, 2]."""
+    """Both values of every byte that holds two 4-bit codes, low nibble first: [16] -> [256].
+
+    An entry is two F32 in one word of 8 bytes, so that a look-up moves both at once.
+    """
     byte = torch.arange(256, device=values.device)
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
+    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
+    return pairs.view(torch.float64).squeeze(1)
 
 
-def _expect_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _expect_shape(what: str, tensor: Tensor, shape: Shape) -> None:
     """Refuse a tensor that is not of this shape."""
     if tuple(tensor.shape) != shape:
         raise CheckpointError(

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..recipes.frozen import without
+
 # Files may be anybody's: a number that nobody could have measured is refused.
 Share = Annotated[float, Field(ge=0, le=1)]
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -35,5 +37,4 @@ class Fact(BaseModel):
     def _without_computed_figures(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        passed_over = cls.dropped.union(cls.model_computed_fields)
-        return {name: value for name, value in values.items() if name not in passed_over}
+        return without(values, *cls.dropped, *cls.model_computed_fields)

@@ -1,10 +1,13 @@
 """Files that are whole or not there, and folders that one run at a time may use.
 
 In: a path, and text or a file that a caller has filled. Out: the file under its own name. It is on
-the disk itself, so it survives a power cut.
+the disk itself, so it survives a power cut. And `ScratchFolder`: a folder for what is needed only
+while a run lasts.
 
 Easy to get wrong: a file that is written under its own name. A reader, or the next run, can then
-find half of it. Each file here has the name NAME.partial until it is whole.
+find half of it. Each file here has the name NAME.partial until it is whole. And an old scratch
+folder may belong to a run that is still at work. The kernel holds a lock on each of them for as
+long as its process lives, and a folder gets its name only once it is locked.
 """
 
 import errno
@@ -12,9 +15,11 @@ import fcntl
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir, mkdtemp
 
 from ..recipes.errors import CheckpointError, RecipeError, size_in_words
 
@@ -222,8 +227,14 @@ def _locked(folder: Path) -> int | None:
         os.close(descriptor)
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the first above it that exists."""
+    whole = path.absolute()
+    return next(each for each in (whole, *whole.parents) if each.is_dir())
+
+
 def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
-    """Refuse a disk with too little room; the nearest folder of `out` that exists is asked.
+    """Refuse a disk with too little room.
 
     Args:
         out: what will be written.
@@ -233,8 +244,7 @@ def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
     Raises:
         RecipeError: says how much is needed and how much is missing.
     """
-    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    missing = needed - shutil.disk_usage(parent).free
+    missing = needed - shutil.disk_usage(nearest_folder(out)).free
     if missing > 0:
         raise RecipeError(
             out,
@@ -242,3 +252,54 @@ def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
             got=f"{missing:,} bytes too little",
             cure=cure,
         )
+
+
+_NEW = ".keepmtp-new-"
+
+
+class ScratchFolder:
+    """A folder that only this user may open. It goes with its context, or with its process, or with
+    the next one.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, prefix: str, folder: Path | None = None):
+        """Make it, after those with the same prefix that no process holds are gone.
+
+        Args:
+            prefix: how its name starts.
+            folder: where it is made; default the system's folder for such things.
+        """
+        parent = folder or Path(gettempdir())
+        remove_left(prefix, parent)
+        made = Path(mkdtemp(prefix=_NEW, dir=parent))
+        lock = os.open(made, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.path = made.rename(made.with_name(prefix + made.name.removeprefix(_NEW)))
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def remove_left(prefix: str, parent: Path) -> None:
+    """Remove scratch folders whose processes are gone."""
+    for old in parent.glob(f"{prefix}*"):
+        with suppress(OSError):  # it is gone, somebody else's, or at work
+            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)

@@ -13,7 +13,7 @@ was asked for.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError, RecipeError
+from ..recipes.frozen import Advance
 from .hub_client import BUSY, PATIENCE, HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
@@ -117,8 +118,7 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
     """
     try:
         with hub_errors(name):
-            api = HfApi()
-            found = api.dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS)
+            found = HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS)
             return found.sha or revision
     except NoCheckpointError as error:
         cure = (
@@ -184,7 +184,7 @@ def read_range(
     start: int,
     into: memoryview,
     may_end: bool = False,
-    arrived: Callable[[int], None] = lambda _bytes: None,
+    arrived: Advance = lambda _bytes: None,
 ) -> int:
     """Fill `into` with a file's bytes from `start` on; returns the size of the whole file.
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -27,14 +27,10 @@ from typing import Literal
 from pydantic import ValidationError
 
 from ..recipes.errors import CheckpointError
+from ..recipes.frozen import Advance, Bar
 from .fact import Count, Fact
 from .files import naming_file, refuse_name, write_whole
 from .safetensors_file import open_regular
-
-ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Takes the number of bytes to read and returns a context. Its value is called with bytes read,
-from any thread.
-"""
 
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
@@ -91,9 +87,7 @@ class _Cache(Fact):
     files: Mapping[str, _Seen]
 
 
-def identify(
-    folder: Path, *, cache: Path | None = None, watch: ReadingBar | None = None
-) -> Identity:
+def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = None) -> Identity:
     """The bytes of one checkpoint.
 
     Every regular file counts, and a link counts as the file it points to. Hidden files and folders
@@ -117,7 +111,7 @@ def identify(
         (path for path in files if not files[path].sha256), key=lambda path: -files[path].num_bytes
     )
     if unread:
-        bar: AbstractContextManager[Callable[[int], None]] = nullcontext(lambda _: None)
+        bar: AbstractContextManager[Advance] = nullcontext(lambda _: None)
         if watch is not None:
             bar = watch(sum(files[path].num_bytes for path in unread))
         stop = threading.Event()
@@ -305,7 +299,7 @@ def _refuse_large(path: Path, num_bytes: int) -> None:
         )
 
 
-def _read(path: str, file: _Seen, advance: Callable[[int], None], stop: threading.Event) -> _Seen:
+def _read(path: str, file: _Seen, advance: Advance, stop: threading.Event) -> _Seen:
     # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL
     # likewise.
     digest = hashlib.sha256()

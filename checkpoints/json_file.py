@@ -17,6 +17,7 @@ from typing import Any
 
 from ..recipes.config_keys import refuse_wrong_types
 from ..recipes.errors import CheckpointError
+from ..recipes.frozen import Json, Raw
 from .safetensors_file import open_regular
 
 _CURE = "Download it again"
@@ -47,7 +48,7 @@ def read_bytes_of(path: Path, where: object, *, cure: str = _CURE) -> bytes:
         return file.read(num_bytes)
 
 
-def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, Any]:
+def read_object(path: Path, where: object, *, cure: str = _CURE) -> Json:
     """The object of a JSON file.
 
     Args:
@@ -62,7 +63,7 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
     return object_of(read_bytes_of(path, where, cure=cure), where, cure=cure)
 
 
-def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> dict[str, Any]:
+def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> Json:
     """The object of JSON that was read already; see `read_object`."""
     if raw.count(b",") > _MAX_COMMAS:
         raise CheckpointError(
@@ -125,7 +126,7 @@ def read_lines(path: Path, *, cure: str) -> Iterator[tuple[str, Any]]:
             yield where, parsed(line, where, cure=cure)
 
 
-def read_config(path: Path, where: object) -> Mapping[str, Any]:
+def read_config(path: Path, where: object) -> Raw:
     """config.json, whose keys have the types that readers rely on (`recipes.config_keys`).
 
     Raises:
@@ -153,7 +154,7 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
     return weight_map
 
 
-def _object(found: Any, where: object, must: str, cure: str) -> dict[str, Any]:
+def _object(found: Any, where: object, must: str, cure: str) -> Json:
     if not isinstance(found, dict):
         raise CheckpointError(
             where, f"{must} be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
 
 from ..recipes.errors import CheckpointError, first_fault
+from ..recipes.frozen import Json, Raw
 from ..recipes.schema import Name
 from .fact import Count
 from .json_file import read_object
@@ -50,7 +51,7 @@ class RecordedRecipe(_Part):
     revision: str
     backbone: Mapping[str, str]
     mtp: str | Mapping[str, str]
-    whole: Mapping[str, Any]
+    whole: Raw
 
     @property
     def name(self) -> str:
@@ -63,7 +64,7 @@ class RecordedRecipe(_Part):
         return {**found, "whole": found} if isinstance(found, dict) else found
 
     @model_serializer
-    def _as_it_was_run(self) -> dict[str, Any]:
+    def _as_it_was_run(self) -> Json:
         return dict(self.whole)
 
 
@@ -87,7 +88,7 @@ class Record(_Part):
     recipe: RecordedRecipe
     source: RecordedSource
     mtp_source: RecordedSource | None = None
-    calibration: Mapping[str, Any] | None = None
+    calibration: Raw | None = None
     tensors: Mapping[str, Count]
     bytes: RecordedBytes
     versions: Mapping[str, str]

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Json, Shape, frozen
 from ..recipes.schemes import DTYPE_BITS, num_bytes
 
 AGAIN = "Download the shard again"
@@ -45,7 +45,7 @@ class Entry:
     name: HFName
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     start: int
     num_bytes: int
 
@@ -71,6 +71,11 @@ class FileLayout:
     header: bytes
     starts: Mapping[HFName, int]
     num_bytes: int
+
+
+def total_bytes(tensors: Iterable[Any]) -> int:
+    """Of entries, or of tensors that will be written."""
+    return sum(tensor.num_bytes for tensor in tensors)
 
 
 def read_header(path: Path, where: str) -> FileHeader:
@@ -194,13 +199,13 @@ def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
     raise CheckpointError(where, "must be a regular file", got="another kind", cure=cure)
 
 
-def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> FileLayout:
+def lay_out(tensors: Iterable[tuple[HFName, str, Shape]]) -> FileLayout:
     """A file of these tensors (name, dtype, shape), one after the other in this order, and a
     writer's own words.
 
     Readers map a file, so tensors with wider dtypes should come first.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    header: Json = {_METADATA: {"format": "pt"}}
     starts: dict[HFName, int] = {}
     end = 0
     for name, dtype, shape in tensors:

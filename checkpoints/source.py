@@ -25,7 +25,7 @@ from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.families import find_view
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Json, Raw, frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .identity import FileStamp, listed, states_of
@@ -66,7 +66,7 @@ class Source:
     where: str
     revision: str
     folder: Path | None
-    config: Mapping[str, Any]
+    config: Raw
     entries: Mapping[HFName, Entry]
     unindexed: Mapping[HFName, Entry]
     companions: tuple[str, ...]
@@ -78,7 +78,7 @@ class Source:
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
 
     @property
-    def text_config(self) -> Mapping[str, Any]:
+    def text_config(self) -> Raw:
         """What config.json says of the language model."""
         return self.config.get("text_config") or self.config
 
@@ -213,7 +213,7 @@ def small_bytes(source: Source, name: str) -> bytes | None:
     return path and read_bytes_of(path, f"{source.where}/{name}")
 
 
-def small_object(source: Source, name: str) -> dict[str, Any] | None:
+def small_object(source: Source, name: str) -> Json | None:
     """The object of a JSON file; None if there is none.
 
     Raises:
@@ -308,7 +308,7 @@ def _open_hub(repo: str, revision: str) -> Source:
 def _assembled(
     where: str,
     revision: str,
-    config: Mapping[str, Any],
+    config: Raw,
     weight_map: Mapping[str, str] | None,
     indexed: Sequence[str],
     headers: Mapping[str, Mapping[HFName, Entry]],
@@ -389,10 +389,9 @@ def _indexed_files(
 
 def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:
     """The refusal of a place without config.json: what is there instead."""
-    got = listed(sorted(names)) or "an empty folder"
     return NoCheckpointError(
         where,
         "a checkpoint has a config.json",
-        got=got,
+        got=listed(sorted(names)) or "an empty folder",
         cure="Name that of a whole model; an adapter is merged into its base model first",
     )

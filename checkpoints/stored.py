@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeVar
 
 from ..recipes.family import HFName
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Shape, frozen
 from ..recipes.schemes import SCHEMES
 from .safetensors_file import Entry
 
@@ -64,7 +64,6 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 _FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _NO_PART_OF_FORM = {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
 T = TypeVar("T")
-_Shape = tuple[int, ...]
 _Parts = Mapping[str, Entry]
 
 
@@ -97,7 +96,7 @@ class StoredWeight:
     module: HFName
     form: Form
     parts: _Parts
-    shape: _Shape
+    shape: Shape
     scheme: str = ""
     block: tuple[int, int] | None = None
 
@@ -187,7 +186,7 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     shape = weight.shape
 
     def stored(
-        form: Form, shape: _Shape = shape, scheme: str = "", block: tuple[int, int] | None = None
+        form: Form, shape: Shape = shape, scheme: str = "", block: tuple[int, int] | None = None
     ) -> StoredWeight:
         return StoredWeight(
             module=module, form=form, parts=parts, shape=shape, scheme=scheme, block=block

@@ -54,6 +54,11 @@ def read_tensor(source: Source, entry: Entry) -> Tensor:
     return typed(read_bytes(source, entry), entry.dtype, entry.shape)
 
 
+def read_parts(source: Source, parts: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """The tensors that a weight is stored as, by the last component of their names."""
+    return {leaf: read_tensor(source, entry) for leaf, entry in parts.items()}
+
+
 def read_bytes(
     source: Source, entry: Entry, *, offset: int = 0, length: int | None = None
 ) -> Tensor:

@@ -9,12 +9,13 @@ they stay when a field of check.json gets another name.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from ..recipes.errors import RecipeError, did_you_mean
+from ..recipes.frozen import Json
 from . import exits, findings
 from .options import (
     GpusOption,
@@ -138,7 +139,7 @@ def check(
         from ..validate.report.html import require_extra
 
         require_extra()
-    loads: dict[str, Any] = {"runtimes": servers}
+    loads: Json = {"runtimes": servers}
     if is_dry:
         loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
         loads |= {"draft": draft, "vllms": vllms or ()}
@@ -193,7 +194,7 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
         return with_values(checked, level, source=source, reading=reading)
 
 
-def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:
+def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Json:
     """What `keepmtp check --json` prints of one checkpoint."""
     from ..validate.facts.dry_load import cured_in, serving
 
@@ -201,7 +202,7 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
     for finding in data.findings:
         cure = findings.with_path(finding.cure, data.path)
         found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
-    printed: dict[str, Any] = {
+    printed: Json = {
         "path": data.path,
         "ok": data.ok,
         "findings": found,

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -23,6 +22,7 @@ from rich.text import Text
 from .. import __version__
 from ..recipes.errors import VLLMError, printable
 from ..recipes.extras import install_command, missing, requirements
+from ..recipes.frozen import Json, Raw
 from ..recipes.runtimes.vllm import KNOWN
 from ..validate.facts import vllm_env
 from .options import JsonOption
@@ -47,7 +47,7 @@ def doctor(as_json: JsonOption = False) -> None:
     answer(found, _parts(found), as_json=as_json, status=2 * bool(found["broken"]))
 
 
-def diagnose() -> dict[str, Any]:
+def diagnose() -> Json:
     """Look at this machine; asks vLLM's Python for versions, a second at most.
 
     Returns: the form of `keepmtp doctor --json`. A package that is not installed has the version
@@ -106,7 +106,7 @@ def diagnose() -> dict[str, Any]:
     }
 
 
-def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[dict[str, Any]]:
+def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[Json]:
     """A row for everything that keepmtp does: whether it can be done here, why not, and the command
     that does it or enables it.
 
@@ -142,7 +142,7 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[dict[str, Any]
     return told
 
 
-def _parts(found: Mapping[str, Any]) -> Iterator[RenderableType]:
+def _parts(found: Raw) -> Iterator[RenderableType]:
     """What was found, and what can be done with it: a row on a line, so that paths and commands
     stay whole.
     """

@@ -8,17 +8,17 @@ Easy to get wrong: whatever may be refused is refused before a server is started
 dataset, a chat template that is not there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, begin
@@ -71,7 +71,7 @@ class ProtocolOptions:
 
     def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
-        changed = {name: value for name, value in asdict(self).items() if value is not None}
+        changed = without_none(asdict(self))
         if self.task is None:
             if self.dataset is not None and len(recipe) > 1:
                 raise RecipeError(
@@ -172,7 +172,7 @@ def evaluate(
     answer(found, parts, as_json=served.as_json, status=status)
 
 
-def _changed(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
+def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
     """One task's with what the command line changes; a task that is asked otherwise brings its own
     protocol.
 

@@ -26,8 +26,7 @@ from .options import JsonOption, chosen_gpus
 from .tables import answer, by_reason, counted, table
 
 if TYPE_CHECKING:
-    from ..validate.dryload.explain import Explanation, Recognized
-    from ..validate.dryload.log import Log
+    from ..validate.dryload.explain import Explanation, Log, Recognized
 
 _MOST_CONFIRMED = 3
 _TITLES = {"backbone": "the backbone: vLLM's target", "mtp": "the MTP block: vLLM's draft"}
@@ -91,7 +90,7 @@ def explain(
 
 
 def _log(where: str) -> "Log":
-    from ..validate.dryload.log import MOST_BYTES, read_log
+    from ..validate.dryload.explain import MOST_BYTES, read_log
 
     if where == "-":
         with open(sys.stdin.fileno(), "rb", closefd=False) as stream:
@@ -112,6 +111,8 @@ def _log(where: str) -> "Log":
 
 def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
     """The groups of both models, why they are so, and what the log says."""
+    from ..validate.facts.findings import errors_of
+
     if found.path:
         family = f"{found.family}, {found.dialect}"
         if not found.family:
@@ -128,9 +129,16 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
     named = (
         (group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups
     )
-    why = (f"Why {modules}: {reason}." for reason, modules in by_reason(named).items())
-    for sentence in (*why, *_verdict(found)):
-        yield from wrapped(console, sentence)
+    for reason, modules in by_reason(named).items():
+        yield from wrapped(console, f"Why {modules}: {reason}.")
+    says = "The check finds no error in it."
+    if errors := errors_of(found.findings):
+        first = errors[0]
+        cure = with_path(first.cure, found.path).rstrip(".")
+        count = counted(len(errors), "error")
+        says = f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
+    if errors or found.path:
+        yield from wrapped(console, says)
     for known in found.answers:
         yield Text.assemble(("\nknown: ", "bold green"), printable(known.failure.name))
         for row in _known(found, known):
@@ -145,17 +153,6 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
         yield from wrapped(console, "The log has no failure that keepmtp knows.")
         if not found.path:
             yield "`keepmtp check PATH --gpu sm100` lets vLLM's own loaders judge a checkpoint."
-
-
-def _verdict(found: "Explanation") -> Iterator[str]:
-    errors = [finding for finding in found.findings if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        cure = with_path(first.cure, found.path).rstrip(".")
-        count = counted(len(errors), "error")
-        yield f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
-    elif found.path:
-        yield "The check finds no error in it."
 
 
 def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:

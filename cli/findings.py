@@ -146,7 +146,7 @@ def _dry_loads(console: Console, found: "CheckData") -> Iterator[str | Text]:
         drawn = io.StringIO()
         rows = table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(found.dry))
         Console(file=drawn, width=min(console.width, _WIDEST)).print(rows)
-        yield from (line.rstrip() for line in drawn.getvalue().splitlines() if line.strip())
+        yield from map(str.rstrip, filter(str.strip, drawn.getvalue().splitlines()))
         yield f"vLLM {dry_load.versions_in_short(found.dry)}"
     yield ""
 

@@ -11,12 +11,12 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from shutil import get_terminal_size
-from typing import Any
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.extras import install_command
+from ..recipes.frozen import Json
 from ..recipes.model_file import Listed, listed
 from .options import JsonOption
 
@@ -135,7 +135,7 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
     return lines
 
 
-def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
+def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
     """A listing for machines: the columns of its table, and more."""
     if listing == "schemes":
         return _schemes()
@@ -158,7 +158,7 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
     return found
 
 
-def _schemes() -> list[dict[str, Any]]:
+def _schemes() -> list[Json]:
     from ..recipes.schemes import SCHEMES, SEARCHES, num_bytes
 
     found = []
@@ -180,7 +180,7 @@ def _schemes() -> list[dict[str, Any]]:
     return found
 
 
-def _families() -> list[dict[str, Any]]:
+def _families() -> list[Json]:
     from ..recipes.families import families, support_of
 
     found = {}

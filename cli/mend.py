@@ -10,17 +10,17 @@ written.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Json, Raw, Say, frozen
 from . import exits, findings
 from .check import check_json
 from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
@@ -54,7 +54,7 @@ class Ending:
     gpus: GpusOption = None
     static_only: bool = False
 
-    def judge(self, out: Path, doing: Callable[[str], None]) -> "Judged":
+    def judge(self, out: Path, doing: Say) -> "Judged":
         """Check and load a new folder."""
         from ..cure.rewritten import GPUS, judge
 
@@ -146,7 +146,7 @@ def fix(
     say(console, ending_line)
     if as_json:
         printed = check_json(data, judged.checked.accounts if judged else ())
-        told: dict[str, Any] = {
+        told: Json = {
             "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
             "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
             "diff": outcome.proposal.diffs(),
@@ -223,7 +223,7 @@ def graft(
     told = {
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "mtp": plan.recipe.mtp,
-        "tensors": sum(len(tensor.outputs) for tensor in plan.tensors),
+        "tensors": plan.num_outputs,
         "bytes": {"read": made.num_bytes_read, "written": plan.num_bytes_after},
         "shards": [shard.file for shard in plan.shards],
         "left_out": made.proposal.empty_shards,
@@ -323,9 +323,7 @@ def _no_out(verb: str) -> RecipeError:
     )
 
 
-def _end(
-    judged: "Judged", value: Mapping[str, Any], lines: Iterable[str], *, as_json: bool
-) -> None:
+def _end(judged: "Judged", value: Raw, lines: Iterable[str], *, as_json: bool) -> None:
     """Print what was made, in lines for people, and what was found of it; end with the status that
     this comes to.
     """

@@ -9,12 +9,13 @@ docstring says of an option is its help.
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
+from ..recipes.frozen import frozen, without
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
@@ -69,7 +70,7 @@ ModelCodeOption = Annotated[
 VLLMsOption = Annotated[list[str] | None, typer.Option("--vllm", metavar="VERSIONS")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelOptions:
     """A model, and what a person decides about it.
 
@@ -98,8 +99,7 @@ class ModelOptions:
         """The recipe for them; of a checkpoint as MODEL, its headers are read."""
         from .. import pipeline
 
-        own = {name: value for name, value in asdict(self).items() if name != "trust_remote_code"}
-        return pipeline.recipe_for(**own)
+        return pipeline.recipe_for(**without(asdict(self), "trust_remote_code"))
 
     def plan(self) -> "Plan":
         """The plan for them."""

@@ -8,10 +8,9 @@ Easy to get wrong: the JSON has no refusals. Only people see what would stop the
 
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -26,6 +25,7 @@ from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
+from ..recipes.frozen import Json, Raw
 from ..recipes.model_file import find_path, in_words
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import NEWEST, minor
@@ -78,7 +78,7 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
 
 
-def _fates(rows: list[dict[str, Any]]) -> Iterator[list[str] | None]:
+def _fates(rows: list[Json]) -> Iterator[list[str] | None]:
     """Module groups by what becomes of them, with sizes before and after."""
     sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for row in rows:
@@ -105,9 +105,9 @@ def totals(plan: Plan) -> str:
     """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
     other = plan.source.mtp_source
     source = plan.source
-    num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
     line = (
-        f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
+        f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, "
+        f"{plan.num_outputs:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
         f"{counted(len(plan.shards), 'shard')}; {counted(plan.view.num_mtp_layers, 'MTP layer')}"
     )
@@ -116,7 +116,7 @@ def totals(plan: Plan) -> str:
     return line
 
 
-def _config(config: Mapping[str, Any]) -> Iterator[str]:
+def _config(config: Raw) -> Iterator[str]:
     """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never
     broken.
     """
@@ -135,9 +135,7 @@ def _config(config: Mapping[str, Any]) -> Iterator[str]:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
-    schemes = sorted(
-        {t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2}
-    )
+    schemes = sorted({t.scheme or "plain" for t in plan.mtp if len(t.shape) >= 2})
     block = f"stored as {', '.join(schemes)}"
     if schemes == ["plain"]:
         block = "kept in BF16"
@@ -149,7 +147,7 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
 
 
-def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+def plan_rows(plan: Plan) -> list[Json]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
@@ -161,9 +159,9 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     rows = []
     for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
         # A copy that is added has the bytes of its original, which are counted there.
-        inputs = []
+        num_before = 0
         if fate != "add":
-            inputs = [name for tensor in tensors for name in tensor.inputs]
+            num_before = plan.num_bytes_read(tensors)
         rows.append(
             {
                 "part": part,
@@ -173,7 +171,7 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
                 "stored_as": stored,
                 "reason": reason,
                 "tensors": len(tensors),
-                "bytes_before": sum(plan.entries[name].num_bytes for name in inputs),
+                "bytes_before": num_before,
                 "bytes_after": sum(
                     output.num_bytes for tensor in tensors for output in tensor.outputs
                 ),
@@ -182,7 +180,7 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def budget_json(plan: Plan) -> dict[str, Any]:
+def budget_json(plan: Plan) -> Json:
     """What is known of a search before it: the budget, the units, and the sizes that are
     possible.
     """
@@ -214,7 +212,7 @@ def _budget(plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> Json:
     """A plan for machines: totals, rows by module group, the quantization_config, and the
     calibration.
     """
@@ -225,7 +223,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "tensors": {
             "before": len(plan.entries),
-            "after": sum(len(tensor.outputs) for tensor in plan.tensors),
+            "after": plan.num_outputs,
         },
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
@@ -301,7 +299,7 @@ def _data(plan: Plan, num_tokens: int) -> str:
     )
 
 
-def will_do_json(plan: Plan) -> dict[str, Any] | None:
+def will_do_json(plan: Plan) -> Json | None:
     """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
     recipe = plan.recipe
     family = plan.view.family
@@ -310,7 +308,7 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
     auto = recipe.mtp_auto
     candidates = []
     if auto is not None and recipe.mtp == AUTO:  # without the groups that the MTP block lacks
-        groups = {t.role for t in plan.tensors if t.part == "mtp" and t.role in QUANTIZABLE_ROLES}
+        groups = {t.role for t in plan.mtp}.intersection(QUANTIZABLE_ROLES)
         candidates = list(candidates_for(auto.candidates, groups))
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,

@@ -34,15 +34,15 @@ from rich.progress import (
 )
 
 from ..quantize.run.processes import place_of_process
-from ..quantize.run.progress import SILENT, BytesBar, CalibrationStep, RunProgress
+from ..quantize.run.progress import SILENT, CalibrationStep, RunProgress, Step
 from ..recipes.errors import printable, size_in_words
+from ..recipes.frozen import Advance, Bar, Say
 from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
-    from ..validate.facts.step import Step as AskedStep
 
-    AnyStep = CalibrationStep | AskedStep
+    AnyStep = CalibrationStep | Step
     Show = Callable[[str, int, int, str, AnyStep], None]
 
 # The word for one step in each part of calibration.
@@ -56,7 +56,7 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
     """The progress of one run. Only the first process shows any."""
     with ExitStack() as shown:
 
-        def packing(total_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
+        def packing(total_bytes: int) -> AbstractContextManager[Advance]:
             shown.close()
             return bytes_bar(console, "packing")(total_bytes)
 
@@ -77,7 +77,7 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
 
 
 @contextmanager
-def spinner(console: Console, *, is_shown: bool = True) -> Iterator[Callable[[str], None]]:
+def spinner(console: Console, *, is_shown: bool = True) -> Iterator[Say]:
     """What loaders do now, on a terminal."""
     is_hidden = not (is_shown and console.is_terminal)
     columns = SpinnerColumn(), _WHAT, TimeElapsedColumn()
@@ -90,13 +90,13 @@ def spinner(console: Console, *, is_shown: bool = True) -> Iterator[Callable[[st
         yield tell
 
 
-def bytes_bar(console: Console, label: str) -> BytesBar:
+def bytes_bar(console: Console, label: str) -> Bar:
     """Rate and time left, for packing and for hashing: a bar on a terminal, else lines. Any thread
     may call it.
     """
 
     @contextmanager
-    def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    def bar(total_bytes: int) -> Iterator[Advance]:
         lock = Lock()
         done = 0
 
@@ -224,10 +224,10 @@ def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
 
 
 @contextmanager
-def asking(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
+def asking(console: Console, *, as_json: bool) -> Iterator[Callable[[Step], None]]:
     """The progress of what is measured with servers: a bar a checkpoint, or lines."""
 
-    def asked(step: "AskedStep") -> None:
+    def asked(step: Step) -> None:
         num = f"{step.unit} {step.done:,} of {step.total:,}"
         eta = _eta(step.eta_seconds)
         rate = f"  {step.tokens_per_second:,.0f} tok/s" * (step.tokens_per_second > 0)

@@ -25,8 +25,7 @@ from .progress import bytes_bar
 from .tables import answer, counted, say, table
 
 if TYPE_CHECKING:
-    from ..validate.publish.upload import FileState, Published
-    from ..validate.publish.upload_set import Parcel
+    from ..validate.publish.upload import FileState, Parcel, Published
 
 _RULE = "going public must be confirmed"
 
@@ -73,7 +72,7 @@ def publish(
     from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub
-    from ..validate.publish.upload_set import prepare, ready_report
+    from ..validate.publish.upload import prepare, ready_report
 
     tell = partial(say, err)
     publishing.check_name(repo)

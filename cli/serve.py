@@ -214,10 +214,11 @@ def _check(path: str) -> str:
 
 
 def _refuse_errors(path: str, checked: "Checked") -> None:
+    from ..validate.facts.findings import errors_of
+
     if checked.refusal is not None:
         raise checked.refusal
-    errors = [finding for finding in checked.data.findings if finding.severity == "error"]
-    if errors:
+    if errors := errors_of(checked.data.findings):
         more = f" (and {len(errors) - 1} more: `{_check(path)}`)" if errors[1:] else ""
         raise GateError(
             path,

@@ -10,10 +10,9 @@ by argument. And the way back: 1 / (1 / x) is not x for one F32 in seven, but it
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ from ..recipes.conventions import (
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName, Part
 from ..recipes.family_view import Place
-from ..recipes.frozen import frozen
+from ..recipes.frozen import Advance, Json, Raw, frozen
 from ..recipes.renamer import renamer
 from ..recipes.schemes import SCHEMES, num_bytes
 from ..validate.check.check import examine
@@ -52,7 +51,7 @@ from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
 
 # compressed-tensors' QuantizationArgs: what an argument is that is not given.
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Raw = {
     "num_bits": 8,
     "type": "int",
     "symmetric": True,
@@ -194,9 +193,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     return Conversion(proposal, first, to)
 
 
-def convert(
-    planned: Conversion, out: Path, *, progress: Callable[[int], None] = lambda count: None
-) -> Rewritten:
+def convert(planned: Conversion, out: Path, *, progress: Advance = lambda count: None) -> Rewritten:
     """Write the new folder.
 
     Args:
@@ -346,7 +343,7 @@ def _of_group(group: GivenGroup | None) -> str:
     return ""
 
 
-def _complete(given: GivenArguments | None) -> dict[str, Any]:
+def _complete(given: GivenArguments | None) -> Json:
     """All arguments; none where nothing is quantized."""
     if given is None or not given.model_fields_set:
         return {}

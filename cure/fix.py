@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..recipes.errors import KeepMTPError, RecipeError
+from ..recipes.frozen import Say
 from ..validate.check.check import Checked, examine
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding
@@ -22,7 +23,6 @@ from . import fixes, fixes_lists
 from .proposal import Faulty, Proposal
 from .rewritten import Rewritten, rewrite
 
-Progress = Callable[[str], None]
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
 LIST_FIXES: tuple[tuple[str, Fix], ...] = (
@@ -76,7 +76,7 @@ class Outcome:
         return tuple(each for each in self.before.data.findings if each.key not in left)
 
 
-def proposed(where: str, *, progress: Progress = lambda doing: None) -> Outcome:
+def proposed(where: str, *, progress: Say = lambda doing: None) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
@@ -110,7 +110,7 @@ def settled(
     checked: Checked,
     proposal: Proposal,
     fixes: Iterable[tuple[str, Fix]],
-    progress: Progress = lambda doing: None,
+    progress: Say = lambda doing: None,
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
 
@@ -147,9 +147,8 @@ def _weight(data: CheckData) -> tuple[int, int]:
     return sums["error"], sums["warning"]
 
 
-def _outcome(checked: Checked, progress: Progress = lambda doing: None) -> Outcome:
-    proposal = Proposal(checked.readable())
-    return Outcome(checked, *settled(checked, proposal, FIXES, progress))
+def _outcome(checked: Checked, progress: Say = lambda doing: None) -> Outcome:
+    return Outcome(checked, *settled(checked, Proposal(checked.readable()), FIXES, progress))
 
 
 # --- commands

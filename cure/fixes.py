@@ -13,12 +13,12 @@ as many elements: two global scales are not one.
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.safetensors_file import Entry
 from ..quantize.config.modelopt import hf_quant_config
 from ..recipes.family import HFName
+from ..recipes.frozen import Json, Shape
 from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.dialects.modelopt import ModelOpt, reads_other_file
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
@@ -128,7 +128,7 @@ def modelopt_fields_are_there(faulty: Faulty) -> None:
         why = f"vLLM takes {inner.get('quant_algo')} only at the top level of quantization_config"
         proposal.set(CONFIG, proposal.config_place or ("quantization_config",), value, why)
         return
-    known: dict[str, Any] = {"kv_cache_quant_algo": None, "exclude_modules": []}
+    known: Json = {"kv_cache_quant_algo": None, "exclude_modules": []}
     for weight in faulty.runtime.weights.values():
         if weight.form == "nvfp4_modelopt" and (scale := weight.parts["weight_scale"]).shape:
             known["group_size"] = weight.shape[1] // scale.shape[-1]
@@ -258,9 +258,9 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
                 faulty.proposal.retensor(entry, replace(entry, dtype=dtype, shape=shape), why)
 
 
-def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> tuple[int, ...]:
+def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> Shape:
     """The shape of a scale with as many elements as it has."""
-    wanted: dict[int, tuple[int, ...]] = {}
+    wanted: dict[int, Shape] = {}
     is_scale = leaf in _FIRST_SCALES and len(weight.shape) == 2
     if leaf in _SCALARS or (is_scale and built.form == "fp8_tensor"):
         wanted = {built.scale_ndim: () if len(entry.shape) > 1 else entry.shape}

@@ -227,9 +227,10 @@ def _more_targets(faulty: Faulty) -> None:
             # A head is named by a target of its own, which is added.
             kind = "experts" if module.kind == "experts" else "linear"
             found = dialect.resolve(module.name, shards=module.shards, kind=kind)
-            stored = module.members[0].weight.parts.keys()
-            others = (stored ^ found.built.leaves) - found.built.optional
-            if not (found.error or others) and found.built.form == _form(module):
+            built = found.built
+            differing = module.members[0].weight.parts.keys() ^ built.leaves
+            fits = built.form == _form(module) and differing <= built.optional
+            if fits and not found.error:
                 mine.append(module)
         if mine:
             why = "stored in this group's form, which no target gives them under vLLM's names: "

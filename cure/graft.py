@@ -26,16 +26,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from ..checkpoints.files import WORK, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
-from ..checkpoints.safetensors_file import Entry
+from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, view_of
 from ..checkpoints.source_of import refuse_stranger
 from ..checkpoints.stored import FLOATS, stored_weights
@@ -46,6 +45,7 @@ from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
+from ..recipes.frozen import Advance, Bar, Raw, Shape
 from ..validate.check.check import Checked, examine_source
 from ..validate.check.dialects.choose import Unquantized
 from ..validate.check.dialects.compressed_tensors import CompressedTensors
@@ -60,7 +60,6 @@ from .fixes_lists import lists_say_what_is_stored
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 from .rewritten import Rewritten, rewrite
 
-Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 _FORMS_WITH_SHAPE = (
@@ -99,7 +98,7 @@ class Graft:
     @property
     def num_bytes_read(self) -> int:
         """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
-        return sum(stretch.num_bytes for stretch in joined(self.plan.source, self.entries))
+        return total_bytes(joined(self.plan.source, self.entries))
 
 
 def plan_graft(
@@ -255,7 +254,7 @@ def carry_out(
     )
 
 
-def _fetched(graft: Graft, folder: Path, progress: Callable[[int], None]) -> Source:
+def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
     """The release with the block's tensors in a folder of its own; what an earlier run brought
     there is not asked for again.
     """
@@ -325,7 +324,7 @@ def refuse_another_model(quantized: Source, source: Source) -> None:
             )
 
 
-def _shapes_of(opened: Source) -> dict[HFName, tuple[int, ...]]:
+def _shapes_of(opened: Source) -> dict[HFName, Shape]:
     """The logical shape of every weight in a form that says it."""
     weights, others = stored_weights(opened.entries.values())
     found = {entry.name: entry.shape for entry in others if entry.dtype in FLOATS}
@@ -335,12 +334,12 @@ def _shapes_of(opened: Source) -> dict[HFName, tuple[int, ...]]:
     return found
 
 
-def _count_mtp_layers(proposal: Proposal, released: Mapping[str, Any], family: Family) -> None:
+def _count_mtp_layers(proposal: Proposal, released: Raw, family: Family) -> None:
     """config.json counts and describes MTP layers as the release's does.
 
     It may have the language model's keys at top level where the release nests them.
     """
-    holders: list[tuple[JSONPath, Mapping[str, Any]]] = [((), released)]
+    holders: list[tuple[JSONPath, Raw]] = [((), released)]
     if isinstance(text := released.get("text_config"), Mapping):
         place: JSONPath = ("text_config",)
         if not isinstance(proposal.value(CONFIG, place), dict):

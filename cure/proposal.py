@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
-from ..checkpoints.safetensors_file import Entry
+from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, small_bytes, small_object
 from ..recipes.errors import CheckpointError, printable
 from ..recipes.family import HFName
@@ -230,7 +230,7 @@ class Proposal:
     @property
     def num_bytes_again(self) -> int:
         """Bytes of the tensors in `shards_again`."""
-        return sum(entry.num_bytes for each in self.shards_again.values() for entry in each)
+        return sum(map(total_bytes, self.shards_again.values()))
 
     # --- what becomes of it -----------------------------------------------------------------------
 

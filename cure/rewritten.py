@@ -35,6 +35,7 @@ from ..checkpoints.files import (
     complete,
     held,
     naming_file,
+    nearest_folder,
     partial_path,
     refuse_name,
     refuse_small_disk,
@@ -48,6 +49,7 @@ from ..checkpoints.safetensors_file import Entry, lay_out
 from ..checkpoints.source import Source, read
 from ..quantize.write.output import refuse_place
 from ..recipes.errors import RecipeError, VLLMError
+from ..recipes.frozen import Advance, Say
 from ..recipes.schemes import DTYPE_BITS
 from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
@@ -98,7 +100,7 @@ def rewrite(
     also_read: Source | None = None,
     make_shards: Callable[[Path], None] = lambda folder: None,
     num_bytes: int = 0,
-    written: Callable[[int], None] = lambda count: None,
+    written: Advance = lambda count: None,
 ) -> Rewritten:
     """Write the new folder; a killed run's is begun again, and gets the same bytes.
 
@@ -132,24 +134,19 @@ def rewrite(
         parts += _states(also_read)
     text = "\0".join(map(repr, parts))
     command = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-    found = _stamp_in(out)
-    if found is not None and found.command == command:
-        # All files are in OUT, and none was written to after the stamp was.
-        names = (*found.new, *found.kept)
-        made = (out / _STAMP).stat().st_mtime_ns
-        states = states_of(out, names).values()
-        if len(states) == len(names) and all(state.mtime_ns <= made for state in states):
-            _tidy(out)
-            return found.model_copy(update={"folder": out, "is_from_before": True})
+    if (found := _finished(out, command)) is not None:
+        _tidy(out)
+        return found.model_copy(update={"folder": out, "is_from_before": True})
     refuse_place(source, out)
     new = {*small, *again, *proposal.made_shards}
     kept = [name for name in kept_files(source) if name not in new | gone]
     num_bytes += sum(map(len, small.values())) + proposal.num_bytes_again
-    if source.folder is not None and kept:
+    if (
+        source.folder is not None
+        and nearest_folder(out).stat().st_dev != source.folder.stat().st_dev
+    ):
         # What cannot be linked is copied.
-        parent = next(path for path in out.absolute().parents if path.is_dir())
-        if parent.stat().st_dev != source.folder.stat().st_dev:
-            num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
+        num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
     refuse_small_disk(
         out, num_bytes, cure="Choose an OUT on the checkpoint's own disk, or make room"
     )
@@ -178,17 +175,7 @@ def rewrite(
             complete(path)
         if source.folder is not None:
             for name in kept:
-                # A second name, or a copy where it can have none; of a link of the Hub's cache: its
-                # blob.
-                old = os.path.realpath(source.folder / name)
-                path = within(partial, name)
-                try:
-                    os.link(old, path)
-                except OSError as error:
-                    if error.errno not in _NO_LINK:
-                        raise
-                    shutil.copyfile(old, path)
-                    sync(path)
+                _link(source.folder / name, within(partial, name))
             refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
@@ -199,8 +186,36 @@ def rewrite(
     return done
 
 
+def _link(old: Path, new: Path) -> None:
+    """Give a file a second name, or a copy where it can have none; of a link of the Hub's cache:
+    its blob.
+    """
+    whole = os.path.realpath(old)
+    try:
+        os.link(whole, new)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(whole, new)
+        sync(new)
+
+
+def _finished(out: Path, command: str) -> Rewritten | None:
+    """What the same command wrote before: all of its files are there, and none was written to after
+    the stamp was.
+    """
+    found = _stamp_in(out)
+    if found is None or found.command != command:
+        return None
+    names = (*found.new, *found.kept)
+    times = [state.mtime_ns for state in states_of(out, names).values()]
+    if len(times) < len(names) or max(times, default=0) > (out / _STAMP).stat().st_mtime_ns:
+        return None
+    return found
+
+
 def _write_shard(
-    path: Path, entries: Iterable[Entry], proposal: Proposal, written: Callable[[int], None]
+    path: Path, entries: Iterable[Entry], proposal: Proposal, written: Advance
 ) -> None:
     """Write a shard from old tensors. Wider dtypes come first, since readers map the file; a shard
     that was touched is written again, whole, because vLLM reads whole files.
@@ -241,7 +256,7 @@ def judge(
     folder: Path,
     *,
     gpus: Sequence[GPU] = GPUS,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Say = lambda doing: None,
 ) -> Judged:
     """Check a folder, then let vLLM's classes load it, on each of these GPUs at TP 1. Without a
     vLLM there is still the check.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from .frozen import frozen
+from .frozen import Shape, frozen
 
 FORMATS = ("compressed-tensors", "modelopt")
 Format = Literal["compressed-tensors", "modelopt"]
@@ -66,13 +66,11 @@ class Spelling:
 
     leaf: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     change: Change = "none"
 
 
-def in_modelopt(
-    scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, of_experts: bool
-) -> Spelling:
+def in_modelopt(scheme: str, leaf: str, dtype: str, shape: Shape, *, of_experts: bool) -> Spelling:
     """How modelopt writes a tensor of a packed module.
 
     Args:
@@ -96,7 +94,7 @@ def in_modelopt(
     return _cast(leaf, dtype, "F32", shapes.get(scheme, ()))
 
 
-def _cast(leaf: str, dtype: str, to: str, shape: tuple[int, ...]) -> Spelling:
+def _cast(leaf: str, dtype: str, to: str, shape: Shape) -> Spelling:
     """The same numbers in another dtype."""
     change: Change = "none"
     if dtype != to:
@@ -125,7 +123,7 @@ def cache_scale_in(convention: Format, name: str) -> str:
 _DIVISORS = {other: name for name, other in _COMMON.items()}
 
 
-def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...]) -> Spelling:
+def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: Shape) -> Spelling:
     """How compressed-tensors writes a tensor of a module in modelopt's convention: the way back of
     `in_modelopt`.
 

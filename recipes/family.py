@@ -12,9 +12,9 @@ layer `num_hidden_layers`). It mostly lacks the `.mtp_block` of parameter names.
 import re
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any, Literal, NewType
+from typing import Literal, NewType
 
-from .frozen import frozen
+from .frozen import Raw, frozen
 
 HFName = NewType("HFName", str)
 """A tensor or module name as in the source's safetensors files."""
@@ -281,7 +281,7 @@ class Draft:
     rotary: str | None = ""
     rope_types: tuple[str, ...] = ()
     position_axes: int = 1
-    layers: tuple[Mapping[str, Any], ...] = ({},)
+    layers: tuple[Raw, ...] = ({},)
     renames: tuple[tuple[str, str], ...] = ()
     plain_residual: bool = False
     embedding_norm: str = "enorm"
@@ -378,8 +378,8 @@ class Family:
     layer_types_count_mtp: bool = False
     aliases: tuple[Alias, ...] = ()
     loader: Loader = Loader()
-    config_extras: Mapping[str, Any] = field(default_factory=dict)
-    config_changes: Mapping[str, Any] = field(default_factory=dict)
+    config_extras: Raw = field(default_factory=dict)
+    config_changes: Raw = field(default_factory=dict)
     rerouted_format: str = ""
     modelopt_by_module: bool = False
     fp8_table_key: str = ""

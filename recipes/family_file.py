@@ -30,16 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from .family import Alias, Draft, Family, Interleaved, Layout, Loader, Renames, Row, Stem
+from .frozen import Json, Raw
 from .runtimes.vllm import holds
 from .yaml_file import load_shipped
 
 FOLDER = Path(__file__).parent / "families"
-Blocks = Mapping[str, Sequence[str | Mapping[str, Any]]]
+Blocks = Mapping[str, Sequence[str | Raw]]
 
 
 def read_family(path: Path, vllm: str) -> Family:
     """The table in a file, for a version of vLLM; a key that nothing has is a TypeError."""
-    raw: dict[str, Any] = _of_version(load_shipped(path), vllm)
+    raw: Json = _of_version(load_shipped(path), vllm)
     blocks = _shared()["blocks"] | raw.pop("blocks", {})
     for key in ("block", "linear_block", "mtp_block"):
         raw[key] = _rows(raw.get(key, ()), blocks)
@@ -52,7 +53,7 @@ def read_family(path: Path, vllm: str) -> Family:
 
 
 @cache
-def _shared() -> Mapping[str, Any]:
+def _shared() -> Raw:
     return load_shipped(FOLDER / "_shared.yaml")
 
 
@@ -61,7 +62,7 @@ def _of_version(value: Any, vllm: str) -> Any:
         return [_of_version(each, vllm) for each in value]
     if not isinstance(value, dict):
         return value
-    found: dict[str, Any] = {}
+    found: Json = {}
     for key, inner in value.items():
         if not key.startswith("vllm"):
             found[key] = _of_version(inner, vllm)
@@ -70,9 +71,9 @@ def _of_version(value: Any, vllm: str) -> Any:
     return found
 
 
-def _layout(raw: str | Mapping[str, Any], blocks: Blocks) -> Layout:
+def _layout(raw: str | Raw, blocks: Blocks) -> Layout:
     table = _shared()["layouts"][raw] if isinstance(raw, str) else raw
-    given: dict[str, Any] = dict(table)
+    given: Json = dict(table)
     for key in ("top", "mtp_top"):
         given[key] = _rows(given.get(key, ()), blocks)
     for key in ("layers", "mtp"):
@@ -85,7 +86,7 @@ def _layout(raw: str | Mapping[str, Any], blocks: Blocks) -> Layout:
     return Layout(**_fields(given))
 
 
-def _rows(groups: Sequence[str | Mapping[str, Any]], blocks: Blocks) -> tuple[Row, ...]:
+def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
     rows: list[Row] = []
     for group in groups:
         if isinstance(group, str):
@@ -157,7 +158,7 @@ def _below(outer: str, path: str) -> str:
     return f"{outer}.{path}" if outer and path else path
 
 
-def _fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(raw: Raw) -> Json:
     """With tuples for lists. What is in a mapping stays: it is a part of a config.json."""
     return dict(zip(raw, map(_frozen, raw.values()), strict=True))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
-from .frozen import frozen
+from .frozen import Raw, frozen
 
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _UNKNOWN = "outside of the family's table"
@@ -70,7 +70,7 @@ class FamilyView:
     """A family table applied to one config.json."""
 
     family: Family
-    config: Mapping[str, Any]
+    config: Raw
 
     @cached_property
     def layout(self) -> Layout:
@@ -81,7 +81,7 @@ class FamilyView:
         return self.family.layouts.get(architecture) or self.family.layouts["*"]
 
     @cached_property
-    def text_config(self) -> Mapping[str, Any]:
+    def text_config(self) -> Raw:
         """The part of config.json for the language model: `text_config` in vision-language models,
         else all of it.
 
@@ -411,7 +411,7 @@ def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
     )
 
 
-def _at(holder: Mapping[str, Any], key: str) -> Any:
+def _at(holder: Raw, key: str) -> Any:
     """The value at a dotted key; None if there is none."""
     outer, _, inner = key.partition(".")
     if not inner:

@@ -16,17 +16,17 @@ in BF16, this word would quantize nothing, so there it becomes FP8_BLOCK.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from .family import QUANTIZABLE_ROLES, HFName, Part
 from .family_view import FamilyView
 from .find import DEFAULT_CALIBRATION
+from .frozen import Json, Raw
 from .model_file import calibrations, flat_recipes, model_files, summary_of
 from .schemes import SCHEMES
 from .yaml_file import load_shipped, on_one_line
 
 # of a family without a shipped recipe
-_USUAL: Mapping[str, Any] = {"backbone": {}, "mtp": "bf16", "calibration": None}
+_USUAL: Raw = {"backbone": {}, "mtp": "bf16", "calibration": None}
 
 _COMMENTS = {
     "model": "outputs are called <model>.<variant>",
@@ -69,7 +69,7 @@ the family's form.
 
 def model_mapping(
     view: FamilyView, names: Iterable[HFName], *, model: str, source: str, revision: str
-) -> dict[str, Any]:
+) -> Json:
     """The mapping of a model file for one checkpoint.
 
     Args:
@@ -91,7 +91,7 @@ def model_mapping(
     groups = [role for role in QUANTIZABLE_ROLES if role in chosen]
     is_plain = "quantization_config" not in {*view.config, *view.text_config}
     shipped = shipped_variants(view.family.model_type)
-    variants: dict[str, Any] = {}
+    variants: Json = {}
     for name in dict.fromkeys([*COMMON, *shipped]):
         if variant := _variant(name, groups, shipped, is_plain=is_plain, is_draft=is_draft):
             variants[name] = variant
@@ -107,11 +107,11 @@ def model_mapping(
 
 
 @cache
-def shipped_variants(family: str) -> Mapping[str, Mapping[str, Any]]:
+def shipped_variants(family: str) -> Mapping[str, Raw]:
     """The flat recipes of a family by variant, the first file's first; not those of the models that
     keepmtp ships.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Raw] = {}
     for path in model_files():
         raw = load_shipped(path)
         if raw["family"] == family and raw["revision"] != "local":
@@ -123,11 +123,11 @@ def shipped_variants(family: str) -> Mapping[str, Mapping[str, Any]]:
 def _variant(
     name: str,
     groups: Sequence[str],
-    shipped: Mapping[str, Mapping[str, Any]],
+    shipped: Mapping[str, Raw],
     *,
     is_plain: bool,
     is_draft: bool,
-) -> dict[str, Any] | None:
+) -> Json | None:
     """One line of the model file, with a summary that says each word; None where the variant says
     nothing about this checkpoint's heavy group.
     """
@@ -176,7 +176,7 @@ def _variant(
 # --- its text -------------------------------------------------------------------------------------
 
 
-def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> str:
+def text_of(raw: Raw, variants: Sequence[str], *, file: str) -> str:
     """The text.
 
     Args:

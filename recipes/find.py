@@ -15,10 +15,9 @@ import shlex
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from .errors import RecipeError, did_you_mean, folded
-from .frozen import frozen
+from .frozen import Json, frozen
 from .model_file import calibrations, flat_recipes, flat_text, model_files
 from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
 from .schemes import SCHEMES
@@ -42,7 +41,7 @@ class RecipeFile:
 
     path: Path
     default: str
-    flat: Mapping[str, dict[str, Any]]
+    flat: Mapping[str, Json]
     text: str | None
 
     def recipe(self, variant: str) -> Recipe:

@@ -33,7 +33,7 @@ import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .frozen import frozen
+from .frozen import Json, Raw, frozen
 from .yaml_file import load_shipped, on_one_line
 
 BLOCKS = (
@@ -64,7 +64,7 @@ def _experts_apart(rest: str, experts: str) -> dict[str, str]:
     return dict.fromkeys(QUANTIZABLE_ROLES, rest) | {"experts": experts}
 
 
-USUAL_AUTO: Mapping[str, Any] = {
+USUAL_AUTO: Raw = {
     "min_acceptance": 0.97,
     "candidates": [
         "source",
@@ -103,12 +103,12 @@ def find_path(name: str | Path) -> Path | None:
 
 
 @cache
-def calibrations() -> Mapping[str, Mapping[str, Any]]:
+def calibrations() -> Mapping[str, Raw]:
     """The named calibration blocks."""
     return load_shipped(_HERE / "calibrations.yaml")
 
 
-def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, Any]]:
+def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
     """The flat recipe of each variant, by the variant's name.
 
     Args:
@@ -152,7 +152,7 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
     return flat
 
 
-def flat_text(recipe: Mapping[str, Any]) -> str:
+def flat_text(recipe: Raw) -> str:
     """A flat recipe as YAML: a line for each key, and for each mapping inside a list."""
     return yaml.dump(recipe, Dumper=_Dumper, sort_keys=False, width=10_000)
 
@@ -174,7 +174,7 @@ class _Dumper(yaml.SafeDumper):
         return node
 
 
-def _flat(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+def _flat(raw: Raw, name: str, where: str) -> Json:
     variant = raw["variants"][name]
     groups = raw["groups"]
     if not isinstance(variant, Mapping):
@@ -235,7 +235,7 @@ def _flat(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 
 def _refuse_keys(
     where: object,
-    raw: Mapping[str, Any],
+    raw: Raw,
     needed: Collection[str],
     allowed: Collection[str],
     what: str,
@@ -335,6 +335,6 @@ def listed() -> list[Listed]:
     return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
 
 
-def in_words(knobs: Mapping[str, Any]) -> str:
+def in_words(knobs: Raw) -> str:
     """Knobs as they are in YAML: "actorder null, duo_scaling true"."""
     return ", ".join(f"{key} {on_one_line(value)}" for key, value in knobs.items())

@@ -14,13 +14,12 @@ tests/validate/check/test_dialects.py.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from .families import families
 from .family import Part, Renames
 from .family_view import FamilyView
-from .frozen import frozen
+from .frozen import Raw, frozen
 from .runtimes.vllm import NEWEST
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+")
@@ -84,7 +83,7 @@ class Renamer:
         return (self.name(entry),)
 
 
-def renamer(config: Mapping[str, Any], part: Part = "backbone", vllm: str = NEWEST) -> Renamer:
+def renamer(config: Raw, part: Part = "backbone", vllm: str = NEWEST) -> Renamer:
     """The mapper of the class that vLLM serves this config.json with, from its family's table.
 
     Most drafts get the quantization config that the target's class has already mapped.

@@ -28,6 +28,7 @@ from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
+from .frozen import Json, Raw, without
 from .knobs import (
     KNOBS,
     AutoRoundKnobs,
@@ -249,7 +250,7 @@ class Calibration(Texts):
     autoround: AutoRoundKnobs | None = None
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def knobs(self) -> Json:
         """What the recipe says to the algorithm's modifier; empty for its own defaults."""
         if self.algorithm == "autoround":
             return (self.autoround or AutoRoundKnobs()).model_dump()
@@ -265,7 +266,7 @@ class Calibration(Texts):
         return (first, *self.also)
 
     @model_serializer(mode="wrap")
-    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> Json:
         """A recipe without knobs or another back-end is written, and hashed, as before there were
         any.
         """
@@ -366,7 +367,7 @@ class MtpTuned(Frozen):
     share: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> Json:
         """A recipe without them is written, and hashed, as before there were any."""
         optional = {"learning_rate", "relative_rate", "guard", "share"}
         own = handler(self).items()
@@ -470,10 +471,10 @@ class Recipe(Frozen):
     gates: Gates = Gates()
 
     @model_serializer(mode="wrap")
-    def _without_absent_search(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent_search(self, handler: SerializerFunctionWrapHandler) -> Json:
         """A recipe that searches nothing is written, and hashed, as before there was a search."""
         absent = {key for key in ("budget", "backbone_auto") if getattr(self, key) is None}
-        return {key: value for key, value in handler(self).items() if key not in absent}
+        return without(handler(self), *absent)
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
@@ -510,7 +511,7 @@ class Recipe(Frozen):
         """With one word for all that a search decides about, its block included; not validated
         again.
         """
-        changed: dict[str, Any] = {
+        changed: Json = {
             "backbone": {
                 group: word if own == AUTO else own for group, own in self.backbone.items()
             }
@@ -556,13 +557,10 @@ class Recipe(Frozen):
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten
         weights.
         """
-        return self._calibrated(self.decisions())
+        return self.calibrated_among(self.decisions())
 
-    def calibrated_mtp_schemes(self) -> list[str]:
-        """The same for the MTP block alone."""
-        return self._calibrated(self.mtp_decisions())
-
-    def _calibrated(self, words: set[str]) -> list[str]:
+    def calibrated_among(self, words: set[str]) -> list[str]:
+        """Those among some words, such as `mtp_decisions`."""
         found = {name for name in words & SCHEMES.keys() if SCHEMES[name].needs_calibration}
         if self.calibration:
             found |= words & REWRITES[self.calibration.algorithm]
@@ -678,7 +676,7 @@ class Recipe(Frozen):
             calibration: instead of this recipe's.
             batches: the calibration that is taken where one is needed and this recipe has none.
         """
-        changed: dict[str, Any] = {}
+        changed: Json = {}
         variant = self.variant
         if scheme is not None:
             variant = scheme.lower().replace("_", "-")
@@ -735,7 +733,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
 }
 
 
-def validated(raw: Mapping[str, Any], where: object) -> Recipe:
+def validated(raw: Raw, where: object) -> Recipe:
     """A flat mapping as a `Recipe`.
 
     Args:

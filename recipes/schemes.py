@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from .frozen import frozen
+from .frozen import Json, Raw, Shape, frozen
 from .yaml_file import load_shipped
 
 
@@ -30,7 +29,7 @@ class TensorSpec:
 
     suffix: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 @frozen
@@ -50,8 +49,8 @@ class Scheme:
     name: str
     summary: str
     format: str
-    weights: Mapping[str, Any]
-    inputs: Mapping[str, Any] | None
+    weights: Raw
+    inputs: Raw | None
     extra: tuple[TensorSpec, ...]
     data_free: str = ""
     hardware: str
@@ -156,7 +155,7 @@ class Scheme:
             return 1
         return 32 // self.bits
 
-    def config_group(self) -> dict[str, Any]:
+    def config_group(self) -> Json:
         """`config_groups[*]` of compressed-tensors without its targets."""
         return {
             "format": self.format,
@@ -220,6 +219,6 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType({
 })  # fmt: skip
 
 
-def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def num_bytes(dtype: str, shape: Shape) -> int:
     """Bytes of a tensor on disk."""
     return prod(shape) * DTYPE_BITS[dtype] // 8

@@ -14,9 +14,9 @@ Cards average AIME over 8 to 64 runs: here 8, and 4 of GPQA-Diamond's 198 questi
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from .frozen import frozen
+from .frozen import Raw, frozen
 from .yaml_file import load_shipped
 
 TaskName = Literal[
@@ -60,7 +60,7 @@ class TaskRow:
     fields: Mapping[str, str]
     scores: Mapping[str, Sequence[str]]
     headline: str
-    protocol: Mapping[str, Any] = field(default_factory=dict)
+    protocol: Raw = field(default_factory=dict)
     packages: Sequence[str] = ()
     group: str = ""
     max_shots: int | None = 0

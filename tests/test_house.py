@@ -34,15 +34,11 @@ WITH_AS_DICT = {
 # One word, one meaning. These names have a definition in more than one file. The list may only
 # become shorter.
 HOMONYMS = {
-    "Job",
     "Output",
     "Part",
-    "Progress",
     "Question",
-    "Record",
     "Role",
     "Row",
-    "Watch",
 }
 # How many docstrings and comments have a vague word today. The numbers may only become smaller.
 VAGUE = {
@@ -62,13 +58,13 @@ TWINS = 5
 # The house may only become smaller: whoever lowers a figure writes the new one. A capability frees
 # what it costs.
 SIZES = {
-    "files": 263,
-    "code tokens": 269_550,
-    "private functions with one caller, %": 14.3,
-    "functions over 100 lines": 5,
+    "files": 255,
+    "code tokens": 267_700,
+    "private functions with one caller, %": 14.2,
+    "functions over 100 lines": 4,
     "functions with over 8 parameters": 0,
     "ternaries in 1,000 tokens": 1.7,
-    "comprehensions in 1,000 tokens": 3.6,
+    "comprehensions in 1,000 tokens": 3.5,
 }
 
 

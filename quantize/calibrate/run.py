@@ -10,13 +10,11 @@ take hours.
 """
 
 import json
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.files import held
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, Raw, frozen
 from ..plan.choices import found_text
 from ..plan.own_code import refuse_untrusted_code
 from ..plan.plan import Plan
@@ -46,7 +44,7 @@ class CalibrationRun:
     plan: Plan
     statistics: Statistics
     salt: str
-    summary: Mapping[str, Any]
+    summary: Raw
     recipe_text: str = ""
 
 
@@ -95,7 +93,7 @@ def calibrate(
         salt = fingerprint(settled, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
         refuse_statistics(chosen, statistics)
-    summary: dict[str, Any] = {
+    summary: Json = {
         "data": dict(data.provenance),
         "processes": ranks.size,
         "batch_size": plan.calibration.batch_size,
@@ -118,7 +116,7 @@ def calibrate(
     )
 
 
-def _coverage(folder: Path) -> dict[str, Any]:
+def _coverage(folder: Path) -> Json:
     """How many tokens the modules on disk saw; of routed experts, how many the router sent them."""
     tokens: dict[str, int] = {}
     for path in sorted(folder.glob("layer-*.safetensors")):

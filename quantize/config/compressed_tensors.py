@@ -25,9 +25,9 @@ recipes/runtimes/sglang.py.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from ...recipes.family_view import FamilyView
+from ...recipes.frozen import Json
 from ...recipes.runtimes.sglang import sglang_model
 from ...recipes.schemes import SCHEMES
 from .modules import NamedModule, Spellings, concrete, regexes
@@ -41,7 +41,7 @@ ByScheme = dict[str, set[Spellings]]
 
 def compressed_tensors_config(
     view: FamilyView, modules: Iterable[NamedModule]
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Json, list[str]]:
     """The value of config.json's `quantization_config`, and what stands against SGLang."""
     modules = list(modules)
     by_scheme: ByScheme = defaultdict(set)
@@ -56,7 +56,7 @@ def compressed_tensors_config(
     # not come before it.
     routed = {module.scheme for module in modules if module.place.role == "experts"}
     schemes = sorted(by_scheme, key=lambda scheme: (scheme not in routed, scheme))
-    groups = dict[str, Any]()
+    groups = Json()
     formats = set[str]()
     for number, name in enumerate(schemes):
         targets = {"targets": regexes(by_scheme[name])}

@@ -21,13 +21,13 @@ configs/model_config.py (_parse_modelopt_quant_config).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from ... import __version__
 from ...recipes.conventions import ALGORITHMS, MIXED_FOR_EXPERTS
 from ...recipes.errors import RecipeError
 from ...recipes.family_view import FamilyView
+from ...recipes.frozen import Json, Raw
 from ...recipes.renamer import Renamer, renamer
 from ...recipes.runtimes.sglang import (
     container,
@@ -43,9 +43,7 @@ _CONFIG = "layers/quantization/modelopt_quant.py"
 _METHODS = "configs/model_config.py"
 
 
-def modelopt_config(
-    view: FamilyView, modules: Iterable[NamedModule]
-) -> tuple[dict[str, Any], list[str]]:
+def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[Json, list[str]]:
     """The value of config.json's `quantization_config`, and what stands against SGLang.
 
     Args:
@@ -65,7 +63,7 @@ def modelopt_config(
         or any(module.scheme in MIXED_FOR_EXPERTS and not module.members for module in fused)
     )
     names = _Names(view)
-    config: dict[str, Any] = {
+    config: Json = {
         "quant_method": "modelopt",
         "quant_algo": _MIXED if is_mixed else ALGORITHMS[next(iter(schemes), "NVFP4")],
     }
@@ -81,7 +79,7 @@ def modelopt_config(
     return config, _add_for_sglang(view, modules, config)
 
 
-def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def hf_quant_config(config: Raw) -> Json:
     """hf_quant_config.json, which agrees with a `quantization_config` in modelopt's dialect.
 
     Readers know the file by its producer's name: vLLM refuses any other.
@@ -98,9 +96,9 @@ def hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _row(scheme: str) -> dict[str, Any]:
+def _row(scheme: str) -> Json:
     """What MIXED_PRECISION's table says of a module."""
-    row: dict[str, Any] = {"quant_algo": ALGORITHMS[scheme]}
+    row: Json = {"quant_algo": ALGORITHMS[scheme]}
     if scheme.startswith("NVFP4"):
         row["group_size"] = 16
     return row
@@ -155,9 +153,9 @@ class _Names:
             return entry
         return mapper.before(entry) or f"*{entry}"
 
-    def quantized_layers(self, modules: Iterable[RuntimeModule]) -> dict[str, dict[str, Any]]:
+    def quantized_layers(self, modules: Iterable[RuntimeModule]) -> dict[str, Json]:
         """MIXED_PRECISION's table, which has whole names and no globs."""
-        layers = dict[str, dict[str, Any]]()
+        layers = dict[str, Json]()
         for module in modules:
             if not module.scheme:
                 continue
@@ -200,9 +198,7 @@ class _Names:
 # --- SGLang ---------------------------------------------------------------------------------------
 
 
-def _add_for_sglang(
-    view: FamilyView, modules: Iterable[NamedModule], config: dict[str, Any]
-) -> list[str]:
+def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Json) -> list[str]:
     """Add to a config in modelopt's dialect what SGLang asks about; or what stands against it,
     half a sentence each with SGLang's file, and nothing is added.
     """
@@ -221,7 +217,7 @@ def _add_for_sglang(
     listed = config.get("quantized_layers")
     ignore = config["ignore"]
     plain = list[str]()
-    rows = dict[str, dict[str, Any]]()
+    rows = dict[str, Json]()
     for name, module, _ in names:
         if module.scheme:
             if listed is not None and name not in listed:
@@ -265,7 +261,7 @@ def _add_for_sglang(
     return [*dict.fromkeys(obstacles)]
 
 
-def _method(config: Mapping[str, Any]) -> str:
+def _method(config: Raw) -> str:
     """SGLang's name of the quantization method; "" where it has none, or takes it for another."""
     algorithm = config["quant_algo"]
     if algorithm == _MIXED:

@@ -9,13 +9,12 @@ Easy to get wrong: where vLLM looks. Some drafts read the config from the langua
 config.json.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...recipes.conventions import FP8_CACHE, Format
 from ...recipes.family_view import FamilyView
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, Raw, frozen, without
 from ...recipes.runtimes.sglang import VERSION
 from ..plan.decide import FP8_TABLE
 from ..plan.plan import Plan
@@ -35,7 +34,7 @@ class QuantizationConfig:
             with SGLang's file; () where it resolves every module.
     """
 
-    value: dict[str, Any]
+    value: Json
     obstacles: tuple[str, ...]
 
     @property
@@ -51,7 +50,7 @@ def quantization_config(
     matrices: Iterable[Matrix],
     *,
     format: Format,
-    cache: Mapping[str, Any] | None,
+    cache: Raw | None,
 ) -> QuantizationConfig:
     """The quantization config of these matrices.
 
@@ -69,13 +68,11 @@ def quantization_config(
     return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
 
 
-def config_files(
-    config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView
-) -> dict[str, dict[str, Any]]:
+def config_files(config: Raw, quantization: Raw, view: FamilyView) -> dict[str, Json]:
     """config.json with this quantization config, and without any other in the places where vLLM
     looks for one; and what modelopt's readers look for next to it.
     """
-    made = {key: value for key, value in config.items() if key != "compression_config"}
+    made = without(config, "compression_config")
     is_wanted_twice = view.layout.draft_reads_text_config
     for name in ("text_config", "llm_config"):
         inner = made.get(name)
@@ -123,7 +120,7 @@ def config_of(plan: Plan) -> QuantizationConfig:
     return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
 
 
-def files_of(plan: Plan) -> dict[str, dict[str, Any]]:
+def files_of(plan: Plan) -> dict[str, Json]:
     """The config files of a plan: the source's config.json has a new quantization_config instead of
     its own.
     """

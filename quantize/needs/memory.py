@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Shape, frozen
 from ...recipes.knobs import AutoRoundKnobs
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
@@ -109,7 +109,7 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
     # Logits of one sequence, the same in F32, and the logarithm of their softmax.
     logits = length * vocabulary * (BF16 + 2 * F32)
     states = 2 * batch.tokens * batch.channels * BF16  # two batches: one is read, one is written
-    stored = sum(plan.entries[name].num_bytes for tensor in layers[index] for name in tensor.inputs)
+    stored = plan.num_bytes_read(layers[index])
     drafts = alone.activations(block, _DRAFT_STEPS * length)
     if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
         drafts = max(drafts, batch.activations(block, length))
@@ -306,7 +306,7 @@ def _rewritten(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
     return [tensor for tensor in tensors if tensor.calibrated == "weights"]
 
 
-def _matrices(tensors: Iterable[TensorPlan], *roles: str) -> list[tuple[int, ...]]:
+def _matrices(tensors: Iterable[TensorPlan], *roles: str) -> list[Shape]:
     """The shapes of what is no vector."""
     return [tensor.shape for tensor in tensors if tensor.role in roles and len(tensor.shape) > 1]
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...checkpoints.files import partial_path, refuse_small_disk
+from ...checkpoints.safetensors_file import total_bytes
 from ..plan.plan import Plan
 
 # A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits
@@ -73,8 +74,8 @@ def calibration_bytes(plan: Plan) -> int:
     total = 4 * sequences * calibration.sequence_length * width
     for tensor in plan.tensors:
         if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned:
-            total += sum(output.num_bytes for output in tensor.outputs)
-        total += sum(output.num_bytes for output in tensor.importances)
+            total += total_bytes(tensor.outputs)
+        total += total_bytes(tensor.importances)
     return total
 
 

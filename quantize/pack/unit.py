@@ -21,7 +21,7 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import scale_of, weight_of
-from ...checkpoints.values import read_bytes, read_tensor, typed
+from ...checkpoints.values import read_bytes, read_parts, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ...recipes.frozen import frozen
@@ -256,7 +256,7 @@ def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.devic
 
 def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:
     """The tensors a weight is stored as, by the last component of their names."""
-    return {leaf: read_tensor(plan.source, entry) for leaf, entry in parts(plan, tensor).items()}
+    return read_parts(plan.source, parts(plan, tensor))
 
 
 def parts(plan: Plan, tensor: TensorPlan) -> dict[str, Entry]:

@@ -10,14 +10,13 @@ folder of this name. A recipe's name comes first, and `./glm-4.7` names the fold
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source, page_of, view_of
 from ...recipes.errors import RecipeError
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
 from .own_code import refuse_no_draft
@@ -107,15 +106,14 @@ def opened(word: ModelWord, mtp_source: str | None) -> Source:
     return with_mtp_of(source, open_source(mtp_source))
 
 
-def family_mapping(source: Source) -> dict[str, Any]:
+def family_mapping(source: Source) -> Json:
     """The model file of a checkpoint; its source is the commit that was read.
 
     Raises:
         RecipeError: config.json names no family of keepmtp.
     """
-    view = view_of(source)
     return model_mapping(
-        view,
+        view_of(source),
         source.entries,
         model=model_name(source.where),
         source=source.where,
@@ -123,7 +121,7 @@ def family_mapping(source: Source) -> dict[str, Any]:
     )
 
 
-def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
+def fitting(source: Source, raw: Json) -> Iterator[str]:
     """The variants of a model file that can be made of this checkpoint."""
     file = _recipe_file(source, raw)
     for variant in file.flat:
@@ -134,7 +132,7 @@ def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
         yield variant
 
 
-def _recipe_file(source: Source, raw: dict[str, Any]) -> RecipeFile:
+def _recipe_file(source: Source, raw: Json) -> RecipeFile:
     return RecipeFile(
         path=Path(source.where),
         default=raw["default"],

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
-from typing import Any
 
+from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, view_of
 from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.errors import RecipeError
 from ...recipes.family import INDEX, QUANTIZABLE_ROLES, HFName, Part, Role
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import flat_text, summary_of
 from ...recipes.schema import AUTO, BackboneAuto, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
@@ -155,9 +155,7 @@ class Choices:
 
     def bits(self, assignment: Assignment) -> float:
         """Bits of weights and scales for each weight of the units."""
-        return (
-            8 * sum(each.num_bytes for each in self._chosen(assignment)) / max(1, self.num_weights)
-        )
+        return 8 * total_bytes(self._chosen(assignment)) / max(1, self.num_weights)
 
     def uniform(self, word: str) -> dict[str, str]:
         """One word for all units that it suits; the others have their largest option."""
@@ -249,8 +247,7 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """
     if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
         return recipe
-    view = view_of(source)
-    places = filter(None, map(view.place, source.entries))
+    places = filter(None, map(view_of(source).place, source.entries))
     have = {place.role for place in places if place.part == "backbone"}
     return recipe.model_copy(
         update={"backbone": {group: AUTO for group in recipe.backbone if group in have}}
@@ -340,7 +337,7 @@ def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
     for group, word in recipe.backbone.items():
         if word == AUTO:
             backbone[group] = words.get(("backbone", group), "bf16")
-    changed: dict[str, Any] = {"backbone": backbone, "budget": None, "backbone_auto": None}
+    changed: Json = {"backbone": backbone, "budget": None, "backbone_auto": None}
     if recipe.mtp == AUTO:
         of_block = {group: word for (part, group), word in words.items() if part == "mtp"}
         same = {*of_block.values()}

@@ -41,7 +41,7 @@ def refuse_no_draft(plan: Plan) -> None:
         RecipeError: says why it cannot be run.
     """
     family = plan.view.family
-    is_calibrated = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+    is_calibrated = any(tensor.calibrated for tensor in plan.mtp)
     if family.draft is None and (is_calibrated or plan.recipe.measures_mtp):
         raise RecipeError(
             plan.recipe.name,

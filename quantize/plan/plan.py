@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import (
@@ -91,7 +91,21 @@ class Plan:
     def num_bytes_before(self) -> int:
         """Bytes of the source tensors that are consumed."""
         read = (tensor.inputs for tensor in self.tensors if tensor.fate != "add")
-        return sum(self.entries[name].num_bytes for name in set().union(*read))
+        return total_bytes(map(self.entries.__getitem__, set().union(*read)))
+
+    def num_bytes_read(self, tensors: Iterable[TensorPlan]) -> int:
+        """Bytes of the source that these tensors are made from."""
+        return sum(self.entries[name].num_bytes for tensor in tensors for name in tensor.inputs)
+
+    @cached_property
+    def num_outputs(self) -> int:
+        """Tensors to be written."""
+        return sum(len(tensor.outputs) for tensor in self.tensors)
+
+    @cached_property
+    def mtp(self) -> list[TensorPlan]:
+        """What it says of the MTP block."""
+        return [tensor for tensor in self.tensors if tensor.part == "mtp"]
 
     @property
     def num_bytes_beside(self) -> int:
@@ -208,11 +222,9 @@ class Plan:
     @property
     def may_calibrate_mtp(self) -> bool:
         """Whether tensors of the MTP block need batches; with `mtp: auto`, of a candidate."""
-        if self.recipe.mtp == AUTO and self.recipe.calibrated_mtp_schemes():
+        if self.recipe.mtp == AUTO and self.recipe.calibrated_among(self.recipe.mtp_decisions()):
             return True
-        return any(
-            tensor.calibrated or tensor.tuned for tensor in self.tensors if tensor.part == "mtp"
-        )
+        return any(tensor.calibrated or tensor.tuned for tensor in self.mtp)
 
 
 def make_plan(

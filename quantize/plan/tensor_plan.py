@@ -17,6 +17,7 @@ from ...checkpoints.stored import Form, StoredWeight
 from ...recipes.conventions import Change
 from ...recipes.family import HFName, Part, Role, VLLMName
 from ...recipes.family_view import Place
+from ...recipes.frozen import Shape
 from ...recipes.schemes import DTYPE_BITS, SCHEMES
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
@@ -28,7 +29,7 @@ class Output(NamedTuple):
 
     name: HFName
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +79,7 @@ class TensorPlan(NamedTuple):
     inputs: tuple[HFName, ...]
     fate: Fate
     reason: str
-    shape: tuple[int, ...]
+    shape: Shape
     outputs: tuple[Output, ...]
     place: Place
     scheme: str = ""
@@ -169,7 +170,7 @@ def same_output(entry: Entry) -> Output:
     return Output(entry.name, entry.dtype, entry.shape)
 
 
-def packed_outputs(place: Place, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
+def packed_outputs(place: Place, scheme: str, shape: Shape) -> tuple[Output, ...]:
     """The outputs for a weight that is quantized: one set of tensors, or one a projection of each
     stacked expert.
     """
@@ -200,7 +201,7 @@ def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     )
 
 
-def _outputs_of(module: HFName, scheme: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
+def _outputs_of(module: HFName, scheme: str, shape: Shape) -> tuple[Output, ...]:
     specs = _specs(scheme, *shape)
     return tuple(
         [Output(HFName(f"{module}.{suffix}"), dtype, size) for suffix, dtype, size in specs]
@@ -208,7 +209,7 @@ def _outputs_of(module: HFName, scheme: str, shape: tuple[int, ...]) -> tuple[Ou
 
 
 @cache
-def _specs(scheme: str, num_rows: int, num_columns: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def _specs(scheme: str, num_rows: int, num_columns: int) -> list[tuple[str, str, Shape]]:
     """Suffix, dtype and shape of a scheme's tensors. A model has a few shapes, and each of its
     experts has them.
     """

@@ -1,18 +1,18 @@
-"""How far a long run is, after each of its steps.
+"""How far a long run is, after each of its steps; `cli/progress.py` shows it.
 
-In: how many steps are done, and since when. Out: a `CalibrationStep` for a caller's callback.
+In: how many steps are done, and since when; or what a station has asked so far. Out: a
+`CalibrationStep`, or a `Step`, for a caller's callback.
 
-Easy to get wrong: steps of an earlier run count as done, but this process did not spend its time on
-them.
+Easy to get wrong: steps of an earlier run, and what it has asked, count as done, but this process
+did not spend its time on them.
 """
 
 import resource
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Bar, frozen
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +35,6 @@ class CalibrationStep:
 ProgressCallback = Callable[[CalibrationStep], None]
 
 
-BytesBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Called with the number of bytes in all. Returns a context, whose value is called with the bytes
-done since then.
-"""
-
-
 @frozen
 class RunProgress:
     """Who is called while a checkpoint is made; None for nobody.
@@ -54,8 +48,8 @@ class RunProgress:
     """
 
     calibration: ProgressCallback | None = None
-    packing: BytesBar | None = None
-    values: BytesBar | None = None
+    packing: Bar | None = None
+    values: Bar | None = None
     download: "Callable[[Source], Source] | None" = None
 
 
@@ -97,3 +91,27 @@ def progress_since(
         eta_seconds=seconds * (total - done),
         memory_gib=memory_bytes / 2**30,
     )
+
+
+@frozen
+class Step:
+    """How far one checkpoint is.
+
+    Attributes:
+        role: which one, as its station names it.
+        doing: what else than asking is going on; "" while it is asked.
+        done, total: in `unit`.
+        tokens_per_second: of this sitting: generated, or read as a prompt.
+        eta_seconds: at this sitting's rate; None where there is none yet.
+        unit: what is asked one at a time.
+        task: that is asked; "" where a station has but one.
+    """
+
+    role: str
+    doing: str
+    done: int
+    total: int
+    tokens_per_second: float = 0.0
+    eta_seconds: float | None = None
+    unit: str = "question"
+    task: str = ""

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ... import __version__
 from ...checkpoints.companions import inside
@@ -36,6 +35,7 @@ from ...checkpoints.identity import listed, refuse_changed, states_of
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.frozen import Json, Raw
 from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe
 from ..config.written import config_of, files_of
@@ -94,9 +94,7 @@ def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
         yield partial
 
 
-def finish(
-    plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None
-) -> None:
+def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | None = None) -> None:
     """Write all files but the shards: config.json, index, tokenizer and other files, recipe,
     record.
 
@@ -333,7 +331,7 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     return digest.hexdigest()
 
 
-def record_of(plan: Plan, calibration: Mapping[str, Any] | None) -> Record:
+def record_of(plan: Plan, calibration: Raw | None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
     source = plan.source
     other = plan.source.mtp_source
@@ -351,7 +349,7 @@ def record_of(plan: Plan, calibration: Mapping[str, Any] | None) -> Record:
     )
 
 
-def _recorded(source: Source, files: Mapping[str, int]) -> dict[str, Any]:
+def _recorded(source: Source, files: Mapping[str, int]) -> Json:
     return {"name": _name_of(source), "revision": source.revision, "files": files}
 
 

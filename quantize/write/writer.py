@@ -19,13 +19,12 @@ work, and a shard is written again as fast as compared.
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Advance, Raw, frozen
 from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..plan.tensor_plan import outputs_of
@@ -54,8 +53,6 @@ _log = logging.getLogger(__name__)
 _COPY_BYTES, _BLOCK_BYTES = 32 * 2**20, 1 << 20
 _FREE_IT = "Free the device of other processes, or pack fewer weights at a time with --threads 1"
 _ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
-Progress = Callable[[int], None]
-"""Called with the number of source bytes done since the last call; from several threads."""
 
 
 def write(
@@ -64,9 +61,9 @@ def write(
     *,
     recipe_text: str,
     threads: int,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     statistics: Statistics | None = None,
-    calibration: Mapping[str, Any] | None = None,
+    calibration: Raw | None = None,
     ranks: Ranks = _ALONE,
 ) -> None:
     """Write everything the plan says, resuming what an earlier run left.
@@ -98,7 +95,7 @@ def write(
     if progress:
         for number, shard in enumerate(plan.shards):
             if number % ranks.size != ranks.rank:
-                progress(_source_bytes(plan, *shard.units))
+                progress(plan.num_bytes_read(chain(*shard.units)))
 
 
 def write_shards(
@@ -106,7 +103,7 @@ def write_shards(
     folder: Path,
     *,
     threads: int,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     statistics: Statistics | None = None,
     ranks: Ranks = _ALONE,
 ) -> None:
@@ -148,11 +145,6 @@ def _devices() -> list[torch.device]:
     return [torch.device("cpu")]
 
 
-def _source_bytes(plan: Plan, *units: tuple[TensorPlan, ...]) -> int:
-    tensors = chain(*units)
-    return sum(plan.entries[name].num_bytes for tensor in tensors for name in tensor.inputs)
-
-
 @frozen
 class _Job:
     """One shard of a plan, and what it is made with."""
@@ -161,7 +153,7 @@ class _Job:
     shard: Shard
     device: torch.device
     given: Statistics
-    progress: Progress | None
+    progress: Advance | None
     stop: threading.Event
 
     def write(self, folder: Path) -> None:
@@ -175,7 +167,7 @@ class _Job:
         if final.is_file():  # of an earlier run
             found = self._read_again(final, layout)
             if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
-                self._done(_source_bytes(plan, *shard.units))
+                self._done(plan.num_bytes_read(chain(*shard.units)))
                 return
             rule = "it, or a source file of it, is not as when it was written. It is written again"
             _log.warning("%s: %s.", final, rule)
@@ -239,7 +231,7 @@ class _Job:
 
     def run(self, unit: tuple[TensorPlan, ...], place: "_Place") -> None:
         """Read, compute and write one unit of the plan."""
-        num_bytes = _source_bytes(self.plan, unit)
+        num_bytes = self.plan.num_bytes_read(unit)
         if unit[0].fate == "quantize":
             # Experts in 3-D tensors an expert at a time: such a tensor alone may be several GiB.
             num_groups = max(tensor.shape[0] if tensor.stacked else 1 for tensor in unit)

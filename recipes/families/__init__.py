@@ -16,7 +16,6 @@ the family's table is of no use.
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ..errors import RecipeError
 from ..family import Family
 from ..family_file import FOLDER, read_family
 from ..family_view import FamilyView
+from ..frozen import Raw, frozen
 from ..runtimes.vllm import KNOWN, NEWEST, asked, minor
 from ..yaml_file import load_shipped
 
@@ -51,7 +51,7 @@ def without_table() -> Mapping[str, str]:
 
 
 def find_family(
-    config: Mapping[str, Any], where: object, names: Iterable[str] = (), vllm: str = NEWEST
+    config: Raw, where: object, names: Iterable[str] = (), vllm: str = NEWEST
 ) -> Family:
     """The family of the checkpoint that `config` (its config.json) describes.
 
@@ -97,26 +97,26 @@ def find_family(
     raise RecipeError(file, rule, got=got, cure=cure)
 
 
-def is_drafted(config: Mapping[str, Any], vllm: str = NEWEST) -> bool:
+def is_drafted(config: Raw, vllm: str = NEWEST) -> bool:
     """Whether a vLLM's method=mtp has a draft class for the model of this config.json."""
     drafts = asked(vllm)
     named = config.get("model_type") in drafts.model_types
     return named or _architecture(config) in drafts.architectures or _is_any_model(config, vllm)
 
 
-def _is_any_model(config: Mapping[str, Any], vllm: str) -> bool:
+def _is_any_model(config: Raw, vllm: str) -> bool:
     """Whether vLLM drafts for a model that it has no class for, through transformers 5.20's MTP."""
     has_count = bool(config.get("num_mtp_layers")) and "text_config" not in config
     return has_count and asked(vllm).any_model
 
 
-def _architecture(config: Mapping[str, Any]) -> Any:
+def _architecture(config: Raw) -> Any:
     """The first architecture of config.json; "" where it has no list of them."""
     architectures = config.get("architectures")
     return architectures[0] if isinstance(architectures, list) and architectures else ""
 
 
-def has_dspark(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
+def has_dspark(config: Raw, names: Iterable[str] = ()) -> bool:
     """Whether the model drafts by DSpark, whose stages have the names of an MTP block.
 
     A classic block has the norm `enorm`, which no stage has: then the key of config.json is wrong.
@@ -127,7 +127,7 @@ def has_dspark(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
     return not any(name.endswith(".enorm.weight") for name in names)
 
 
-def promises_mtp(config: Mapping[str, Any]) -> bool:
+def promises_mtp(config: Raw) -> bool:
     """Whether config.json has a key that counts MTP layers, by any name for them."""
     text_config = config.get("text_config")
     keys = dict(config)
@@ -137,7 +137,7 @@ def promises_mtp(config: Mapping[str, Any]) -> bool:
 
 
 def find_view(
-    config: Mapping[str, Any], where: object, names: Iterable[str] = (), vllm: str = NEWEST
+    config: Raw, where: object, names: Iterable[str] = (), vllm: str = NEWEST
 ) -> FamilyView:
     """The names of the checkpoint that `config` describes; arguments and errors as `find_family`."""
     return FamilyView(family=find_family(config, where, names, vllm), config=config)
@@ -146,7 +146,7 @@ def find_view(
 # --- what can be calibrated -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Support:
     """What keepmtp does with a family besides planning, writing and checking, which it does with
     all of them.

@@ -18,17 +18,18 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import CheckpointError, shortened
 from ..family import Part, Renames
 from ..family_view import FamilyView, Place
+from ..frozen import Raw, without
 from ..renamer import Renamer
 from ..yaml_file import load_shipped
 
 VERSION = "0.5.23"
 Packed = Mapping[str, Sequence[str]]
-_NONE: Mapping[str, Any] = MappingProxyType({})
+_NONE: Raw = MappingProxyType({})
 # Parts of latent attention's projections, which name those of every layer in modelopt's lists.
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 DECODER = "model.decoder."
@@ -119,7 +120,7 @@ def sglang_models() -> Mapping[str, SglangModel]:
     return found
 
 
-def sglang_model(config: Mapping[str, Any]) -> SglangModel:
+def sglang_model(config: Raw) -> SglangModel:
     """The names of the model of this config.json; one without classes where SGLang does not know
     the architecture.
     """
@@ -136,7 +137,7 @@ def packed_modules(view: FamilyView, part: Part) -> Packed:
         packed = model.draft_packed
     if view.text_config.get("q_lora_rank", 0) is not None:
         return packed
-    return {name: parts for name, parts in packed.items() if name != "fused_qkv_a_proj_with_mqa"}
+    return without(packed, "fused_qkv_a_proj_with_mqa")
 
 
 def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:

@@ -10,18 +10,18 @@ Easy to get wrong: a nightly build, 0.33.0rc1.dev9, comes before 0.33.0 and most
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from ..frozen import Raw, frozen
+
 FILE = Path(__file__).with_suffix(".json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Asked:
     """What a version of vLLM says, as vllm.json has it.
 
@@ -43,13 +43,13 @@ class Asked:
     options: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> "Asked":
+    def of(cls, raw: Raw) -> "Asked":
         """From an entry of vllm.json; options and answers stay mappings."""
         sets = {key: frozenset(value) for key, value in raw.items() if isinstance(value, list)}
         return cls(**{**raw, **sets})
 
 
-_ASKED: Mapping[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+_ASKED: Raw = json.loads(FILE.read_text(encoding="utf-8"))
 KNOWN = tuple(_ASKED)
 """The versions that were asked, the oldest first."""
 NEWEST = KNOWN[-1]

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from keepmtp.checkpoints.files import complete, held, partial_path, write_whole
-from keepmtp.checkpoints.scratch import ScratchFolder
+from keepmtp.checkpoints.files import ScratchFolder, complete, held, partial_path, write_whole
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 
 HOLDER = """
 import sys
 from pathlib import Path
 from keepmtp.checkpoints.files import held
-from keepmtp.checkpoints.scratch import ScratchFolder
+from keepmtp.checkpoints.files import ScratchFolder
 folder = Path(sys.argv[1])
 if sys.argv[2:]:
     own = ScratchFolder("copy-", folder)

@@ -17,7 +17,7 @@ from keepmtp.cli.progress import (
 )
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.progress import CalibrationStep
-from keepmtp.validate.facts.step import Step as Asked
+from keepmtp.quantize.run.progress import Step as Asked
 from rich.console import Console
 
 STEP = CalibrationStep(

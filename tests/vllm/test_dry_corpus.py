@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from dry_corpus import DryCase, broken_cases, good_cases, judged
-from keepmtp.validate.dryload.explain import explain
-from keepmtp.validate.dryload.log import parse_log
+from keepmtp.validate.dryload.explain import explain, parse_log
 from keepmtp.validate.facts.dry_load import LoadFailure
 from keepmtp.validate.facts.findings import Finding
 from keepmtp.validate.facts.vllm_env import find_vllm

@@ -22,8 +22,8 @@ from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.facts.step import Step
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import harness, tasks
 from keepmtp.validate.measure.harness import COPY, Model, Setup

@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
-from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
-from ...checkpoints.values import read_tensor, row_ranges
+from ...checkpoints.values import read_parts, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
+from ...recipes.frozen import Advance
 from ..facts.findings import Objections, objection
-from .reading import BytesRead, is_remote
+from .reading import is_remote
 from .runtime_view import Member, RuntimeView
 
 # The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it
@@ -72,9 +73,7 @@ class Pair(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """What is read of both."""
-        return sum(
-            entry.num_bytes for side in (self.weight, self.theirs) for entry in side.parts.values()
-        )
+        return total_bytes((*self.weight.parts.values(), *self.theirs.parts.values()))
 
 
 def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pair]:
@@ -109,7 +108,7 @@ def compared(
     runtime: RuntimeView,
     release: RuntimeView,
     found: list[Pair],
-    progress: BytesRead = lambda _bytes: None,
+    progress: Advance = lambda _bytes: None,
 ) -> Objections:
     """Compare weight by weight.
 
@@ -146,8 +145,8 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
         cure = "Name the release that it was made from"
         yield _objection("release", name, says, cure, f"{kind} shape", severity)
         return
-    parts = {leaf: read_tensor(own, entry) for leaf, entry in weight.parts.items()}
-    others = {leaf: read_tensor(release, entry) for leaf, entry in theirs.parts.items()}
+    parts = read_parts(own, weight.parts)
+    others = read_parts(release, theirs.parts)
     is_alike = weight.form == theirs.form and parts.keys() == others.keys()
     if is_alike and all(_is_same(part, others[leaf]) for leaf, part in parts.items()):
         return

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, open_source, uncollected
 from ...recipes.errors import (
     CheckpointError,
@@ -259,7 +260,7 @@ def _facts(view: StoredView) -> CheckpointFacts:
         family=family,
         dialect=shortened(view.dialect.name),
         num_tensors=len(entries),
-        num_bytes=sum(entry.num_bytes for entry in entries.values()),
+        num_bytes=total_bytes(entries.values()),
         num_mtp_tensors=len(names),
         num_mtp_layers=num_layers,
         mtp_forms=tuple(sorted(forms)),

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import FLOATS, Form, StoredWeight
+from ...recipes.frozen import Shape
 from .vllm_module import VLLMModule
 
-Shape = tuple[int, ...]
 Problem = tuple[str, str, str]
 """(leaf, what happens, cure)"""
 

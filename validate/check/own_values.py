@@ -16,15 +16,16 @@ from ...checkpoints.files import final_path
 from ...quantize.needs.room import calibration_folder
 from ...quantize.plan.plan import Plan
 from ...recipes.errors import GateError
+from ..facts.findings import errors_of
 
 if TYPE_CHECKING:
-    from ...checkpoints.identity import ReadingBar
+    from ...recipes.frozen import Bar
     from ..facts.findings import Finding
     from .check import Checked
 
 
 def refuse_broken_values(
-    plan: Plan, partial: Path, checked: "Checked", *, reading: "ReadingBar | None"
+    plan: Plan, partial: Path, checked: "Checked", *, reading: "Bar | None"
 ) -> tuple["Finding", ...]:
     """Read every scale, every weight that is not packed and the whole MTP block of an output.
 
@@ -42,7 +43,7 @@ def refuse_broken_values(
     from .values import with_values  # imports torch
 
     findings = with_values(checked, "unpacked", reading=reading).data.findings
-    worst = next((finding for finding in findings if finding.severity == "error"), None)
+    worst = next(iter(errors_of(findings)), None)
     if worst is not None:
         rule = "the written checkpoint must hold values that a model can compute with"
         raise GateError(

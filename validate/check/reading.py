@@ -13,7 +13,7 @@ exponent where the tensor is a scale, and two codes where it is a weight.
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -27,14 +27,13 @@ from ...checkpoints.source import Source
 from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES
 from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Advance, frozen
 from .runtime_view import RuntimeView
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
 """What is read: scales of one value; every scale, every norm and the small tensors of the MTP
 block; every byte but those of the backbone's packed weights; every byte."""
 
-BytesRead = Callable[[int], None]
 
 _NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
 # What GPTQ, AWQ and AutoRound call theirs.
@@ -130,7 +129,7 @@ def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
 
 
 def summaries(
-    runtime: RuntimeView, entries: Iterable[Entry], progress: BytesRead = lambda _bytes: None
+    runtime: RuntimeView, entries: Iterable[Entry], progress: Advance = lambda _bytes: None
 ) -> dict[HFName, Summary]:
     """Read tensors of a checkpoint: of a folder with all cores, of a repository by 16 range
     requests at a time.

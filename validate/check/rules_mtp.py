@@ -354,8 +354,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
     logical shape, and a float32 tensor never its dtype. The writer's own test compares the bytes.
     """
     own = _every_weight(runtime)
-    others = _every_weight(source)
-    for name, theirs in others.items():
+    for name, theirs in _every_weight(source).items():
         place = source.placed.get(name)
         if place is None or place.part != "mtp" or place.row.stacked:
             continue
@@ -401,8 +400,7 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
             effect = "twice the size for the same numbers"
         says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
         cure = "Keep the source's dtype"
-        cause = " ".join(dtypes)
-        yield objection("source", name, says, cure, cause, severity="warning")
+        yield objection("source", name, says, cure, " ".join(dtypes), severity="warning")
 
 
 RULES = (

@@ -130,7 +130,15 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
         elif is_scale(tensor.name):
             yield from _scale(runtime, tensor, cure)
         elif tensor.place.role == "norm":
-            yield from _norm(runtime, tensor, graft)
+            # Norms of the MTP block are neither near zero nor huge.
+            largest = tensor.summary.largest
+            is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
+            if tensor.is_mtp and (is_small or largest > _NORM_TOO_LARGE):
+                says = (
+                    f"its largest value is {largest:.3g}: the draft's hidden state becomes "
+                    "nothing or huge, and nearly nothing is accepted"
+                )
+                yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
         else:
             yield from _empty(tensor, tensors, graft)
     yield from magnitudes_are_those_of_weights(runtime, tensors)
@@ -186,18 +194,6 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
             "were never computed, or the weights under them are not the release's"
         )
         yield _warning("scale-constant", tensor.name, says, _REQUANTIZE, tensor.cause)
-
-
-def _norm(runtime: RuntimeView, tensor: Tensor, graft: str) -> Objections:
-    """Norms of the MTP block are neither near zero nor huge."""
-    largest = tensor.summary.largest
-    is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
-    if tensor.is_mtp and (is_small or largest > _NORM_TOO_LARGE):
-        says = (
-            f"its largest value is {largest:.3g}: the draft's hidden state becomes nothing or "
-            "huge, and nearly nothing is accepted"
-        )
-        yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
 
 
 def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:

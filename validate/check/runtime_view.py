@@ -290,8 +290,7 @@ class RuntimeView(StoredView):
             RecipeError: no family has its model_type.
             CheckpointError: config.json lacks what the family reads.
         """
-        view = find_view(source.config, source.where, source.entries, vllm)
-        return cls(source, view, vllm=vllm)
+        return cls(source, find_view(source.config, source.where, source.entries, vllm), vllm=vllm)
 
     @property
     def loader(self) -> Loader:
@@ -345,9 +344,8 @@ class RuntimeView(StoredView):
             place = self.placed.get(entry.name)
             if place is not None and place.row.stacked:
                 # A stacked expert tensor has no leaf: it is read as one plain weight.
-                parts = {"weight": entry}
                 weights[entry.name] = StoredWeight(
-                    module=entry.name, form="plain", parts=parts, shape=entry.shape
+                    module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape
                 )
         members: dict[tuple[VLLMName, Part], list[Member]] = defaultdict(list)
         for name, weight in weights.items():

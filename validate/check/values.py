@@ -10,9 +10,10 @@ computes something else than the release does.
 from contextlib import nullcontext
 from typing import NamedTuple
 
-from ...checkpoints.identity import ReadingBar
+from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError
+from ...recipes.frozen import Bar
 from ..facts.findings import Finding, errors_first, grouped
 from .against import compared, pairs
 from .check import Checked
@@ -41,7 +42,7 @@ def check_values(
     level: Level,
     *,
     release: RuntimeView | None = None,
-    reading: ReadingBar | None = None,
+    reading: Bar | None = None,
 ) -> Values:
     """Read the values of a checkpoint and judge them.
 
@@ -65,14 +66,13 @@ def check_values(
         raise CheckpointError(
             release.source.where, rule, got="none", cure="Give the release as --source"
         )
-    parts = (*joined(runtime.source, entries), *found)
-    num_bytes = sum(part.num_bytes for part in parts)
+    num_bytes = total_bytes((*joined(runtime.source, entries), *found))
     with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
         objected = list(objections(runtime, summaries(runtime, entries, progress)))
         if release is not None:
             objected += compared(runtime, release, found, progress)
     findings = errors_first(grouped(objected))
-    return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), len(found))
+    return Values(findings, len(entries), total_bytes(entries), len(found))
 
 
 def with_values(
@@ -80,7 +80,7 @@ def with_values(
     level: Level,
     *,
     source: str | None = None,
-    reading: ReadingBar | None = None,
+    reading: Bar | None = None,
 ) -> Checked:
     """What the static check found, and what the values say; as it is where there is no family to
     judge by.

@@ -13,12 +13,13 @@ another: where none of those that loaded it is known, the dry load decides.
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
+from ...recipes.frozen import Say
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
@@ -50,7 +51,7 @@ def check_on(
     num_drafts: int = 1,
     draft: str = "",
     runtimes: Sequence[Runtime] = VLLM_ALONE,
-    progress: Callable[[str], None] = lambda doing: None,
+    progress: Say = lambda doing: None,
 ) -> Iterator[Checked]:
     """Check and load checkpoints, one after the other, on every GPU at every TP size.
 

@@ -14,16 +14,16 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
 from ...checkpoints.fact import Fact
-from ...checkpoints.files import within
+from ...checkpoints.files import ScratchFolder, within
 from ...checkpoints.safetensors_file import Entry, lay_out
-from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
 from ...recipes.errors import VLLMError
+from ...recipes.frozen import frozen
 from ..facts.child import Child, environment
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
@@ -45,7 +45,7 @@ SMALL_FILES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Job:
     """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks."""
 

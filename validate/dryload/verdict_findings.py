@@ -4,24 +4,35 @@ it, and the cure.
 In: a `LoadAccount`, and the `RuntimeView` of the static check where the family is known. Out: an
 `Objection` for each parameter or tensor, in names on disk.
 
-Easy to get wrong: parameters have vLLM's names, but people know names on disk. trace.py finds the
-one from the other. Nothing here names the GPU: check_on.py does, because one cause on several GPUs
-is one finding.
+Easy to get wrong: parameters have vLLM's names, but people know names on disk. A parameter's name
+is its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`). The quantization config
+and the family's table use the prefix of construction (`model.layers.3.self_attn.qkv_proj`, and
+`mtp.fc` for `model.fc`). Each question to the config has both names; the two are compared to rename
+the others (`Trace`). Nothing here names the GPU: check_on.py does, because one cause on several
+GPUs is one finding.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.rules_kv import is_kv_scale
-from ..check.runtime_view import RuntimeView
-from ..facts.dry_load import ROLES, LoadAccount, LoadedModel, LoadFailure, ModelAccount, Role
-from ..facts.findings import Finding, Objection, objection
+from ..check.runtime_view import Module, RuntimeView
+from ..facts.dry_load import (
+    ROLES,
+    Fault,
+    LoadAccount,
+    LoadedModel,
+    LoadFailure,
+    ModelAccount,
+    Question,
+    Role,
+)
+from ..facts.findings import Finding, Objection, errors_of, objection
 from .failures import known_defect, known_failure, text_of
-from .trace import Trace, on_disk
 
 _objection = partial(objection, origin="dry")
 RULE = "dry-load"
@@ -72,8 +83,7 @@ def objections(
     """
     views = {"target": runtime, "draft": draft or runtime}
     sides = [_Side(role, views[role], *account.of(role)) for role in ROLES]
-    errors = [finding for finding in static if finding.severity == "error"]
-    case = _Case(account, sides, version, errors)
+    case = _Case(account, sides, version, errors_of(static))
     failure = account.load.failure
     found = [*case.nameless_heads()]
     if failure is None:
@@ -93,7 +103,7 @@ class _Side:
     written: ModelAccount
 
     @cached_property
-    def trace(self) -> Trace | None:
+    def trace(self) -> "Trace | None":
         if self.view:
             return Trace(self.written.asked, self.view)
         return None
@@ -270,3 +280,140 @@ class _Case:
                 cure = each.cure
                 break
         return _objection(RULE, where, says, cure, cause)
+
+
+# The name of an experts' parameter says which half it is.
+_HALF = re.compile(r"^(w13|w2)_")
+_GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
+
+
+class Trace:
+    """The way back for the target or the draft of one dry load; `questions` are those of its
+    quantization config.
+    """
+
+    def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
+        self._asked: dict[str, str] = {}
+        for asked in questions:
+            if asked.path and asked.prefix:
+                self._asked[asked.path] = asked.prefix
+        self._runtime = runtime
+
+    def module(self, param: str) -> str:
+        """vLLM's prefix of the module that owns a parameter; the parameter's own name if it belongs
+        to none.
+        """
+        path = param.rpartition(".")[0]
+        for name in (path, param):
+            for known in (name, name.replace(".routed_experts", "")):
+                prefix = self._prefix(known)
+                if prefix in self._runtime.view.disk_modules:
+                    return prefix
+        return self._prefix(path)
+
+    def entry(self, fault: Fault) -> str:
+        """The tensor on disk that a fault is about: the missing one, else the one least written,
+        else the first.
+        """
+        leaf, half = fault.param.rpartition(".")[2], ""
+        if match := _HALF.match(leaf):
+            half = match[1]
+        members = self._members(self.module(fault.param), half)
+        if not fault.sources and (there := self._first_of(members)):
+            return there
+        used, leaf = tuple(f"{name}." for name in fault.sources), leaf.removeprefix(f"{half}_")
+        for module in members:
+            if not any(name.startswith(f"{module}.") for name in used):
+                weight = self._runtime.weights.get(module)
+                if module in self._runtime.source.entries:
+                    return module
+                if weight and leaf in weight.parts:
+                    return self._first_of([module])
+                return f"{module}.{leaf}"
+        return min(fault.sources, key=fault.sources.__getitem__, default=fault.param)
+
+    def module_entry(self, prefix: str) -> str:
+        """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not
+        know it.
+        """
+        members = self._members(prefix)
+        return self._first_of(members) or next(iter(members), "")
+
+    def _members(self, prefix: str, half: str = "") -> list[HFName]:
+        """Modules on disk; experts by number, as many as there are, and stacked ones only if there
+        are no others.
+        """
+        single, others, stacked = list[HFName](), list[HFName](), list[HFName]()
+        for module in self._runtime.view.disk_modules.get(prefix, ()):
+            if half and bool(_GATE_UP.search(module)) != (half == "w13"):
+                continue
+            if "{e}" in module:
+                single.append(module)
+                continue
+            others.append(module)
+            if module in self._runtime.source.entries:
+                stacked.append(module)
+        if not single:
+            return others
+        if stacked:
+            return stacked
+        pattern, last = re.compile(re.escape(single[0]).replace(r"\{e\}", r"(\d+)")), 0
+        for module in self._runtime.weights:
+            if match := pattern.fullmatch(module):
+                last = max(last, int(match[1]))
+        numbered = range(last + 1)
+        return [HFName(each.replace("{e}", str(e))) for e in numbered for each in single]
+
+    def _first_of(self, modules: Sequence[HFName]) -> str:
+        """The first tensor of the first of these modules that is on disk."""
+        for module in modules:
+            if module in self._runtime.weights:
+                return next(iter(self._runtime.weights[module].parts.values())).name
+        return ""
+
+    def _prefix(self, path: str) -> str:
+        """The prefix for a path in the model: its longest stem with another known prefix is
+        replaced.
+        """
+        if path in self._asked:
+            return self._asked[path]
+        for stem in sorted(self._stems, key=len, reverse=True):
+            if f"{path}.".startswith(f"{stem}."):
+                return (self._stems[stem] + path[len(stem) :]).lstrip(".")
+        return path
+
+    @cached_property
+    def _stems(self) -> Mapping[str, str]:
+        """Stem of a path -> stem of its prefix, where they differ. A stem is a name without the end
+        that both share.
+        """
+        stems: dict[str, str] = {}
+        for path, prefix in self._asked.items():
+            ours, theirs = path.split("."), prefix.split(".")
+            while ours and theirs and ours[-1] == theirs[-1]:
+                ours.pop()
+                theirs.pop()
+            if ours != theirs and ours:
+                stems.setdefault(".".join(ours), ".".join(theirs))
+        return stems
+
+
+def on_disk(runtime: RuntimeView, named: str, *, is_draft: bool) -> str:
+    """The tensor of the checkpoint that a name in vLLM's words means; "" where none is found.
+
+    Loaders cut names at both ends: `layers.0.mlp.experts.w2_weight` may be the draft's or the
+    target's. The draft's is meant if the words speak of it.
+    """
+    if HFName(named) in runtime.source.entries:
+        return named
+    words = named.replace(".mtp_block", "").replace(".routed_experts", "").split(".")
+    for end in range(len(words), 1, -1):
+        wanted = f".{'.'.join(words[:end])}"
+        found = list[Module]()
+        for module in runtime.modules:
+            if wanted.endswith(f".{module.name}") or module.name.endswith(wanted):
+                found.append(module)
+        if found:
+            best = min(found, key=lambda module: (module.part == "mtp") != is_draft)
+            return next(iter(best.members[0].weight.parts.values())).name
+    return ""

@@ -13,7 +13,6 @@ pretends them, and so a wheel for another processor is as good.
 """
 
 import bisect
-import hashlib
 import importlib.util
 import os
 import re
@@ -32,8 +31,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ...checkpoints.files import sync
-from ...checkpoints.scratch import ScratchFolder
+from ...checkpoints.files import ScratchFolder, sync
+from ...checkpoints.identity import file_sha256
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.runtimes.vllm import KNOWN
 from ..facts.child import answer, environment
@@ -63,7 +62,7 @@ def chosen_vllms(
     named = list[str]()
     for word in words:
         parts = [word] if os.path.exists(word) else word.split(",")
-        for part in filter(None, (part.strip() for part in parts)):
+        for part in filter(None, map(str.strip, parts)):
             named += KNOWN if part == "all" else [part]
     return list(dict.fromkeys(_vllm(word, own, progress) for word in named)) or [own]
 
@@ -174,9 +173,7 @@ def _fetch(version: str, place: Path) -> None:
 
 def _kept(wheel: Path) -> Path:
     """The folder of a wheel by path, filled where it is new."""
-    with wheel.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    place = cache_folder() / f"wheel-{sha256[:16]}"
+    place = cache_folder() / f"wheel-{file_sha256(wheel)[:16]}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         with ScratchFolder(f".{place.name}-", place.parent) as scratch:
@@ -237,7 +234,7 @@ def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
 
 
 def _last_error(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = list(filter(str.strip, said.splitlines()))
     errors = [line for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["nothing"])[-1].removeprefix("ERROR: ").strip()
 

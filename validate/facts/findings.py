@@ -54,6 +54,11 @@ class Finding(Fact):
         return self.rule, self.where
 
 
+def errors_of(findings: Iterable[Finding]) -> list[Finding]:
+    """Those that fail a checkpoint; warnings do not."""
+    return [finding for finding in findings if finding.severity == "error"]
+
+
 class CheckpointFacts(Fact):
     """What the checkpoint is, for people and for the card."""
 

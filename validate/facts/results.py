@@ -33,12 +33,13 @@ from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.frozen import without
 from ...recipes.runtimes.vllm import NEWEST
 from .benched import BenchFact
 from .closeness import ClosenessFact
 from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
-from .findings import CheckpointFacts, Finding
+from .findings import CheckpointFacts, Finding, errors_of
 from .schema import GroupSize
 from .served import ServeCheck
 
@@ -80,7 +81,7 @@ class CheckData(Fact):
     @property
     def ok(self) -> bool:
         """No errors; warnings do not count."""
-        return all(finding.severity != "error" for finding in self.findings)
+        return not errors_of(self.findings)
 
 
 Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, ClosenessFact)
@@ -194,8 +195,8 @@ def write_result(
 
 def seal_of(content: Mapping[str, Any]) -> str:
     """SHA-256 of a result file's content without its seal, whatever the layout of the file."""
-    told = {key: value for key, value in content.items() if key != "seal"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    told = json.dumps(without(content, "seal"), sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def read_result(folder: Path, station: Station) -> Result[Any] | None:

@@ -223,7 +223,7 @@ def total(counted: Sequence[Drafts]) -> Drafts:
 
 def counters(counted: Drafts) -> dict[str, Any]:
     """The four counts alone, by name: fields of a fact that has them among others."""
-    return {name: getattr(counted, name) for name in Drafts.model_fields}
+    return counted.model_dump(include={*Drafts.model_fields})
 
 
 def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Parting, ...]:

@@ -17,11 +17,11 @@ import sys
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...quantize.needs.cards import GPU
 from ...recipes.errors import VLLMError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from .child import answer, environment
 
 TESTED = ("0.32.0",)
@@ -106,7 +106,7 @@ class VLLM:
         own = {name: getattr(self, name) for name in (*_PACKAGES[:3], "build", "device")}
         return {"vllm": self.version, **own}
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """For `keepmtp doctor --json`."""
         return {**asdict(self), "python": str(self.python), "device": self.device}
 
@@ -199,7 +199,7 @@ def python_version(vllm: VLLM) -> str:
 
 
 @cache
-def _ask(python: Path) -> dict[str, Any]:
+def _ask(python: Path) -> Json:
     """Versions, by vLLM's own Python; without the caller's PYTHONPATH, which belongs to this
     environment.
     """
@@ -227,7 +227,7 @@ def gpus_here() -> tuple[GPU, ...]:
     gpus = []
     for line in said.splitlines():
         if line.count(",") == 3:
-            name, capability, *sizes = (word.strip() for word in line.split(","))
+            name, capability, *sizes = map(str.strip, line.split(","))
             # [N/A] for memory that a GPU shares with the processor.
             total, free = (round(float(mib) / 1024, 3) if mib.isdigit() else 0.0 for mib in sizes)
             gpus.append(GPU(name=name, capability=capability, memory_gib=total, free_gib=free))

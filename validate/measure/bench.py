@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.source import Source
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
 from ..facts.child import Child
 from ..facts.results import TIME
@@ -317,7 +317,7 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
         yield answered
 
 
-def _asked(server: Server, form: RequestForm, concurrency: int) -> dict[str, Any]:
+def _asked(server: Server, form: RequestForm, concurrency: int) -> Json:
     """Parameters of vLLM's `benchmark`."""
     address = str(server.client.base_url)
     (backend, endpoint) = _ENDPOINTS[form]

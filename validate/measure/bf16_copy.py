@@ -14,14 +14,14 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.companions import inside
-from ...checkpoints.files import within
-from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.files import nearest_folder, within
+from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import INDEX, Source
 from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, StoredWeight, stored_weights
 from ...recipes.errors import CheckpointError, VLLMError
+from ...recipes.frozen import without
 from ...recipes.schemes import num_bytes
 from ..facts.vllm_env import VLLM
 
@@ -72,7 +72,7 @@ def write_copy(source: Source, folder: Path) -> Path:
     from safetensors.torch import save_file
 
     from ...checkpoints.dequantize import dequantize
-    from ...checkpoints.values import read_tensor
+    from ...checkpoints.values import read_parts, read_tensor
 
     assert source.folder is not None, "download() first"
     needed = refuse_full_disk(source, folder)
@@ -90,14 +90,14 @@ def write_copy(source: Source, folder: Path) -> Path:
             if isinstance(each, Entry):
                 tensors[each.name] = read_tensor(source, each)
             else:
-                parts = {leaf: read_tensor(source, entry) for leaf, entry in each.parts.items()}
+                parts = read_parts(source, each.parts)
                 read = dequantize(each.form, parts, shape=each.shape, block=each.block)
                 tensors[f"{each.module}.weight"] = read.contiguous()
         save_file(tensors, within(folder, file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
-    config = _without_quantization(source.config)
+    config = without(source.config, *_QUANTIZATION)
     if isinstance(text := config.get("text_config"), Mapping):
-        config["text_config"] = _without_quantization(text)
+        config["text_config"] = without(text, *_QUANTIZATION)
     index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
     for name, content in ((INDEX, index), ("config.json", config)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
@@ -116,9 +116,8 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
     """
     weights, others = _held(source)
     needed = sum(num_bytes("BF16", weight.shape) for weight in weights)
-    needed += sum(entry.num_bytes for entry in others)
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    needed += total_bytes(others)
+    free = shutil.disk_usage(nearest_folder(folder)).free
     if needed > free:
         raise VLLMError(
             folder,
@@ -127,10 +126,6 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
             cure="Choose another --out, or serve it on a GPU, where no copy is needed",
         )
     return needed
-
-
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in _QUANTIZATION}
 
 
 def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:

@@ -18,7 +18,7 @@ memory.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
@@ -34,7 +34,7 @@ from ...checkpoints.files import complete, partial_path, unwritable
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, Raw, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, answer_missing
@@ -313,7 +313,7 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
 
 def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
     """A text as the server's own tokenizer and chat template make it; tokens stay as they are."""
-    asked: dict[str, Any] = {"prompt": text}
+    asked: Json = {"prompt": text}
     if isinstance(text, tuple):
         if isinstance(text[0], int):
             return cast(tuple[int, ...], text)
@@ -342,7 +342,7 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
         "seed": 0,
     }
     reply = server.post("/v1/completions", asked, timeout=WINDOW_SECONDS)
-    rows: Sequence[Mapping[str, Any]] = reply["choices"][0]["prompt_logprobs"][1:]
+    rows: Sequence[Raw] = reply["choices"][0]["prompt_logprobs"][1:]
     num = len(ids) - 1
     width = min(top + 1, vocabulary)
     names = np.full((num, width), NO_TOKEN, dtype=np.int32)

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Raw, frozen
 from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
@@ -32,7 +32,7 @@ _UNREADABLE = (
     *(OSError, ValueError, TypeError, RuntimeError),
 )
 
-Row = Mapping[str, Any]
+Row = Raw
 
 _KINDS: Mapping[str, tuple[str, str]] = {
     "any": ("", "be a text, or empty"),

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from ...recipes.frozen import Json
 from ..facts.binomial import sign_test
 from ..facts.closeness import HISTOGRAM_EDGES, NUM_WORST, SourceSitting
 from ..facts.evaluated import NOT_EMPTY, ChangedAnswer, DraftingFact, SwitchFact
@@ -45,10 +46,10 @@ def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
 
 def correct(samples: Samples, name: str) -> tuple[bool, ...]:
     """Right or not by one filter, in the order of the numbers, once the file is finished."""
-    return tuple(samples.lines[number].correct[name] for number in range(samples.header.num))
+    return tuple(answer.correct[name] for answer in samples.in_order())
 
 
-def counted(samples: Samples) -> dict[str, Any]:
+def counted(samples: Samples) -> Json:
     """Fields of an `EvaluatedFact`."""
     answers = samples.lines.values()
     sittings = [*samples.sittings.values()]
@@ -66,7 +67,7 @@ def counted(samples: Samples) -> dict[str, Any]:
     return found | served(samples)
 
 
-def served(file: LineFile[Any, Any]) -> dict[str, Any]:
+def served(file: LineFile[Any, Any]) -> Json:
     """How the last server was served, as fields of a fact."""
     if not file.sittings:
         return {}
@@ -121,9 +122,9 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
 # --- closeness ------------------------------------------------------------------------------------
 
 
-def closeness(file: ComparedFile) -> dict[str, Any]:
+def closeness(file: ComparedFile) -> Json:
     """Fields of a `ClosenessFact`."""
-    lines = [file.lines[number] for number in range(file.header.num)]
+    lines = file.in_order()
     sizes = [len(line.nats) for line in lines]
     flips = [len(line.flips) for line in lines]
     ordered = sorted(value for line in lines for value in line.nats)
@@ -150,7 +151,7 @@ def closeness(file: ComparedFile) -> dict[str, Any]:
     }
 
 
-def predicted(file: ComparedFile) -> tuple[dict[str, Any], dict[str, Any]]:
+def predicted(file: ComparedFile) -> tuple[Json, Json]:
     """What the lines give of the source's `PredictedFact` and of the checkpoint's: bytes, and
     perplexity per token of the text.
     """

@@ -15,16 +15,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
 import httpx
 
 from ...checkpoints.fact import Figure, NumDrafts
-from ...checkpoints.scratch import ScratchFolder
+from ...checkpoints.files import ScratchFolder
 from ...recipes.errors import VLLMError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Say, frozen
 from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
@@ -48,9 +48,6 @@ _OURS = {
     **dict.fromkeys(("--uds", "--headless"), "Leave it out: the server listens on its port"),
     "--disable-log-stats": "Leave it out: acceptance is read from these figures",
 }
-
-Tell = Callable[[str], None]
-"""Called with a line for people."""
 
 
 @frozen
@@ -140,7 +137,7 @@ def serve_until_stopped(
     expected: Expected | None,
     every: float,
     log: IO[bytes] | int,
-    tell: Tell,
+    tell: Say,
 ) -> ServerLife:
     """Run the server until it ends, or until Ctrl-C, SIGTERM or SIGHUP ends it.
 
@@ -231,7 +228,7 @@ def _get(client: httpx.Client, path: str) -> str | None:
 
 
 def _wait(
-    client: httpx.Client, child: Child, stop: threading.Event, start: float, tell: Tell
+    client: httpx.Client, child: Child, stop: threading.Event, start: float, tell: Say
 ) -> bool:
     """Whether it came up, before it ended or was asked to."""
     while _get(client, "/health") is None:
@@ -248,7 +245,7 @@ def _watch(
     stop: threading.Event,
     expected: Expected | None,
     every: float,
-    tell: Tell,
+    tell: Say,
 ) -> Drafts:
     """Its last counters, once it has ended or was asked to; `every` is 0 where nothing is
     drafted.

@@ -18,15 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.files import held
+from ...checkpoints.files import ScratchFolder, held
 from ...checkpoints.identity import Identity
-from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import Source, small_bytes, view_of
+from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ..facts.evaluated import ARM_TITLES, Arm
 from ..facts.served import AsServed, Drafts, Role, counters
-from ..facts.step import Step
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bf16_copy import why_no_kernel, write_copy
 from .room import named_options
@@ -91,7 +90,7 @@ class Setup:
         """What a result says of it, by name."""
         return {**self.vllm.versions, "words": " ".join(self.extra)}
 
-    def asked_of(self, model: Model) -> dict[str, Any]:
+    def asked_of(self, model: Model) -> Json:
         """What the header of every file says of a model and its servers."""
         return {
             "role": model.role,

@@ -36,7 +36,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from ...recipes.errors import RecipeError
 from ...recipes.extras import install_command
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen, without
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, mean_of_questions
@@ -269,7 +269,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
+def _config(protocol: Evaluation, group: str = "") -> Json:
     """The file of a task or of a sub-task, with the functions that it names.
 
     mmlu_pro's "computer science" is in ..._computer_science.yaml.
@@ -293,7 +293,7 @@ def _config(protocol: Evaluation, group: str = "") -> dict[str, Any]:
         return load_yaml(path)
 
 
-def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> ConfigurableTask:
+def _task(protocol: Evaluation, config: Json, rows: Rows) -> ConfigurableTask:
     """lm-eval's own task with nothing replaced but where its rows come from, and the number of
     shots.
     """
@@ -305,7 +305,7 @@ def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> Configura
     fewshot_split = None
     if TASKS[protocol.task].max_shots is None:
         fewshot_split = "asked" if rows.is_shared else "shown"
-    kept = {key: value for key, value in config.items() if key not in ("tag", "group")}
+    kept = without(config, "tag", "group")
     replaced = {
         "custom_dataset": lambda **_: {"asked": asked, "shown": shown},
         "test_split": "asked",

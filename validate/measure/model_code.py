@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
 
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import Json
 from ..facts.child import Child
 
 WALL_SECONDS = 20.0
@@ -103,7 +103,7 @@ def passes(program: str, test: str, fence: Sequence[str]) -> bool:
         kept["LD_LIBRARY_PATH"] = os.environ.get(
             "LD_LIBRARY_PATH", ""
         )  # some Pythons do not start without
-        given: dict[str, Any] = {"environment": kept, "cwd": home, "stderr": subprocess.DEVNULL}
+        given: Json = {"environment": kept, "cwd": home, "stderr": subprocess.DEVNULL}
         with Child([*words, "0"], stdin=theirs, stdout=subprocess.DEVNULL, **given):
             theirs.close()  # the test's process then sees where the program's ends
             if not ours.recv(1):

@@ -12,7 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ...checkpoints.scratch import remove_left
+from ...checkpoints.files import remove_left
+from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError, VLLMError
 from ..facts.vllm_env import GPU, VLLM
@@ -73,7 +74,7 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
             cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES",
         )
     share = _share(extra)
-    needed = _gib_of(source) / ranks
+    needed = total_bytes(source.entries.values()) / 2**30 / ranks
     usable = min(_usable(gpus[:ranks], share))
     if needed > usable:
         size = _fewest(source, _usable(gpus[:1], share) * _SIZES[-1])
@@ -150,15 +151,12 @@ def _fewest(source: Source, usable: Sequence[float]) -> int | None:
     It divides the attention heads: vLLM refuses others.
     """
     heads = source.text_config.get("num_attention_heads")
+    gib = total_bytes(source.entries.values()) / 2**30
     for size in _SIZES[: len(usable).bit_length()]:
         is_split = not isinstance(heads, int) or heads % size == 0
-        if is_split and _gib_of(source) / size <= _WEIGHTS_SHARE * min(usable[:size]):
+        if is_split and gib / size <= _WEIGHTS_SHARE * min(usable[:size]):
             return size
     return None
-
-
-def _gib_of(source: Source) -> float:
-    return sum(entry.num_bytes for entry in source.entries.values()) / 2**30
 
 
 def _usable(gpus: Sequence[GPU], share: float) -> list[float]:

@@ -11,10 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.stored import stored_weights
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, hosting, room_for
@@ -77,7 +77,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
     """
     works = [_work(model, k, setup, check) for k in check.ks]
     errors = dict[int, str]()
-    how = dict[str, Any]()
+    how = Json()
     if missing := [work for work in works if work.missing()]:
         with hosting(model, setup, watch) as host:
             how |= {"as_served": host.as_served, "reason": host.reason}
@@ -102,12 +102,12 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
         form = weight.scheme or weight.form
         if form == "plain":
             form = weight.weight.dtype
-        sizes[form] += sum(entry.num_bytes for entry in weight.parts.values())
+        sizes[form] += total_bytes(weight.parts.values())
     return Served(
         role=model.whose,
         path=model.source.where,
         dtype=", ".join(form for form, _ in sizes.most_common()) or "no weights",
-        num_bytes=sum(entry.num_bytes for entry in entries),
+        num_bytes=total_bytes(entries),
         runs=tuple(runs),
         **how,
     )
@@ -161,7 +161,7 @@ def _run(
     file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
 ) -> Run:
     """What one server's file says, against the run without drafting."""
-    lines = [file.lines[at] for at in range(file.header.num)]
+    lines = file.in_order()
     sittings = [*file.sittings.values()]
     outputs = [Output(**line.model_dump(exclude={"prompt", "seconds"})) for line in lines]
     rate = sum(line.num_tokens for line in lines) / sum(line.seconds for line in lines)

@@ -27,9 +27,9 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...checkpoints.scratch import ScratchFolder
+from ...checkpoints.files import ScratchFolder
 from ...recipes.errors import GateError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Raw, Say, frozen
 from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
@@ -38,8 +38,6 @@ from .serve_line import draft_words, refuse_lossy
 
 TOP_LOGPROBS = 5
 
-Watch = Callable[[str], None]
-"""Called with one line about what is going on, several times a second."""
 
 PLUGIN = Path(__file__).parent / "plugin"
 
@@ -167,7 +165,7 @@ class Server:
     def post(
         self,
         path: str,
-        body: Mapping[str, Any],
+        body: Raw,
         *,
         timeout: float = 600.0,
         read: Callable[[Any], Any] = lambda content: content,
@@ -249,7 +247,7 @@ def serving(
     log: Path,
     timeout: float = TIMEOUT_SECONDS,
     extra: tuple[str, ...] = (),
-    watch: Watch = lambda _: None,
+    watch: Say = lambda _: None,
 ) -> Iterator[Server]:
     """A server for as long as the context lasts; afterwards none of its processes is left.
 
@@ -451,4 +449,4 @@ def _lines(log: Path) -> list[str]:
     if not log.is_file():
         return []
     text = log.read_text(encoding="utf-8", errors="replace")
-    return [line for line in text.splitlines() if line.strip()]
+    return list(filter(str.strip, text.splitlines()))

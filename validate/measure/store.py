@@ -268,6 +268,10 @@ class LineFile(Generic[Head, Line]):
         self.lines = dict[Any, Line]()
         self.sittings = dict[int, Sitting]()
 
+    def in_order(self) -> list[Line]:
+        """The lines of a finished file, by their numbers."""
+        return [self.lines[number] for number in range(self.header.num)]
+
     @property
     def missing(self) -> tuple[int, ...]:
         """Places without a line, ascending, where the header says how many there are."""

@@ -128,11 +128,10 @@ def _prompt(row: Any, where: str) -> Prompt:
                 cure=_PROMPTS_CURE,
             )
     if not said.strip() or _PLACEHOLDER in said:
-        got = said[:60] or "an empty one"
         raise RecipeError(
             where,
             "must hold the prompt itself",
-            got=got,
+            got=said[:60] or "an empty one",
             cure="Fetch it with the dataset's prepare.py",
         )
     return item

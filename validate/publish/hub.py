@@ -56,8 +56,11 @@ _RULES: Mapping[int, tuple[str, str]] = {
     412: ("nobody else may write to it meanwhile", AGAIN),
     **dict.fromkeys((400, 402, 404, 409, 413, 422), ("the Hub must accept it", "Check --repo")),
 }
-# What huggingface_hub raises where an answer has another form than it expects.
-_OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError)
+# What huggingface_hub raises where an answer has another form than it expects, or is no JSON; a
+# ValueError is also what the Hub refuses to store (1.33 _commit_api.py).
+_OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError, ValueError)
+# A HfHubHTTPError is an HTTPError, and the upload's threads wrap it in a RuntimeError.
+_FAULTS = (HTTPError, OSError, RuntimeError, *_OTHER_FORM)
 
 
 class Blob(BaseModel):
@@ -149,11 +152,10 @@ class Hub:
                 ):  # what is no file is a folder to huggingface_hub, whatever it is
                     raise TypeError(f"a path in its list is {file.path!r}")
                 if isinstance(file, RepoFile):
-                    sha256 = file.lfs and file.lfs.sha256
                     blobs[file.path] = {
                         "size": file.size,
                         "git_hash": file.blob_id,
-                        "sha256": sha256,
+                        "sha256": file.lfs and file.lfs.sha256,
                     }
             found = {"repo": repo, "commit": info.sha, "is_private": info.private, "files": blobs}
             return Remote.model_validate(found)
@@ -224,10 +226,7 @@ class Hub:
                 PATIENCE.until = time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
             try:
                 return call()
-            # HfHubHTTPError is an HTTPError; the upload's threads wrap it in a RuntimeError; what
-            # the Hub refuses to store is a ValueError (huggingface_hub 1.33 _commit_api.py), and so
-            # is an answer that is no JSON.
-            except (HTTPError, OSError, RuntimeError, ValueError, *_OTHER_FORM) as error:
+            except _FAULTS as error:
                 # The Hub's own answer; a thread of the upload may have wrapped it in other errors.
                 seen: BaseException | None = error
                 while seen is not None and not isinstance(
@@ -237,23 +236,19 @@ class Hub:
                 root = seen or error
                 if isinstance(root, KeepMTPError):
                     raise root from None
+                rule, cure = "the Hub must answer", AGAIN
+                passes = isinstance(root, (TransportError, RuntimeError))
                 pause = wait
-                if isinstance(root, HfHubHTTPError) and wait is not None:
-                    said = seconds_to_wait(root.response)
-                    if said is not None:
-                        pause = said
-                    if root.response.status_code not in BUSY:
-                        pause = None
-                elif not isinstance(root, (TransportError, RuntimeError)):
-                    pause = None
-                if pause is None or pause > LONGEST_WAIT_SECONDS:
-                    rule = "the Hub must answer"
-                    cure = AGAIN
-                    if isinstance(root, HfHubHTTPError):
-                        rule, cure = _RULES.get(root.response.status_code, (rule, cure))
-                    elif isinstance(root, (ValueError, *_OTHER_FORM)):
-                        rule = "the Hub's answer must have its usual form"
-                        cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
+                if isinstance(root, HfHubHTTPError):
+                    status, asked = root.response.status_code, seconds_to_wait(root.response)
+                    rule, cure = _RULES.get(status, (rule, cure))
+                    passes = status in BUSY
+                    if None not in (wait, asked):
+                        pause = asked
+                elif isinstance(root, _OTHER_FORM):
+                    rule = "the Hub's answer must have its usual form"
+                    cure = f"Check HF_ENDPOINT and the network. {AGAIN}"
+                if not passes or pause is None or pause > LONGEST_WAIT_SECONDS:
                     raise HubError(repo, rule, got=self._words(root), cure=cure) from error
                 self.watch(f"{repo}: {self._words(root)}; trying again in {pause} s")
             finally:

@@ -9,23 +9,28 @@ own files:
     report.json, report.html   the whole evidence, with folders shortened to their last name
 
 Easy to get wrong: somebody changes a number after it was measured. A report that differs from its
-result files makes no card, and a card that differs from what its report makes is refused.
+result files makes no card, and a card that differs from what its report makes is refused. And a
+folder may have a space in its name: first those of the report's own paths are removed, whatever
+their names are; after that, only slashes show what is a path.
 """
 
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ...checkpoints.files import complete, partial_path, sync, within
-from ...checkpoints.identity import ReadingBar, identify, refuse_other_bytes
+from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
+from ...recipes.frozen import Bar
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from . import html as report_html
@@ -34,7 +39,6 @@ from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, u
 from .card_metadata import INHERITED, README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, Metadata, page
 from .drafted import counts_bench
-from .portable import portable, shortened
 from .provenance import gpus_of, groups_of, is_chat, recipe_text
 
 FILES = (
@@ -65,7 +69,7 @@ def build(
     base_model: str | None = None,
     license_id: str | None = None,
     out: Path | None = None,
-    watch: ReadingBar | None = None,
+    watch: Bar | None = None,
 ) -> tuple[Path, FullReport]:
     """Write a checkpoint's card, replacing an older one.
 
@@ -104,7 +108,18 @@ def build(
     metadata = metadata_of(
         opened, inherited, license_id=license_id, base_model=base.name, where=where
     )
-    _write(folder, _files(_facts(checkpoint, report, opened, metadata, base)))
+    files = _files(_facts(checkpoint, report, opened, metadata, base))
+    # A reader never finds a mixture of the old card and the new one.
+    partial = partial_path(folder)
+    if partial.exists():
+        shutil.rmtree(partial)
+    for name, content in files.items():
+        path = within(partial, name)
+        path.write_bytes(content)
+        sync(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    complete(folder)
     return folder, report
 
 
@@ -181,7 +196,7 @@ def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     return _facts(checkpoint, report, opened, metadata, base)
 
 
-def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullReport, Source]:
+def _verified(checkpoint: Path, watch: Bar | None = None) -> tuple[FullReport, Source]:
     """The report with shortened paths, if it is what its results make and the checkpoint still is
     those bytes.
     """
@@ -248,15 +263,56 @@ def _refuse_strange(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder so that a reader never finds a mixture of the old card and the new one."""
-    partial = partial_path(folder)
-    if partial.exists():
-        shutil.rmtree(partial)
-    for name, content in files.items():
-        path = within(partial, name)
-        path.write_bytes(content)
-        sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    complete(folder)
+# Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not
+# a server's /v1/.
+_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
+_PATH_FIELDS = frozenset({"path", "log", "samples"})
+# Text of a model, or for one.
+_TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
+
+
+def portable(report: FullReport) -> FullReport:
+    """The report without this machine's folders; equal reports give equal ones."""
+    content = report.model_dump(mode="json", by_alias=True)
+    folders = {
+        f"{PurePosixPath(path).parent}/" for path in _paths(content) if path.startswith("/")
+    } - {"//"}
+    return FullReport.model_validate(
+        _walk(content, sorted(folders, key=lambda folder: (-len(folder), folder)))
+    )
+
+
+def shortened(text: str, folders: Sequence[str] = ()) -> str:
+    """Text whose absolute paths are their last name; `folders`, with a slash at their ends, are
+    removed first.
+    """
+    for folder in folders:
+        text = text.replace(folder, "")
+    return _PATH.sub("", text)
+
+
+def _paths(value: Any, field: str = "") -> Iterator[str]:
+    """Every value of a field that is a path."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _paths(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _paths(inner, field)
+    elif field in _PATH_FIELDS and isinstance(value, str):
+        yield value
+
+
+def _walk(value: Any, folders: Sequence[str]) -> Any:
+    if isinstance(value, dict):
+        walked = {}
+        for key, inner in value.items():
+            walked[key] = inner
+            if key not in _TEXT_FIELDS:
+                walked[key] = _walk(inner, folders)
+        return walked
+    if isinstance(value, list):
+        return [_walk(inner, folders) for inner in value]
+    if isinstance(value, str):
+        return shortened(value, folders)
+    return value

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
@@ -19,6 +18,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.frozen import Json, Raw
 from .card_page import CardFacts, Metadata
 
 README = "README.md"
@@ -40,7 +40,7 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
 }
 
 
-def read_front_matter(folder: Path) -> dict[str, Any]:
+def read_front_matter(folder: Path) -> Json:
     """The front matter of a folder's README.md; {} where there is none.
 
     Raises:
@@ -64,7 +64,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 
 def metadata_of(
     opened: Source,
-    front: Mapping[str, Any],
+    front: Raw,
     *,
     license_id: str | None = None,
     base_model: str = "",

@@ -20,9 +20,8 @@ from . import tables
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
 from .drafted import counts_bench, drafted
-from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
 from .provenance import ModuleGroup
-from .template import template
+from .template import Md, bare, code, fenced, finalize, quoted, template, ticked
 
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""

@@ -10,7 +10,6 @@ no record. The reason goes into `absent`.
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,6 +18,7 @@ from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import Source, small_file, view_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
+from ...recipes.frozen import Raw
 from ..check.check import examine
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
@@ -111,7 +111,7 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
     return None, f"Not read: {RECORD} is not as this keepmtp writes it ({why})."
 
 
-def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> CalibrationFact:
+def calibration_fact(summary: Raw, settings: Raw) -> CalibrationFact:
     """The report's part from a run's own summary (`quantize/calibrate/run.py`) and its recipe's
     calibration block.
 

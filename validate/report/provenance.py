@@ -9,16 +9,14 @@ what is there.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Raw, frozen
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
 from ..measure.room import least_gpus
@@ -70,7 +68,7 @@ def recipe_text(folder: Path) -> str:
         ) from error
 
 
-def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
+def other_decision(recipe: Recipe, made: Raw) -> str | None:
     """The first key of `recipe` that the recipe of a record has otherwise; None where both make the
     same bytes.
 

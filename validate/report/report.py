@@ -1,11 +1,13 @@
-"""report.json: made from the result files of one checkpoint, and checked against them.
+"""report.json: made from the result files of one checkpoint, and checked against them; and the one
+sentence on top of it.
 
 In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport`
 (schema.py), written as report.json.
 
 Easy to get wrong: nothing is measured here, not even the time. The same result files give the same
 report to the byte, so a number that was changed in one of them, or in report.json, is a difference
-with a name.
+with a name. And a part that did not run did not pass: the sentence names what was not tried, and
+compares no figure.
 """
 
 import json
@@ -25,6 +27,9 @@ from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
+from ..facts.benched import BenchFact
+from ..facts.dry_load import newest, places
+from ..facts.evaluated import EvaluationFact
 from ..facts.results import (
     STATIONS,
     CheckData,
@@ -36,11 +41,13 @@ from ..facts.results import (
     read_result,
     report_folder,
 )
-from ..facts.schema import FullReport, JudgementFact
+from ..facts.schema import FullReport, JudgementFact, VerdictFact
+from ..facts.served import ServeCheck
 from .check_data import record_static
+from .drafted import drafted
 from .gates import decided_in, judge
-from .headline import verdict_of
 from .html import HTML_FILE, write_html
+from .numbers import percent
 
 JSON_FILE = "report.json"
 _PARTS: Mapping[str, str] = {"gsm8k": "evaluation"}
@@ -309,3 +316,50 @@ def _sum_of(path: Path) -> str:
     if not path.is_file():
         return "no such file"
     return file_sha256(path)
+
+
+def verdict_of(
+    check: CheckData,
+    *,
+    vllm: str,
+    judgement: JudgementFact | None = None,
+    serve: ServeCheck | None = None,
+    evaluation: EvaluationFact | None = None,
+    bench: BenchFact | None = None,
+    **_: object,
+) -> VerdictFact:
+    """The sentence, from the stations that ran; `vllm` is the version that judged."""
+    reasons = (judgement or judge(check=check)).reasons
+    for reason in reasons:
+        if reason.verdict == "regression":
+            says = f"It fails its gate for {reason.gate}: {reason.says}"
+            return VerdictFact(ok=False, label="Not ready", says=says)
+    says = f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
+    label = "No fault found"
+    tried = "it was neither dry-loaded nor served"
+    if check.dry:
+        where = places(newest(check.dry), is_named=True)
+        label = "Loads"
+        says = f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {where}"
+        tried = "no server was run"
+    warnings = sum(fact.severity == "warning" for fact in check.findings)
+    if warnings:
+        says += f", with {warnings} warning{'s' * (warnings != 1)}"
+    found = next(
+        (each for each in drafted(serve, evaluation) if each.checkpoint.draft_tokens), None
+    )
+    if found:
+        label = "Served"
+        how = "natively" if found.as_served == "native" else f"as a {found.as_served}"
+        tried = (
+            f"served {how} with k={found.k}, it accepts {percent(found.checkpoint.acceptance)} of "
+            f"{found.checkpoint.draft_tokens:,} drafted tokens"
+        )
+        if found.source:
+            tried += f" (source: {percent(found.source.acceptance)})"
+        if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
+            label = "Loads and drafts"
+    elif serve or evaluation or bench:
+        label = "Served"
+        tried = "a server ran"
+    return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")

@@ -16,15 +16,14 @@ package that is installed replaces a model's own functions).
 
 import hashlib
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from .... import __version__
 from ....checkpoints.files import write_whole
 from ....recipes.errors import RecipeError
+from ....recipes.frozen import Json, Raw
 from ...plan.plan import Plan
 from ...run.ranks import Ranks
 from .data import CalibrationData
@@ -130,7 +129,7 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
         )
 
 
-def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, Any]]:
+def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, Json]:
     """What a number depends on, by the words that a refusal uses; JSON values only."""
     settings = plan.calibration.model_dump(mode="json")
     split = {"batch_size": settings.pop("batch_size"), "processes": size}
@@ -142,7 +141,7 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
         versions[name] = "not installed"
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    parts: dict[str, dict[str, Any]] = {
+    parts: dict[str, Json] = {
         "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
         "calibration": settings,
         "source": {
@@ -156,11 +155,11 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
     return json.loads(json.dumps(parts, default=str))
 
 
-def _sum(parts: Mapping[str, Any]) -> str:
+def _sum(parts: Raw) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _parts_of(folder: Path) -> dict[str, Any]:
+def _parts_of(folder: Path) -> Json:
     """What the pass in a folder depends on; nothing where none was begun."""
     path = folder / _PARTS
     if not path.is_file():

@@ -31,7 +31,7 @@ from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
-from ....recipes.frozen import frozen
+from ....recipes.frozen import Raw, frozen
 from ....recipes.model_file import find_path
 from ....recipes.schema import Calibration, Texts
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders, one_line
@@ -72,7 +72,7 @@ class CalibrationData:
     held_out_ids: Tensor
     held_out_written: Tensor | None = None
     held_out_kinds: tuple[str, ...] = ()
-    provenance: Mapping[str, Any]
+    provenance: Raw
 
     @property
     def rows_of_kinds(self) -> dict[str, list[int]]:
@@ -291,11 +291,10 @@ def _encoded(
         except KeepMTPError:
             raise
         except UNENCODABLE as error:
-            got = one_line(error) or type(error).__name__
             raise RecipeError(
                 f"{where}: row {number}",
                 "must suit the model's chat format",
-                got=got,
+                got=one_line(error) or type(error).__name__,
                 cure="Mend the row, or name a column",
             ) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
@@ -397,7 +396,7 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
         yield number, _value(row, texts, f"{where}: row {number}")
 
 
-def _value(row: Mapping[str, Any], texts: Texts, where: str) -> DataRow:
+def _value(row: Raw, texts: Texts, where: str) -> DataRow:
     value = row[texts.column]
     prompt = row.get(texts.prompt_column or "")
     if texts.prompt_column is None:

@@ -11,19 +11,20 @@ follow it; a token that is not surely a model's counts as its user's.
 """
 
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import eq
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError
+from ....recipes.frozen import Raw, without_none
 
-Conversation = Sequence[Mapping[str, Any]]
+Conversation = Sequence[Raw]
 UNENCODABLE = (
     TemplateError,
     ValueError,
@@ -83,8 +84,7 @@ class Encoders:
             # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces
             # alone without length.
             first = len(row.prompt)
-            offsets = spans["offset_mapping"]
-            written = [start >= first and end > first for start, end in offsets]
+            written = [s >= first and e > first for s, e in spans["offset_mapping"]]
             # The end belongs to the answer, whether the tokenizer or `encode` has added it.
             if ids[-1] == self.tokenizer.eos_token_id:
                 written[len(ids) - 1 :] = [True]
@@ -120,8 +120,10 @@ class Encoders:
         if self.tokenizer.chat_template:
 
             def by_template(row: Conversation, is_asked: bool) -> list[int]:
+                # Columns of files spell a missing key as None, which templates would print.
+                turns = list(map(without_none, row))
                 ids = self.tokenizer.apply_chat_template(
-                    _turns(row), tokenize=True, return_dict=False, add_generation_prompt=is_asked
+                    turns, tokenize=True, return_dict=False, add_generation_prompt=is_asked
                 )
                 return cast("list[int]", ids)
 
@@ -142,7 +144,7 @@ class Encoders:
         encode_messages = runpy.run_path(str(files[0]))["encode_messages"]
 
         def by_own_code(row: Conversation, _: bool) -> list[int]:
-            written = encode_messages(_turns(row), thinking_mode="chat")
+            written = encode_messages(list(map(without_none, row)), thinking_mode="chat")
             return self.tokenizer.encode(written, add_special_tokens=False, verbose=False)
 
         return by_own_code
@@ -175,11 +177,6 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
             "checkpoint if it is code of the checkpoint",
         ) from error
     return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
-
-
-def _turns(row: Conversation) -> list[dict[str, Any]]:
-    """Columns of files spell a missing key as None, which templates would print."""
-    return [{key: value for key, value in turn.items() if value is not None} for turn in row]
 
 
 def one_line(said: object, longest: int = 300) -> str:

@@ -53,8 +53,7 @@ def autoround(model: Any, work: LayerWork) -> Iterator[None]:
         work: on the layer; what is not within a decoder layer is rounded to nearest.
     """
     modifier = LayerAutoRound(**work.knobs)
-    layers = tuned_layers(model, work.rewritten)
-    for layer, names in layers.items():
+    for layer, names in tuned_layers(model, work.rewritten).items():
         modules = {model.get_submodule(name): name for name in names}
         modifier._layers[model.get_submodule(layer)] = modules
     model.requires_grad_(False)

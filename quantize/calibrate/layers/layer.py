@@ -30,7 +30,7 @@ from loguru import logger as loguru_logger
 from torch import Tensor
 
 from ....checkpoints.values import TORCH_DTYPES
-from ....recipes.frozen import frozen
+from ....recipes.frozen import frozen, without_none
 from ....recipes.schemes import RESCALING, SCHEMES, SWEEPS
 from .awq import rescaling
 from .caches import CacheRanges
@@ -156,9 +156,7 @@ def _tensors(model: Any, work: LayerWork, kept: Mapping[str, Tensor]) -> dict[st
         module = model.get_submodule(name)
         scheme = SCHEMES[scheme_name]
         freeze_module_quantization(module)
-        state: Any = {
-            key: value for key, value in get_direct_state_dict(module).items() if value is not None
-        }
+        state: Any = without_none(get_direct_state_dict(module))
         specs = scheme.extra
         if name in rewritten:
             specs = scheme.tensors(*module.weight.shape)

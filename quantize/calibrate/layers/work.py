@@ -21,7 +21,7 @@ from torch import Tensor
 from ....recipes.conventions import CACHE_LEAVES
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName
-from ....recipes.frozen import frozen
+from ....recipes.frozen import Raw, frozen
 from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from ...plan.plan import Plan
 from ..model.binding import EXPERT, Binding, scheme_of
@@ -50,7 +50,7 @@ class LayerWork:
 
     schemes: Mapping[str, str]
     algorithm: str
-    knobs: Mapping[str, Any] = field(default_factory=dict)
+    knobs: Raw = field(default_factory=dict)
     fused: Sequence[tuple[str, ...]] = ()
     experts: Sequence[tuple[str, ...]] = ()
     frozen: Collection[str] = ()

@@ -34,7 +34,7 @@ from transformers import (
 from ....checkpoints.source import read
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
-from ....recipes.frozen import frozen
+from ....recipes.frozen import Shape, frozen, without
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from .binding import Binding, Names, bind, fill, linear_experts
@@ -334,7 +334,7 @@ def _from_config(plan: Plan, *, is_foreign: bool) -> PreTrainedModel:
         model_type = plan.view.family.built_as or values["model_type"]
         config = None
         if model_type in CONFIG_MAPPING:
-            own = {key: value for key, value in values.items() if key not in _NAMES_OF_CLASSES}
+            own = without(values, *_NAMES_OF_CLASSES)
             config = CONFIG_MAPPING[model_type].from_dict(own)
         if type(config) not in auto._model_mapping:
             auto = AutoModelForImageTextToText
@@ -387,7 +387,7 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
     for tensor in plan.tensors:
         if tensor.part == "backbone" and tensor.layer is not None and tensor.fate != "drop":
             layers[tensor.layer].append(tensor)
-    kinds = set[frozenset[tuple[str, tuple[int, ...]]]]()
+    kinds = set[frozenset[tuple[str, Shape]]]()
     try:
         model = on_meta(plan)
         linear_experts(model)

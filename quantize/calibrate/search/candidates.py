@@ -113,8 +113,7 @@ def as_candidate(
                 scale = static_scale(spec.suffix, largest[name.removeprefix(path)])
                 setattr(module, spec.suffix, scale)
             model.set_submodule(name, module)
-        scales = input_scales(binding, largest)
-        for served in served_rows(model, plan, binding, path, scales):
+        for served in served_rows(model, plan, binding, path, input_scales(binding, largest)):
             served.weight.copy_(served.values)
         yield
     finally:

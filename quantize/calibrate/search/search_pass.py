@@ -26,7 +26,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -34,6 +33,7 @@ from scipy.sparse import csr_array
 
 from ....checkpoints.files import write_whole
 from ....recipes.errors import GateError
+from ....recipes.frozen import Json
 from ....recipes.schema import AUTO
 from ...plan.choices import Assignment, Choices, auto_of, choices_of, found_plan, refuse_budget
 from ...plan.plan import Plan
@@ -108,7 +108,7 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     (_, released), *measured = measure_plans(run, plans, folder, sensitivities.largest)
     facts = []
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
-        kept: dict[str, Any] = {}
+        kept: Json = {}
         if drafts is not None and released is not None:
             value, low = drafts.kept_of(released, recipe.gates.confidence)
             kept = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}

@@ -13,9 +13,9 @@ import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
-from keepmtp.validate.facts.step import Step
 from keepmtp.validate.measure import harness
 from keepmtp.validate.measure.figures import finish
 from keepmtp.validate.measure.harness import Host, Model, Setup

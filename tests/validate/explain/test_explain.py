@@ -21,9 +21,8 @@ from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check_source
 from keepmtp.validate.check.runtime_view import RuntimeView
-from keepmtp.validate.dryload.explain import Explanation, explain
+from keepmtp.validate.dryload.explain import MOST_BYTES, Explanation, explain, parse_log, read_log
 from keepmtp.validate.dryload.failures import known, known_defect, known_failure
-from keepmtp.validate.dryload.log import MOST_BYTES, parse_log, read_log
 from keepmtp.validate.facts.dry_load import LoadFailure
 from modelopt_form import mixed, modelopt
 from printed import printed

@@ -37,7 +37,7 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.publish.upload_set import prepare
+from keepmtp.validate.publish.upload import prepare
 from keepmtp.validate.report import card
 from keepmtp.validate.report import html as report_html
 from keepmtp.validate.report import report as full_reports
@@ -47,12 +47,12 @@ from keepmtp.validate.report.base_model import (
     refuse_no_id,
     refuse_unknown,
 )
+from keepmtp.validate.report.card import portable, shortened
 from keepmtp.validate.report.card_metadata import front_matter, metadata_of, read_front_matter
 from keepmtp.validate.report.card_page import MAX_COLUMNS, CardFacts, Metadata, page
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.markdown import code, escaped, fenced, quoted, ticked
-from keepmtp.validate.report.portable import portable, shortened
 from keepmtp.validate.report.provenance import gpus_of, groups_of, is_chat, recipe_text
+from keepmtp.validate.report.template import code, escaped, fenced, quoted, ticked
 from markdown_it import MarkdownIt
 from printed import printed
 from tables import cases

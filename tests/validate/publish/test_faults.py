@@ -24,8 +24,8 @@ import pytest
 from forked import Ended
 from hub import TOKEN, Fault
 from keepmtp.cli import main
-from keepmtp.validate.publish import upload_set
-from keepmtp.validate.publish.upload_set import Parcel, prepare
+from keepmtp.validate.publish import upload
+from keepmtp.validate.publish.upload import Parcel, prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
@@ -111,7 +111,7 @@ def publish(parcel: Parcel) -> None:
     """
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds if seconds > 700 else min(seconds, 0.02))
-    upload_set.prepare = lambda *_, **__: parcel
+    upload.prepare = lambda *_, **__: parcel
     sys.argv = [
         "keepmtp",
         "publish",

@@ -24,7 +24,7 @@ from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.publish import upload as publishing
-from keepmtp.validate.publish.upload_set import prepare
+from keepmtp.validate.publish.upload import prepare
 from keepmtp.validate.report import card
 from tables import cases, table
 from written_values import poke

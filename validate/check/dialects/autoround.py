@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....recipes.family import VLLMName
+from ....recipes.frozen import without_none
 from ....recipes.renamer import Renamer
 from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
@@ -108,9 +109,7 @@ class AutoRound(NamedTuple):
             return base
         given = self.extra[entry]
         said = {"bits": given.bits, "group_size": given.group_size, "is_symmetric": given.sym}
-        return base._replace(
-            entry=entry, **{key: value for key, value in said.items() if value is not None}
-        )
+        return base._replace(entry=entry, **without_none(said))
 
     def _entry_of(self, name: str) -> str:
         return (

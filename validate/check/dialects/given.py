@@ -14,14 +14,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ....recipes.errors import CheckpointError, first_fault
+from ....recipes.frozen import Raw
 
 _LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
 _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Bits = Annotated[int, Field(ge=1, le=32)]
 _Names = tuple[str, ...] | None
-Raw = Mapping[str, Any]
-"""An object of a JSON file, by its keys."""
 
 
 class _Given(BaseModel):

@@ -134,9 +134,7 @@ class _Operator:
         if "get_workspace_size" in self.name:
             return 1
         if self.name.endswith(("gptq_marlin_repack", "awq_marlin_repack")):
-            size_k, size_n, bits = [
-                a for a in args if isinstance(a, int) and not isinstance(a, bool)
-            ][:3]
+            size_k, size_n, bits = [each for each in args if type(each) is int][:3]
             return torch.empty(
                 size_k // 16, size_n * 16 * bits // 32, dtype=torch.int32, device="meta"
             )
