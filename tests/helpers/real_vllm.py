@@ -13,6 +13,8 @@ from torch import Tensor
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 GLM, QWEN = ROOT / "models" / "tiny-glm4-moe", ROOT / "models" / "tiny-qwen3_5"
 PLUGIN = ROOT / "validate" / "measure" / "plugin"
+HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
+NO_AVX512 = "vLLM's CPU attention has an FP8 cache with AVX-512 alone"
 NEEDS_VLLM = [
     pytest.mark.vllm,
     pytest.mark.usefixtures("one_thread"),

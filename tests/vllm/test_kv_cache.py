@@ -15,7 +15,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
-from real_vllm import computed
+from real_vllm import HAS_AVX512, NO_AVX512, computed
 from seeds import seeded
 from tables import cases
 
@@ -93,10 +93,7 @@ def test_a_family_without_a_place_is_refused(model, says):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    "avx512f" not in Path("/proc/cpuinfo").read_text(),
-    reason="vLLM's CPU attention has an FP8 cache with AVX-512 alone",
-)
+@pytest.mark.skipif(not HAS_AVX512, reason=NO_AVX512)
 def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
     """Its operator for CPUs cuts off what GPUs and we round to the nearest: each code is ours, or
     the one below it.

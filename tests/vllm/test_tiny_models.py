@@ -6,13 +6,11 @@ checkpoints in turn. test_serve.py serves the default recipe of tiny-qwen3_5 and
 the command.
 """
 
-from pathlib import Path
-
 import pytest
 from asked import asked_values
 from commands import ROOT
 from keepmtp.pipeline import plan_for, quantize
-from real_vllm import NEEDS_VLLM, in_vllm
+from real_vllm import HAS_AVX512, NEEDS_VLLM, in_vllm
 from twins import broken
 
 ASKED = ("Tom apples 5 7", "Ann books 12 3", "Leo pens 8 9", "Mia eggs 4 6")
@@ -28,7 +26,7 @@ MADE = {
     "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
     "glm-fp8": ("tiny-glm4-moe", {"scheme": "fp8-dynamic"}),
 }
-if "avx512f" in Path("/proc/cpuinfo").read_text():  # its W4A16 kernel needs it
+if HAS_AVX512:  # its W4A16 kernel needs it
     MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
     MADE["glm-w4a16"] = ("tiny-glm4-moe", {"scheme": "w4a16"})
 

@@ -102,6 +102,9 @@ def prepare(
     from ..check.values import check_values  # imports torch
 
     verified, identity = ready_report(folder)
+    # As the report makes them, which is what the card's folder has; it may have something else
+    # later.
+    of_card = card.verified_files(folder, repository=repo)
     refuse_other_bytes(folder, identity, identify(folder, cache=report_folder(folder), watch=watch))
     # Every scale, every weight that is not packed and the whole MTP block; whatever report.json
     # says of them.
@@ -117,9 +120,7 @@ def prepare(
     for name, fact in identity.files.items():
         files[name] = LocalFile(path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
     place = card.card_folder(folder)
-    # The card's files as the report makes them, which is what the folder has; it may have something
-    # else later.
-    for name, content in card.verified_files(folder, repository=repo).items():
+    for name, content in of_card.items():
         if name in files:
             raise CheckpointError(
                 folder / name,

@@ -94,7 +94,11 @@ def build(
     folder = out or card_folder(checkpoint)
     for place in (folder, partial_path(folder)):
         _refuse_strange(place)
-    report, opened = _verified(checkpoint, watch)
+    report = reports.of_checkpoint(checkpoint)
+    if report.identity is not None:
+        found = identify(checkpoint, cache=report_folder(checkpoint), watch=watch)
+        refuse_other_bytes(checkpoint, report.identity, found)
+    report, opened = portable(report), open_source(checkpoint)
     record = recorded(checkpoint)
     base = base_model_of(record, base_model)
     if base is None:
@@ -153,7 +157,8 @@ def verified_files(
     """Name -> bytes of a checkpoint's card, once every file of it is compared with what the
     evidence makes.
 
-    License, language, task and base model are taken as the card has them: nobody measured them.
+    License, language, task and base model are taken as the card has them: nobody measured them. The
+    checkpoint's own bytes are not hashed; an upload does that after it.
     With `repository`, the commands in README.md name it.
 
     Raises:
@@ -185,7 +190,7 @@ def verified_files(
 
 def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     """What a card in `folder` is made of: the evidence, with what its own front matter states."""
-    report, opened = _verified(checkpoint)
+    report, opened = portable(reports.of_checkpoint(checkpoint)), open_source(checkpoint)
     front = read_front_matter(folder)
     stated = front.get("base_model") and str(front["base_model"])
     refuse_no_id(stated)
@@ -194,17 +199,6 @@ def _stated(checkpoint: Path, folder: Path) -> CardFacts:
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
     return _facts(checkpoint, report, opened, metadata, base)
-
-
-def _verified(checkpoint: Path, watch: Bar | None = None) -> tuple[FullReport, Source]:
-    """The report with shortened paths, if it is what its results make and the checkpoint still is
-    those bytes.
-    """
-    report = reports.of_checkpoint(checkpoint)
-    if report.identity is not None:
-        found = identify(checkpoint, cache=report_folder(checkpoint), watch=watch)
-        refuse_other_bytes(checkpoint, report.identity, found)
-    return portable(report), open_source(checkpoint)
 
 
 def _facts(

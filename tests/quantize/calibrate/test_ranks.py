@@ -98,7 +98,8 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
     F32.
 
     Largest magnitudes have no order, so SmoothQuant and NVFP4 (above) come out to the bit. AWQ
-    takes the best of 20 candidates by a sum of squares; here the same wins. GPTQ's Hessians differ
+    takes the best of 20 candidates by a sum of squares, and where two are equal the CPU decides which
+    wins, so there the error is compared alone. GPTQ's Hessians differ
     by an ulp, which moves codes that lie between two steps, and each moves the rest of its row, so
     rows are counted: which ones part depends on the CPU (measured in the first layer: none to 2 of
     128, 3 of 256). Later layers see other inputs, so codes say nothing; their error stays
@@ -112,11 +113,11 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
         {path.name for path in folder.glob("states/00003/calibration-*")} for folder in (one, three)
     ]
     assert states[0] == states[1] and len(states[0]) == 4, "every batch"
-    if variant != "w4a16-gptq":
-        # The number of processes is part of AWQ's fingerprint.
-        before, after = ((folder / "fingerprint").read_bytes() for folder in (one, three))
-        known = {name: raw.replace(before, after) for name, raw in statistics(one).items()}
-        assert statistics(three) == known
+    if variant == "w8a8-smoothquant":
+        assert statistics(three) == statistics(one)
+        return
+    assert error_of(three) == pytest.approx(error_of(one), rel=0.1)
+    if variant == "w4a16-awq":
         return
     first, other = (
         load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, three)
@@ -125,7 +126,6 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
     for name in (name for name in first if name.endswith("weight_packed")):
         parted = (first[name] != other[name]).any(-1)  # rows of words of eight codes
         assert parted.float().mean() < 0.05, name
-    assert error_of(three) == pytest.approx(error_of(one), rel=0.1)
 
 
 def rewrite(recipe: Path, words: str) -> None:
