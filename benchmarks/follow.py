@@ -216,7 +216,7 @@ packages than the environment has, and what it says may come of that alone.
 {chr(10).join(lines)}
 
 {reasons}
-{corpus_section(corpora)}"""
+{corpus_section(corpora) if corpora else ""}"""
 
 
 def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:

@@ -76,12 +76,13 @@ def check_on(
         needed = len(vllms) * len(gpus) * _PROCESS_BYTES
         fits = len(vllms) == 1 or needed < free_host_bytes()
         loaders = {vllm: _started(stack, vllm, gpus) for vllm in vllms if fits}
-        separate = own = None
+        separate = own = runtime_of_draft = None
         if draft:
             separate = examine(draft, vllm=rules)
             if separate.refusal is not None:
                 raise separate.refusal.at("--draft")
             own = stack.enter_context(headers_of(separate.readable()))
+            runtime_of_draft = separate.runtime
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes, vllm=rules)
@@ -109,7 +110,7 @@ def check_on(
                             for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
                                 progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
                                 loads = loader.load_all(jobs)
-                                if error := _over_others(vllm, checked, loads, separate):
+                                if error := _over_others(vllm, checked, loads, runtime_of_draft):
                                     unknown.append(error)
                                 else:
                                     accounts += loads
@@ -119,14 +120,11 @@ def check_on(
                     raise refused[0]
             accounts = [account.model_copy(update={"path": path}) for account in accounts]
             checked = checked._replace(unjudged=(*refused, *unknown))
-            if separate is None:
-                yield with_loads(checked, accounts)
-                continue
-            # A target with a separate draft needs no family's table.
-            kept = [each for each in checked.data.findings if each.rule != "family"]
-            findings = (*kept, *separate.data.findings)
-            checked = checked._replace(data=checked.data.model_copy(update={"findings": findings}))
-            yield with_loads(checked, accounts, draft=separate.runtime)
+            if separate is not None:  # then the target needs no family's table
+                kept = [each for each in checked.data.findings if each.rule != "family"]
+                update = {"findings": (*kept, *separate.data.findings)}
+                checked = checked._replace(data=checked.data.model_copy(update=update))
+            yield with_loads(checked, accounts, draft=runtime_of_draft)
 
 
 def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
@@ -134,20 +132,18 @@ def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoade
 
 
 def _over_others(
-    vllm: VLLM, checked: Checked, loads: Sequence[LoadAccount], separate: Checked | None
+    vllm: VLLM, checked: Checked, loads: Sequence[LoadAccount], draft: RuntimeView | None
 ) -> VLLMError | None:
     """Why nobody knows what is wrong: this vLLM stops over packages that it is not made for, and
     neither the static check nor a known defect says why.
     """
-    draft = separate.runtime if separate else None
     found = with_loads(checked, loads, draft=draft).data.findings
     errors = [each for each in found if each.severity == "error" and each.rule != DEFECT]
     if not (errors and vllm.unmet and checked.data.ok):
         return None
-    got = f"transformers {vllm.transformers}, compressed-tensors {vllm.compressed_tensors}"
-    cure = "Set VLLM_PYTHON to an environment made for it; over this one it says "
-    cure += f"`{errors[0].where}: {errors[0].says}`"
-    return VLLMError(f"vLLM {vllm.version}", f"requires {vllm.unmet}", got=got, cure=cure)
+    rule, got = f"requires {vllm.unmet}, to be judged", f"{errors[0].where}: {errors[0].says}"
+    cure = "Set VLLM_PYTHON to an environment made for it"
+    return VLLMError(f"vLLM {vllm.version}", rule, got=got, cure=cure)
 
 
 def with_loads(

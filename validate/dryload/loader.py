@@ -27,6 +27,7 @@ from ...recipes.frozen import frozen
 from ..facts.child import Child, environment
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
+from .versions import cache_folder
 
 _PACKAGE = Path(__file__).parent / "in_vllm"
 _LAUNCH = (
@@ -167,11 +168,13 @@ def _first_on_path(vllm: VLLM, folder: Path) -> dict[str, str]:
     """Variables that put the `vllm` of a site before the installed one, and nothing else of that
     folder: an image's PyTorch was built for its own Python.
 
-    importlib.metadata finds the site's version too. Nothing is written into the site, which may be
+    importlib.metadata finds the site's version too. Nothing is written into a site that may be
     somebody's.
     """
     if vllm.site is None:
         return {}
+    if vllm.site.parent == cache_folder():  # ours: its bytecode stays, two of 18 seconds
+        return {"PYTHONPATH": str(vllm.site)}
     place = folder / "site-packages"
     info = place / f"vllm-{vllm.version}.dist-info"
     info.mkdir(parents=True)

@@ -2,7 +2,8 @@
 
 In: what `--vllm` names, and the environment that has vLLM's dependencies. Out: a `VLLM` each, whose
 `site` is a folder with that vllm/ in it. A version comes from the user's package index by pip,
-which compares the wheel with the index's hash; kept is what Python reads of it, 55 MB of 330.
+which compares the wheel with the index's hash; kept is what Python reads of it, 55 MB of 330, and
+later 15 MB of bytecode.
 
     $XDG_CACHE_HOME/keepmtp/vllm/VERSION/vllm/          its Python, JSON, YAML and Jinja files
     $XDG_CACHE_HOME/keepmtp/vllm/VERSION/*.dist-info/   what it says of itself and what it requires
@@ -138,7 +139,7 @@ def _unmet(requires: Iterable[str], own: VLLM) -> str:
             wanted = Requirement(line)
             has = here.get(wanted.name)
             if has and not wanted.specifier.contains(has, prereleases=True):
-                return f"{wanted.name}{wanted.specifier}"
+                return f"{wanted}, not {has}"
     return ""
 
 
@@ -215,11 +216,15 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
 
 def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
     """What pip's words mean."""
-    rule, got = "must be fetched by pip", _last_error(said)
+    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines
+    rule, got = "must be fetched by pip", errors[-1].removeprefix("ERROR: ")
     cure = "Run `pip download --no-deps` for it elsewhere, and name the file: --vllm FILE.whl"
     if listed := re.search(r"\(from versions: (.+?)\)", said):
         if listed[1] != "none":
-            nearest = _nearest(version, listed[1].split(", "))
+            known = sorted(map(Version, listed[1].split(", ")))
+            # the newest that is not newer, else the oldest
+            nearest = known[max(0, bisect.bisect(known, Version(version)) - 1)]
             rule, got = "must be on the package index, as a wheel", "no such version"
             return VLLMError(where, rule, got=got, cure=f"The nearest is {nearest}")
         rule, got = "must have a wheel for this machine on the package index", "none"
@@ -231,18 +236,6 @@ def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
         rule, got = "its wheel must have the SHA-256 that the package index says", "another file"
         cure = "Run it again; if it stays so, a mirror or a proxy changes files"
     return VLLMError(where, rule, got=got, cure=cure)
-
-
-def _last_error(said: str) -> str:
-    lines = list(filter(str.strip, said.splitlines()))
-    errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["nothing"])[-1].removeprefix("ERROR: ").strip()
-
-
-def _nearest(version: str, there: Iterable[str]) -> str:
-    """The newest that is not newer, else the oldest."""
-    known = sorted(map(Version, there))
-    return str(known[max(0, bisect.bisect(known, Version(version)) - 1)])
 
 
 def cached() -> list[str]:

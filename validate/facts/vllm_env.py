@@ -75,7 +75,8 @@ class VLLM:
         cpu_features: the flags among those that vLLM's CPU kernels ask for.
         site: a folder with another vllm/ in it, which the dry load takes instead of the installed
             one; `version` is then its own (validate/dryload/versions.py). Nothing serves it.
-        unmet: what that vLLM requires and this environment has otherwise: "transformers<5.18".
+        unmet: what that vLLM requires and this environment has otherwise: "transformers<5.18, not
+            5.19.0".
     """
 
     python: Path

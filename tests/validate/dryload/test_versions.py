@@ -141,9 +141,9 @@ def test_a_folder_or_a_wheel_by_path(tmp_path):
 @pytest.mark.parametrize(
     ("others", "unmet"),
     [
-        ("transformers<5.18.0,>=5.10.4", "transformers<5.18.0,>=5.10.4"),
+        ("transformers<5.18.0,>=5.10.4", "transformers<5.18.0,>=5.10.4, not 5.19.0"),
         ("transformers>=5.10.4", ""),
-        ("compressed-tensors==0.17.0", "compressed-tensors==0.17.0"),
+        ("compressed-tensors==0.17.0", "compressed-tensors==0.17.0, not 0.16.0"),
         ("torch==2.14.0", ""),
         ("transformers is wanted", ""),
     ],
