@@ -59,8 +59,8 @@ TWINS = 5
 # what it costs.
 SIZES = {
     "files": 255,
-    "code tokens": 267_700,
-    "private functions with one caller, %": 14.2,
+    "code tokens": 268_400,
+    "private functions with one caller, %": 14.1,
     "functions over 100 lines": 4,
     "functions with over 8 parameters": 0,
     "ternaries in 1,000 tokens": 1.7,
