@@ -46,7 +46,7 @@ _CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.p
 DEFECT = "vllm-defect"
 _DRY = {"dry-load", "no-kernel", DEFECT}
 AGREES = "agree"
-_OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+")
+_OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*")
 
 
 def site_of(vllm: VLLM) -> Path:

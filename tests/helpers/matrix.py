@@ -86,7 +86,7 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str], vllm
                     judged = with_loads(checked, [next(accounts)], draft=draft)
                     findings = judged.data.findings
                     errors = [each.says for each in findings if each.severity == "error"]
-                    reason = errors[0].partition(": ")[2] or errors[0] if errors else "loads"
+                    reason = errors[0].removeprefix(f"on {gpu} at TP {tp}: ") if errors else "loads"
                     cells[*name, gpu, tp] = _plain(reason)
             for name, refusal in refused.items():
                 cells |= {(*name, gpu, tp): refusal for tp in tps}
