@@ -57,6 +57,11 @@ ROOT = Path(__file__).parent.parent
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 KINDS = ("docs", "code", "problems")
 CONFIDENCE = 0.95
+BEGIN, END = "<!-- begin forgetting -->", "<!-- end of forgetting -->"
+HEAD = (
+    "| training | trained on | of the way | docs, k=1, 2, 3 | code | problems | mean gain | lowest | "
+    "written |"
+)
 SETTINGS = {
     "mtp": "NVFP4",
     "steps": 64,
@@ -392,6 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "forgetting")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-docs")
+    parser.add_argument("--stored", action="store_true", help="run nothing: arms that are there")
     parser.add_argument("--wide", action="store_true", help="try rates at eight times the width")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -405,15 +411,24 @@ def main() -> None:
     work = arguments.work / f"{model.name}-runs"
     work.mkdir(parents=True, exist_ok=True)
     write_texts(work)
+    table = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     for arm in arms:
         path = work / f"{arm.key}.json"
         if not path.is_file():
+            if arguments.stored:
+                continue
             print(arm.title, *arm.kinds, flush=True)
             path.write_text(json.dumps(run(model, arm, work, size)))
         found = json.loads(path.read_text())
         print(found["seconds"], found["losses"][:4], found["losses"][-4:])
-        for line in lines(arm, found, size):
-            print(line, flush=True)
+        own = [*lines(arm, found, size)]
+        print(*own, sep="\n", flush=True)
+        table += own
+    if arguments.wide:
+        return
+    page = ROOT / "docs" / "quality.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text("\n".join([before + BEGIN, "", *table, "", END + rest.partition(END)[2]]))
 
 
 if __name__ == "__main__":
