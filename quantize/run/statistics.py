@@ -98,7 +98,7 @@ class Statistics:
         entry = self.entries[name]
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
         with open(path, "rb", buffering=0) as file:
-            fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
+            fill(raw.numpy().data, file, entry, where=path, cure=cure_of(path))
         digest = _sum(raw)
         if self.sums.get(name, digest) != digest:
             raise _refusal(path, f"{name} must have the bytes that calibration wrote", "others")
@@ -210,7 +210,7 @@ def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, O
                 statistics.folder,
                 f"calibration must give {name}",
                 got="no such tensor",
-                cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
+                cure=cure_of(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
             )
     return required
 
@@ -244,7 +244,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
                     statistics.folder,
                     f"{other} and {name} must be equal: vLLM fuses their modules",
                     got=f"{scales[other]} and {scales[name]}",
-                    cure=_cure(statistics.path_of(name)),
+                    cure=cure_of(statistics.path_of(name)),
                 )
 
 
@@ -253,14 +253,14 @@ def _read(path: Path) -> FileHeader:
         return read_header(path, str(path))
     except CheckpointError as error:
         # The same finding as for a source, with another cure: this file can be made again.
-        raise error.with_cure(_cure(path)) from error
+        raise error.with_cure(cure_of(path)) from error
 
 
 def _refusal(path: Path, rule: str, got: str) -> CheckpointError:
-    return CheckpointError(path, rule, got=got, cure=_cure(path))
+    return CheckpointError(path, rule, got=got, cure=cure_of(path))
 
 
-def _cure(path: Path) -> str:
+def cure_of(path: Path) -> str:
     """What to do about a file of statistics. A layer's inputs are gone once the next one is
     done, so all start anew.
     """

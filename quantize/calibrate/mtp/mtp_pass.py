@@ -27,6 +27,7 @@ from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
 from ...run.progress import ProgressCallback, progress_since
 from ...run.ranks import Ranks
+from ...run.statistics import cure_of
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone, fitting
 from .acceptance import (
@@ -124,6 +125,10 @@ def _kept(own: Acceptance, before: Acceptance) -> KeptFact | None:
 def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
     """Copy a policy's statistics next to the backbone's, in place of those of another policy."""
     if backbone.ranks.is_first:
+        for file in files:
+            if not file.is_file():
+                rule = "must hold what was measured with its block"
+                raise CheckpointError(file, rule, got="no file", cure=cure_of(file))
         folder = backbone.folder / "statistics"
         folder.mkdir(exist_ok=True)
         for path in folder.glob("mtp-*"):
