@@ -46,6 +46,8 @@ _CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.p
 DEFECT = "vllm-defect"
 _DRY = {"dry-load", "no-kernel", DEFECT}
 AGREES = "agree"
+OF_VLLM, OVER_OTHERS = "a defect of vLLM", "unknown over these packages"
+EXPLAINED = (AGREES, OF_VLLM, OVER_OTHERS)
 _OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*")
 
 
@@ -157,14 +159,14 @@ def agreement(by: str, static: Collection[str], dry: Collection[str], *, is_fit:
         is_fit: whether this vLLM is made for the environment's packages.
     """
     if DEFECT in dry and by != "static":
-        return "a defect of vLLM"
+        return OF_VLLM
     both = bool(static), bool(dry)
     wanted = {"": (False, False), "both": (True, True)}
     wanted |= {"static": (True, both[1]), "dry": (both[0], True)}
     if both == wanted[by]:
         return AGREES
     if both == (False, True) and not is_fit:
-        return "unknown over these packages"
+        return OVER_OTHERS
     return "static check alone" if both[0] else "dry load alone" if both[1] else "nobody"
 
 
@@ -220,7 +222,9 @@ packages than the environment has, and what it says may come of that alone.
 
 
 def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
-    """How often static check and dry load agree, and every case in which they do not."""
+    """How often static check and dry load agree, and every case in which they part for no reason
+    that is known.
+    """
     counts, parted = (
         defaultdict[tuple[str, str], Counter[str]](Counter),
         defaultdict[str, list[str]](list),
@@ -231,7 +235,7 @@ def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
             kind, how = case.partition(": ")[0], told.partition(": ")[0]
             counts[kind, how][version] += 1
             totals[kind, version] += 1
-            if how != AGREES:
+            if how not in EXPLAINED:
                 parted[f"{case}: {told}"].append(version)
     rows = [
         f"| {kind}, {how} | "
