@@ -231,7 +231,10 @@ def install(device: Device) -> None:
     import vllm._custom_ops  # registers fakes for the operators that exist; only then may all exist
 
     let_operators_appear()
-    if not is_cuda_wheel:
+    if is_cuda_wheel:
+        # A table on the host, seen from the GPU; it has no kernel for tensors without bytes.
+        torch.library.impl("_C::get_cuda_view_from_cpu_tensor", "Meta", torch.empty_like)
+    else:
         _answer_for_libraries()
     # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
     # the CPU build.
