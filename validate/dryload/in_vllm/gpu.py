@@ -260,8 +260,9 @@ def _answer_for_libraries() -> None:
     # 0.33 makes a buffer of that size with every layer of attention on sm100.
     sizes = importlib.import_module("flashinfer.utils")
     sizes.get_trtllm_gen_multi_ctas_kv_counter_bytes = returns(1)
-    if hasattr(flashinfer, "has_flashinfer_sparse_mla_sm120_config"):
-        flashinfer.has_flashinfer_sparse_mla_sm120_config = lambda heads, topk: True
+    for name in ("has_flashinfer_sparse_mla_sm120_config", "has_flashinfer_sm90_nope_mla"):
+        if hasattr(flashinfer, name):
+            setattr(flashinfer, name, lambda *shape: True)
 
 
 def _platform(device: Device) -> Any:
