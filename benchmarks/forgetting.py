@@ -124,9 +124,9 @@ PROBLEMS, DOCS, TWO = ("problems",), ("docs",), ("docs", "problems")
 ARMS = (
     Arm(title="one kind", kinds=PROBLEMS),
     Arm(title="mixed batches", kinds=KINDS),
+    Arm(title="mixed batches", kinds=TWO),
     Arm(title="weights pulled back", kinds=PROBLEMS, pull=0.05),
     Arm(title="drafts held to the release's", kinds=PROBLEMS, kl=1.0),
-    Arm(title="mixed batches", kinds=TWO),
     Arm(title="one kind", kinds=DOCS),
     Arm(title="mixed batches, weights pulled back", kinds=TWO, pull=0.05),
     Arm(title="weights pulled back", kinds=DOCS, pull=0.05),
