@@ -32,7 +32,7 @@ from ..facts.dry_load import (
     listed,
     places,
 )
-from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first
+from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first, errors_of
 from ..facts.vllm_env import VLLM
 from .failures import known_defect
 from .loader import DryLoader, Job, headers_of
@@ -137,9 +137,11 @@ def _over_others(
     """Why nobody knows what is wrong: this vLLM stops over packages that it is not made for, and
     neither the static check nor a known defect says why.
     """
+    if not (vllm.unmet and checked.data.ok):
+        return None
     found = with_loads(checked, loads, draft=draft).data.findings
-    errors = [each for each in found if each.severity == "error" and each.rule != DEFECT]
-    if not (errors and vllm.unmet and checked.data.ok):
+    errors = [each for each in errors_of(found) if each.rule != DEFECT]
+    if not errors:
         return None
     rule, got = f"requires {vllm.unmet}, to be judged", f"{errors[0].where}: {errors[0].says}"
     cure = "Set VLLM_PYTHON to an environment made for it"

@@ -32,7 +32,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ....recipes.errors import CheckpointError
-from ....recipes.frozen import Json
 from ....recipes.schemes import SCHEMES
 from ...plan.tensor_plan import IMPORTANCE
 from ...run.ranks import gathered, has_others
@@ -81,9 +80,9 @@ class Observed:
         self.ends = {
             name: module.weight.new_full((2,), -math.inf) for name, module in self.modules.items()
         }
-        self._squares: Json = defaultdict(int)
+        self._squares: dict[str, Any] = defaultdict(int)
         self._tokens = dict.fromkeys(self.modules, 0)
-        self._routed: Json = defaultdict(int)
+        self._routed: dict[str, Any] = defaultdict(int)
         """Stack of experts -> how many tokens the router sent to each."""
         self._ends_of: dict[InputIdentity, Tensor] = {}
         self._squares_of: dict[InputIdentity, Tensor] = {}

@@ -26,7 +26,7 @@ from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancesto
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ....recipes.frozen import Json, Raw, frozen
+from ....recipes.frozen import frozen
 from ...run.ranks import gathered
 from ..model.hooks import hooked, modules_of
 from .forwards import calibrating, restore, small_parameters
@@ -164,7 +164,7 @@ def _candidates(
 
 
 def _consumers(
-    model: Any, batch: Arguments, matrices: Raw
+    model: Any, batch: Arguments, matrices: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, int]]:
     """Norm -> the matrices that read all of its output, and the order of calls."""
     # The tensor keeps the storage from being reused, so that its address stays this norm's.
@@ -199,7 +199,7 @@ def _consumers(
     return fed, calls
 
 
-def _owners(model: Any, ndim: int) -> Json:
+def _owners(model: Any, ndim: int) -> dict[str, Any]:
     """Modules that own a vector `weight` and nothing but a `bias` (norms), or a matrix (linear
     layers, routers).
     """
