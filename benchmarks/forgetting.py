@@ -19,7 +19,7 @@ import json
 import math
 import random
 import shutil
-import sysconfig
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "models" / "train"))
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
@@ -50,6 +52,7 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Texts
+from python_docs import library
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -240,7 +243,7 @@ def write_texts(folder: Path) -> None:
         for row in _rows(ROOT / "models" / "held_out.jsonl")
     ]
     for name, text in _code():
-        if (rest := zlib.crc32(name.encode()) % 10) < 2:  # as python_docs.py splits the docstrings
+        if (rest := zlib.crc32(name.encode()) % 10) < 2:  # by the file: two of ten are used
             rows["code" if rest else "code-judged"].append(text)
     for name, texts in rows.items():
         random.Random(0).shuffle(texts)
@@ -254,20 +257,15 @@ def _rows(path: Path) -> list[Any]:
 
 def _code() -> Iterator[tuple[str, str]]:
     """Functions and classes of the standard library without docstrings, with their module."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if {"site-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data"} & {*parts}:
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in tree.body:
+    for path, module in library():
+        for node in module.body:
             if not isinstance(node, ast.ClassDef | ast.FunctionDef):
                 continue
             for own in ast.walk(node):
                 is_named = isinstance(own, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
                 if is_named and ast.get_docstring(own) and len(own.body) > 1:
                     del own.body[0]
-            yield ".".join(parts), ast.unparse(node)
+            yield ".".join(path.parts), ast.unparse(node)
 
 
 def _texts(folder: Path, name: str) -> dict[str, Any]:

@@ -135,16 +135,22 @@ def _split_of(name: str) -> Split:
     return "held-out" if rest == 0 else "calibration" if rest == 1 else "train"
 
 
+def library() -> Iterator[tuple[Path, ast.Module]]:
+    """The modules of the standard library, by their path in it."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root)
+        if _NOT_LIBRARY.isdisjoint(path.with_suffix("").parts):
+            yield path, ast.parse(file.read_text(encoding="utf-8"))
+
+
 def _docstrings() -> dict[str, str]:
     """Signatures and docstrings of each module of the standard library that has any."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, str] = {}
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if _NOT_LIBRARY.isdisjoint(parts):
-            name = ".".join(part for part in parts if part != "__init__")
-            entries = list(_entries(ast.parse(path.read_text(encoding="utf-8")), name))
-            found |= {name: "\n\n".join(entries)} if entries else {}
+    for path, module in library():
+        name = ".".join(part for part in path.with_suffix("").parts if part != "__init__")
+        entries = list(_entries(module, name))
+        found |= {name: "\n\n".join(entries)} if entries else {}
     return found
 
 
