@@ -5,8 +5,10 @@ A file stays on one worker, since its fixtures are what takes long, and so do al
 vLLM's dry loaders: `make test` says --dist loadfile.
 """
 
+import gc
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -67,6 +69,11 @@ DRY = (
     "real_releases",
 )
 
+# What tests start keeps its bytecode, as on people's machines: a new environment would compile
+# PyTorch once more in each process.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A shell ignores them in what it starts in the background, and what tests start would inherit that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
@@ -79,9 +86,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: one a core that this process may use, as many as memory holds."""
+    """For `-n auto`: one a core that this process may use and one more, since a test that starts
+    or stops something waits; as many as memory holds.
+    """
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return max(1, min(len(os.sched_getaffinity(0)), int(gib / WORKER_GIB)))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, int(gib / WORKER_GIB)))
 
 
 class Files(LoadFileScheduling):
@@ -118,6 +127,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and items live to the end: no collection of garbage has to walk them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

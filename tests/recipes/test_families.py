@@ -21,7 +21,6 @@ import pytest
 import releases
 import sglang_table
 import wrapped
-import yaml
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import (
@@ -37,12 +36,13 @@ from keepmtp.recipes.runtimes import vllm
 from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models
 from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
 from keepmtp.recipes.schemes import num_bytes
+from keepmtp.recipes.yaml_file import load_shipped
 from layouts import MODELS, PUBLISHED
 from pydantic import TypeAdapter, ValidationError
 from tables import cases, table
 from tensors import Tensors
 
-NAMES = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text())
+NAMES = load_shipped(Path(__file__).with_name("names.yaml"))
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

@@ -9,7 +9,7 @@ never from keepmtp's tables or vLLM's parameters.
 
 from pathlib import Path
 
-import yaml
+from keepmtp.recipes.yaml_file import load_shipped
 from tensors import Config, Published, Tables
 
 MODELS: dict[str, Config] = {}
@@ -17,9 +17,9 @@ TINY: dict[str, Config] = {}
 TABLES: dict[str, Tables] = {}
 PUBLISHED: dict[str, Published] = {}
 
-COMMON = yaml.safe_load(Path(__file__).with_name("common.yaml").read_text())["tables"]
+COMMON = load_shipped(Path(__file__).with_name("common.yaml"))["tables"]
 for _path in sorted(Path(__file__).parent.glob("*.yaml")):
-    _raw = yaml.safe_load(_path.read_text())
+    _raw = load_shipped(_path)
     MODELS |= _raw["models"]
     TINY |= _raw["tiny"]
     TABLES |= dict.fromkeys(_raw["tiny"], COMMON | _raw["tables"])
