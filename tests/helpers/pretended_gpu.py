@@ -163,7 +163,9 @@ class OnGPU(Tensor):
     held: Tensor
 
     @staticmethod
-    def __new__(cls, real: Tensor) -> "OnGPU":
+    def __new__(cls, real: Tensor, requires_grad: bool | None = None) -> Any:
+        if requires_grad is not None:  # a library makes a parameter like this one
+            return torch.nn.Parameter(real, requires_grad)
         made = Tensor._make_wrapper_subclass(
             cls,
             real.size(),

@@ -1,4 +1,4 @@
-"""Held-out text that the model itself writes, where memory holds the whole model.
+"""Held-out text that the model itself writes, where GPUs and host together hold the whole model.
 
 In: a plan over a local source, and the batches that a dataset gave. Out: the same batches, with
 held-out sequences in which the released model has answered. Each keeps its prompt: what stands
@@ -12,6 +12,7 @@ Easy to get wrong: a resumed run must measure on the same text. What was written
 calibration's folder, also that the dataset's text was used because memory did not hold the model.
 """
 
+from collections import Counter
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -44,32 +45,24 @@ _ROOM = 1.2
 def with_own_text(
     plan: Plan, data: CalibrationData, folder: Path, *, device: torch.device
 ) -> CalibrationData:
-    """The batches with held-out text that the released model wrote, if its weights fit the device.
+    """The batches with held-out text that the released model wrote, if this machine holds it.
 
     Args:
         plan: over a local source; its recipe says `held_out_by: model`.
         data: what the dataset gave.
         folder: of this run; the text is kept there.
-        device: that has to hold the whole model.
+        device: that computes; what it cannot hold goes to other GPUs, and then to the host.
     """
     path = folder / f"own-text-{fingerprint(plan, data, 1)[:16]}.safetensors"
     if not path.is_file():
         ids, by = data.held_out_ids.clone(), "dataset"
         written = torch.zeros_like(ids, dtype=torch.bool)
-        num_values = 0
-        for tensor in plan.tensors:
-            is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
-            if is_there and tensor.role != "vision":
-                num_values += prod(tensor.shape)
-        if device.type == "cpu":
-            free = free_host_bytes()
-        else:
-            free, _ = torch.cuda.mem_get_info(device)
-        if 2 * num_values * _ROOM < free:
+        places = _places(plan, device)
+        if places:
             skeleton = Skeleton(plan, device=device)
             if skeleton.model.can_generate():  # a checkpoint's own class may be without
                 by = "model"
-                _write(skeleton, data, ids, written)
+                _write(skeleton, places, data, ids, written)
         write_statistics(path, {HFName("ids"): ids, HFName("written"): written}, {"by": by})
     if read_metadata(path)["by"] == "dataset":
         return data
@@ -87,14 +80,50 @@ def with_own_text(
     )
 
 
-def _write(skeleton: Skeleton, data: CalibrationData, ids: Tensor, written: Tensor) -> None:
+def _places(plan: Plan, device: torch.device) -> list[torch.device]:
+    """Where the weights of each decoder layer go: to the first of device, other GPUs and host that
+    has room; none if one finds no room.
+    """
+    sizes = Counter[int | None]()
+    for tensor in plan.tensors:
+        is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
+        if is_there and tensor.role != "vision":
+            sizes[tensor.layer] += int(2 * prod(tensor.shape) * _ROOM)
+    free = {}
+    if device.type != "cpu":
+        others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in dict.fromkeys((device, *others))}
+    free[torch.device("cpu")] = free_host_bytes()
+    free[device] -= sizes.pop(None)
+    places: list[torch.device] = []
+    for _, size in sorted(sizes.items()):
+        place = next((each for each, room in free.items() if room >= size), None)
+        if place is None or free[device] < 0:
+            return []
+        free[place] -= size
+        places.append(place)
+    return places
+
+
+def _write(
+    skeleton: Skeleton,
+    places: list[torch.device],
+    data: CalibrationData,
+    ids: Tensor,
+    written: Tensor,
+) -> None:
     """Put the model's answers into `ids` [held_out, S], and which tokens these are into
     `written`.
     """
     ends, length = sorted(end_ids(skeleton.plan)), ids.shape[1]
     pad = min(ends, default=0)
     sides: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
-    with skeleton.whole() as model, torch.no_grad(), eval_context(model), disable_hf_kernels(model):
+    with (
+        skeleton.whole(places) as model,
+        torch.no_grad(),
+        eval_context(model),
+        disable_hf_kernels(model),
+    ):
         generate: Any = model.generate
         for start in range(0, len(ids), _AT_A_TIME):
             prompts = []

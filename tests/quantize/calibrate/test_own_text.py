@@ -3,15 +3,18 @@ room is.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from gpu_runs import in_a_child
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.mtp import own_text
 from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.quantize.calibrate.mtp.own_text import prompt_of, with_own_text
 from keepmtp.quantize.plan.plan import Plan
 from passes import ROOT, greedy_answers, plan_over
+from pretended_gpu import pretended_gpu
 from transformers import AutoTokenizer, PreTrainedModel
 
 CPU = torch.device("cpu")
@@ -66,6 +69,26 @@ def test_a_model_that_cannot_write_leaves_the_datasets_text(asked, tmp_path, mon
         assert with_own_text(plan, data, tmp_path / "mute", device=CPU) is data
     for folder in ("small", "mute"):
         assert with_own_text(plan, data, tmp_path / folder, device=CPU) is data
+
+
+def test_a_gpu_that_is_too_small_gives_layers_to_the_host(tmp_path):
+    """And computes the same text with their weights, one module's at a time."""
+    mixes, is_same, share = in_a_child(small_gpu_run, tmp_path)
+    assert not mixes and is_same
+    assert 0.5 < share < 1
+
+
+def small_gpu_run(folder: Path) -> tuple[list[str], bool, float]:
+    """What was refused, whether the text is the CPU's, and the part of the memory that was used."""
+    plan = plan_over(ROOT / "models/tiny-glm4-moe", "tiny-glm4-moe.nvfp4")
+    calibration = plan.recipe.calibration.model_copy(update={"samples": 2, "held_out": 2})
+    data = calibration_data(calibration, plan.source)
+    own = with_own_text(plan, data, folder / "cpu", device=CPU)
+    with pretended_gpu() as gpu:
+        gpu.memory_bytes = 3_000_000
+        theirs = with_own_text(plan, data, folder / "gpu", device=gpu.device)
+    is_same = theirs.provenance == own.provenance != data.provenance
+    return gpu.mixes, is_same, gpu.peak_bytes / gpu.memory_bytes
 
 
 def test_a_text_without_marked_answers_is_continued(asked):
