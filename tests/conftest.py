@@ -37,6 +37,8 @@ LONG = (
     "vllm/test_draft_logits.py",
     "vllm/test_serve_verb.py",
     "vllm/test_older_gpus.py",
+    "test_wheel.py",
+    "test_dist.py",
     "quantize/calibrate/test_mtp_pass.py",
     "quantize/calibrate/test_ranks.py",
     "quantize/calibrate/test_pretended_gpu.py",
@@ -49,7 +51,6 @@ LONG = (
     "validate/publish/test_faults.py",
     "validate/publish/test_upload.py",
     "validate/publish/test_card.py",
-    "test_wheel.py",
     "cli/test_survivors.py",
     "cli/test_end_to_end.py",
     "cli/test_init.py",
@@ -94,15 +95,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 class Files(LoadFileScheduling):
-    """A whole file to a worker; the files of dry loads to one."""
+    """A whole file to a worker; the files of dry loads to one, and those of the wheel to one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return (
-            "dry loads"
-            if Path(file).stem.removeprefix("test_") in DRY and "vllm" in Path(file).parts
-            else file
-        )
+        file = Path(super()._split_scope(nodeid))
+        if "vllm" in file.parts and file.stem.removeprefix("test_") in DRY:
+            return "dry loads"
+        return "wheel" if file.stem in ("test_wheel", "test_dist") else str(file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:

@@ -200,7 +200,7 @@ def test_gate_and_up_share_their_global_scale(tmp_path_factory):
     assert len({float(written[name]) for name in scales}) > 5, "not one scale for everything"
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -75,7 +75,7 @@ TUNED = """
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("policy, length", [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
     settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})

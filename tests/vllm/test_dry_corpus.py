@@ -16,7 +16,7 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 from tables import table
 
 GPU = "sm100"
-PARTS = 12  # of every family and every kind of breakage something stands in each
+PARTS = 24  # of every family and every kind of breakage something stands in each
 DRY_RULES = {"dry-load", "no-kernel"}
 # Its sparse attention calls FlashAttention 3, which is for Hopper alone (vLLM 0.32.0
 # models/dots3_note/nvidia).

@@ -20,7 +20,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe
 
 # Each rerun is killed at another place, later than the last; the fourth has finished its layer, but
 # told no one.
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cases
 def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp_path):
     name, _, search = name.partition(" ")

@@ -20,7 +20,7 @@ from keepmtp.validate.check.vllm_module import PLAIN, UNKNOWN, VLLMModule
 from real_vllm import ask
 from tables import table
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
 PEER = r"""
 import json, sys
@@ -129,7 +129,6 @@ def form(built: VLLMModule | str) -> str:
     return "raises" if isinstance(built, str) else built.form
 
 
-@pytest.mark.full
 def test_a_config_has_the_scheme_that_vllm_says(asked):
     """Where vLLM raises, the check says so, or that it does not judge; and never else."""
     seen, judged = Counter[str](), Counter[str]()
@@ -156,7 +155,6 @@ def test_a_config_has_the_scheme_that_vllm_says(asked):
     assert judged["raises"] > 5 * judged["unknown"], judged
 
 
-@pytest.mark.full
 def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
     """vLLM's mapper renames the list, and reads one from the headers where there is none; not for
     MoeWNA16.

@@ -132,7 +132,7 @@ def published(case: faults.Case, parcel: Parcel, *, code: int = 0, says: str = "
     return ended
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     "step, fault", faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME
 )
