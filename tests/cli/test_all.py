@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import make, ran, refused
-from keepmtp.pipeline import plan_for, quantize
+from keepmtp import api
 from keepmtp.recipes.find import find_recipe
 from printed import printed
 
@@ -28,8 +28,7 @@ tiny-glm4-moe --scheme W8A16 --out made --no-serve-check
 def place(tmp_path_factory) -> Path:
     """A folder with recipes, and one checkpoint that is finished."""
     folder = tmp_path_factory.mktemp("place")
-    plan, text = plan_for("tiny-glm4-moe", scheme="W8A16")
-    quantize(plan, text, out=folder / "made")
+    api.quantize(api.plan("tiny-glm4-moe", scheme="W8A16"), folder / "made")
     (folder / "held_out.txt").write_text("Some text.")
     (folder / "fast.yaml").write_text(f"{TINY}gates: {{min_speedup: 1.2}}\n")
     limited = yaml.safe_load(TINY) | {"gates": {"max_flips": 0.1}}

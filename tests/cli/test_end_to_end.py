@@ -15,11 +15,11 @@ import pytest
 import torch
 from commands import ROOT, ran
 from decompressed import decompressed
+from drafts import weights_of
 from json_files import json_of
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.schemes import SCHEMES
-from safetensors.torch import load_file
 
 PROMPTS = (
     "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",
@@ -58,20 +58,13 @@ def default(request, tmp_path_factory) -> tuple[Plan, Path]:
     return make(request.param, tmp_path_factory)
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
 def within_the_schemes_error(plan: Plan, out: Path) -> None:
     """Every quantized weight as compressed-tensors' own compressor reads it, by a group that
     config.json has.
     """
     config = json_of(out / "config.json")["quantization_config"]
     groups = [group["weights"] for group in config["config_groups"].values()]
-    source, stored = tensors_of(plan.source.folder), tensors_of(out)
+    source, stored = weights_of(plan.source.folder), weights_of(out)
     quantized = [tensor for tensor in plan.tensors if tensor.fate == "quantize"]
     assert len(quantized) > 5
     for tensor in quantized:
@@ -89,7 +82,7 @@ def test_weights_decompress_to_within_the_schemes_error(default):
 
 def test_mtp_block_is_the_sources_byte_for_byte(default):
     plan, out = default
-    source, written = tensors_of(plan.source.folder), tensors_of(out)
+    source, written = weights_of(plan.source.folder), weights_of(out)
     names = [tensor.name for tensor in plan.tensors if tensor.part == "mtp"]
     assert len(names) > 10
     for name in names:
@@ -190,7 +183,7 @@ def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory)
 def test_gate_and_up_share_their_global_scale(tmp_path_factory):
     """q/k/v, gate/up, and gate/up of each expert: vLLM keeps one value for the fused module."""
     _, out = make("tiny-glm4-moe", tmp_path_factory, scheme="NVFP4A16", mtp="NVFP4A16")
-    written = tensors_of(out)
+    written = weights_of(out)
     scales = [name for name in written if name.endswith(".weight_global_scale")]
     fused = [name for name in scales if ".gate_proj." in name or ".q_proj." in name]
     assert len(fused) > 10

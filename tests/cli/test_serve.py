@@ -20,10 +20,10 @@ import httpx
 import pytest
 from commands import ROOT, ran, refused, started
 from json_files import json_of
+from keepmtp import api
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import Drafts
@@ -178,8 +178,7 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
 @pytest.mark.full
 def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     """The twin of the values: an infinite global scale, which headers do not show."""
-    plan, text = plan_for("tiny-glm4-moe", scheme="nvfp4a16-fp8")
-    folder = quantize(plan, text, out=tmp_path / "out").out
+    folder = api.quantize(api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8"), tmp_path / "out").out
     names = open_source(folder).entries
     name = next(name for name in names if name.endswith("weight_global_scale"))
     poke(folder, name, float("inf"))

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 from commands import ROOT, started
-from keepmtp.pipeline import plan_for, quantize
+from keepmtp import api
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
@@ -28,8 +28,9 @@ End = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
-    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "glm").out
+    return api.quantize(
+        api.plan("tiny-glm4-moe", source=str(GLM)), tmp_path_factory.mktemp("made") / "glm"
+    ).out
 
 
 @pytest.fixture

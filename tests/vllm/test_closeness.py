@@ -17,9 +17,9 @@ import yaml
 from commands import keepmtp
 from decompressed import decompressed
 from drafts import weights_of
+from keepmtp import api
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.measure.closeness import Predicted, compare, kept, windows_of
@@ -53,8 +53,7 @@ def made(tmp_path_factory) -> Path:
     (folder / "recipe.yaml").write_text(
         yaml.safe_dump(recipe | {"gates": GATES, "source": str(QWEN)})
     )
-    plan, text = plan_for(str(folder / "recipe.yaml"))
-    return quantize(plan, text, out=folder / "qwen").out
+    return api.quantize(api.plan(str(folder / "recipe.yaml")), folder / "qwen").out
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ import pytest
 import twins
 from commands import KEEPMTP, ROOT, captured
 from json_files import json_of, put_json
+from keepmtp import api
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -66,8 +66,9 @@ def evaluated(keepmtp: Keepmtp, made: Path, *words: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
-    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "glm").out
+    return api.quantize(
+        api.plan("tiny-glm4-moe", source=str(GLM)), tmp_path_factory.mktemp("made") / "glm"
+    ).out
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from uuid import uuid4
 import pytest
 from commands import KEEPMTP, ROOT, captured
 from json_files import json_of, put_json
+from keepmtp import api
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.facts.results import report_folder
@@ -41,8 +41,9 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory) -> Path:
-    plan, text = plan_for("tiny-qwen3_5", source=str(QWEN))
-    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "fp8").out
+    return api.quantize(
+        api.plan("tiny-qwen3_5", source=str(QWEN)), tmp_path_factory.mktemp("made") / "fp8"
+    ).out
 
 
 def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
@@ -128,8 +129,12 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
 
 
 def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
-    plan, text = plan_for("tiny-qwen3_5.nvfp4", source=str(QWEN), mtp="NVFP4")
-    found = alone(quantize(plan, text, out=tmp_path / "made").out, tmp_path / "out")
+    found = alone(
+        api.quantize(
+            api.plan("tiny-qwen3_5.nvfp4", source=str(QWEN), mtp="NVFP4"), tmp_path / "made"
+        ).out,
+        tmp_path / "out",
+    )
     (run,) = found.runs
     assert found.as_served == "native" and run.loaded, run.error
     assert "Using EmulationNvFp4LinearKernel for NVFP4 GEMM" in Path(run.log).read_text()

@@ -9,7 +9,7 @@ the command.
 import pytest
 from asked import asked_values
 from commands import ROOT
-from keepmtp.pipeline import plan_for, quantize
+from keepmtp import api
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, in_vllm
 from twins import broken
 
@@ -41,11 +41,17 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
     folders = {name: ROOT / "models" / name for name in sources}
     for name in asked & {*MADE}:
         model, choices = MADE[name]
-        plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
-        folders[name] = quantize(plan, text, out=made / name).out
+        folders[name] = api.quantize(
+            api.plan(model, source=str(ROOT / "models" / model), **choices), made / name
+        ).out
     if "twin" in asked:
-        plan, text = plan_for("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5"))
-        folders["twin"] = broken(quantize(plan, text, out=made / "good").out, made / "twin")
+        folders["twin"] = broken(
+            api.quantize(
+                api.plan("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5")),
+                made / "good",
+            ).out,
+            made / "twin",
+        )
     jobs = [{"folder": str(each), "prompts": PROMPTS, "num_drafts": 1} for each in folders.values()]
     return dict(zip(folders, in_vllm("serve.py", jobs), strict=True))
 

@@ -11,14 +11,15 @@ import torch
 from commands import ROOT
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
+from drafts import weights_of
 from json_files import json_of
+from keepmtp import api
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, VLLMError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.measure import bf16_copy
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tables import table
 from vllms import CPU, H100
 
@@ -29,8 +30,8 @@ MADE = table("validate/serving/test_bf16_copy")["MADE"]
 def made(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
     """A quantized checkpoint, and module -> scheme of what is packed in it."""
     model, choices = MADE[request.param]
-    plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
-    folder = quantize(plan, text, out=tmp_path_factory.mktemp("made") / request.param).out
+    plan = api.plan(model, source=str(ROOT / "models" / model), **choices)
+    folder = api.quantize(plan, tmp_path_factory.mktemp("made") / request.param).out
     return (
         request.param,
         folder,
@@ -38,18 +39,10 @@ def made(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
     )
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, value in load_file(path).items()
-    }
-
-
 def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
     _, folder, packed = made
     copy = write_copy(open_source(folder), tmp_path / "copy")
-    before, after = tensors_of(folder), tensors_of(copy)
+    before, after = weights_of(folder), weights_of(copy)
     expected = dict(before)
     for module, name in packed.items():
         parts = {

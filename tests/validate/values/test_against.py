@@ -10,10 +10,10 @@ import torch
 from broken import GOOD
 from checkpoint_files import write
 from commands import keepmtp, keepmtp_without, refused
+from keepmtp import api
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
-from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
@@ -109,8 +109,7 @@ def test_smoothed_columns_are_told_from_another_weight(weight):
 def written(tmp_path_factory):
     """A real output, FP8 rows with a BF16 MTP block."""
     folder = tmp_path_factory.mktemp("values") / "fp8"
-    plan, text = plan_for("tiny-glm4-moe", scheme="fp8-dynamic")
-    quantize(plan, text, out=folder)
+    api.quantize(api.plan("tiny-glm4-moe", scheme="fp8-dynamic"), folder)
     return folder
 
 
@@ -128,8 +127,9 @@ def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
     """
     release = write(tmp_path / "release", GOOD["released qwen3.5-397b"]())
     fill(release)
-    plan, text = plan_for("qwen3.5-397b", source=str(release), scheme="fp8-dynamic")
-    folder = quantize(plan, text, out=tmp_path / "out", threads=2).out
+    folder = api.quantize(
+        api.plan("qwen3.5-397b", source=str(release), scheme="fp8-dynamic"), tmp_path / "out"
+    ).out
     result = check_values(opened(folder), "all", release=opened(release))
     assert result.findings == ()
     name = next(
