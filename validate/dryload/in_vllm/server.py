@@ -80,6 +80,8 @@ def _prepare(gpu_name: str, cache: str) -> None:
     import vllm.engine.arg_utils
     import vllm.model_executor.layers.quantization as quantization
     import vllm.model_executor.model_loader.default_loader
+    import vllm.v1.attention.backends.flex_attention
+    import vllm.v1.attention.backends.turboquant_attn
     import vllm.v1.spec_decode.llm_base_proposer
     import vllm.v1.worker.gpu.spec_decode.eagle.utils  # noqa: F401
 
