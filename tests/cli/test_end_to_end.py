@@ -198,7 +198,7 @@ def test_gate_and_up_share_their_global_scale(tmp_path_factory):
     "recipe",
     [
         "tiny-glm4-moe.w4a16-gptq",
-        "tiny-glm4-moe.w4a16-awq",
+        "tiny-qwen3_5.w4a16-awq",
         "tiny-glm4-moe.w8a8-smoothquant",
         "tiny-qwen3_5.fp8",
     ],
