@@ -5,6 +5,7 @@ The whole of dry_corpus.py goes through the static check and through vLLM's own 
 pretended GPU.
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,17 @@ HOPPER_ALONE = "dots3-note-prev"
 EXPLAINED = table("vllm/test_dry_corpus")["EXPLAINED"]
 
 
+@cache
+def all_cases() -> list[DryCase]:
+    return [*good_cases(), *broken_cases()]
+
+
 @pytest.mark.vllm
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_right_both_ways(part: int, dry_loader, tmp_path: Path):
     loader, wrong = dry_loader(GPU), list[str]()  # it imports vLLM while checkpoints are written
-    cases = [*good_cases(), *broken_cases()]
+    cases = all_cases()
     assert EXPLAINED.keys() <= {case.name for case in cases}
     found_of = judged(cases[part::PARTS], loader, find_vllm().version, tmp_path)
     for case, checked, account in found_of:
