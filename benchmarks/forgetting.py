@@ -22,16 +22,15 @@ import shutil
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models" / "train"))
+from f32_products import multiply_in_f32
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
@@ -278,21 +277,6 @@ def _texts(folder: Path, name: str) -> dict[str, Any]:
 
 
 # --- runs -----------------------------------------------------------------------------------------
-
-
-def multiply_in_f32() -> None:
-    """BF16 products are summed in F32 and rounded at the end, as they are anyway; where a processor
-    has no instructions for BF16 this is eight times faster.
-    """
-    for holder, name in ((F, "linear"), (torch, "matmul"), (torch, "bmm")):
-        setattr(holder, name, partial(_in_f32, getattr(holder, name)))
-
-
-def _in_f32(original: Callable[..., Tensor], *given: Any, bias: Tensor | None = None) -> Tensor:
-    parts = [*given, *([] if bias is None else [bias])]
-    if parts[0].dtype != torch.bfloat16:
-        return original(*parts)
-    return original(*(None if each is None else each.float() for each in parts)).bfloat16()
 
 
 def plan_of(model: Path, arm: Arm, texts: Path, size: Size) -> tuple[Plan, CalibrationData]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import wheel
+from f32_products import multiply_in_f32
 from hub import serving
 from pairwise import pairwise
 from xdist.scheduler import LoadFileScheduling
@@ -130,6 +131,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and items live to the end: no collection of garbage has to walk them again."""
+    multiply_in_f32()
     gc.collect()
     gc.freeze()
 
