@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def multiply_in_f32() -> None:
+def multiply_in_f32(put: Callable[[object, str, object], object] = setattr) -> None:
     """Put it in the place of PyTorch's, in this process and those that are forked from it."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         for holder, name in ((F, "linear"), (torch, "matmul"), (torch, "bmm")):
-            setattr(holder, name, partial(_in_f32, getattr(holder, name)))
+            put(holder, name, partial(_in_f32, getattr(holder, name)))
 
 
 def _in_f32(original: Callable[..., Tensor], *given: Any, bias: Tensor | None = None) -> Tensor:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import wheel
-from f32_products import multiply_in_f32
 from hub import serving
 from pairwise import pairwise
 from xdist.scheduler import LoadFileScheduling
@@ -131,9 +130,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and items live to the end: no collection of garbage has to walk them again."""
-    multiply_in_f32()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def in_f32() -> Iterator[None]:
+    """For a file whose time is BF16 products, and whose peers are no other program's bits."""
+    from f32_products import multiply_in_f32
+
+    with pytest.MonkeyPatch.context() as patched:
+        multiply_in_f32(patched.setattr)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,8 @@ from seeds import seeded
 from tables import table
 from written_values import poke
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 FEW = {"samples": 8, "held_out": 6, "batch_size": 2}
 # What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights,
 # a cache.

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from f32_products import multiply_in_f32
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_before_measuring
 from keepmtp.quantize.calibrate import run as calibration
@@ -86,6 +87,7 @@ def in_a_child(call: Callable[..., Any], *args: Any) -> Any:
 
 def _told(sender: Connection, call: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
+    multiply_in_f32()
     try:
         sender.send(call(*args))
     except (RuntimeError, ValueError, AssertionError) as error:

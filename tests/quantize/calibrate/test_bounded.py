@@ -23,6 +23,8 @@ from tables import cases
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 
 def moe_layer(
     scheme: str = "W4A16", algorithm: str = "gptq", *, share: slice = slice(None), **options

@@ -18,6 +18,8 @@ from releases import source_layout, write_checkpoint
 from shipped import shipped_recipes
 from tables import cases
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.variant == "w4a16-fp8"}
 
 

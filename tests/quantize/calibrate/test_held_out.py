@@ -28,6 +28,8 @@ from tables import cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 LEAST = 0.97
 
 

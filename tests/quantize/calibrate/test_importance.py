@@ -23,6 +23,8 @@ from layerwise import GLM, Skeleton, outliers, token_ids
 from llmcompressor.observers import Observer
 from tables import cases
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 
 def searching(plan: Plan, search: str) -> Plan:
     return make_plan(plan.recipe.model_copy(update={"search": search}), plan.source)

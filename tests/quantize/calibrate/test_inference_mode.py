@@ -19,6 +19,8 @@ from passes import ALONE
 from seeds import seeded
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 IDS = torch.randint(0, 512, (4, 32), generator=seeded(0))
 DATA = CalibrationData(ids=IDS, held_out_ids=IDS[:2], provenance={})
 

@@ -25,6 +25,8 @@ from seeds import seeded
 from torch import Tensor, nn
 from transformers import AutoModel
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 RECIPES = {"qwen3.5-text": "qwen3.5-27b"}  # a release without a recipe of its own
 IDS = torch.tensor([[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8]])
 

@@ -30,6 +30,8 @@ from keepmtp.recipes.schema import MtpAuto
 from passes import ALONE, ROOT, answered, even, fresh, plan_over, reading, results_of
 from tables import cases
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 # Of a tiny model's block, the group that is quantized.
 MODELS = {"tiny-glm4-moe": "experts", "tiny-qwen3_5": "dense_mlp"}
 

@@ -17,6 +17,8 @@ from passes import ROOT, greedy_answers, plan_over
 from pretended_gpu import pretended_gpu
 from transformers import AutoTokenizer, PreTrainedModel
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 CPU = torch.device("cpu")
 
 

@@ -30,6 +30,8 @@ from releases import source_layout, write_checkpoint
 from tables import cases, table
 from writing import recipe_with, written
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
 # release has the form.
 FORMS = table("quantize/calibrate/test_served")["FORMS"]

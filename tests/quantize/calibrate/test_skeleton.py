@@ -33,6 +33,8 @@ from torch import nn
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 CPU = torch.device("cpu")
 
 

@@ -10,6 +10,8 @@ from keepmtp.quantize.calibrate.mtp.mtp_policy import filled_blocks
 from passes import ROOT, finished, plan_over
 from transformers import AutoTokenizer
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 FOLDER = ROOT / "models" / "tiny-docs"
 TRAINED = json_of(FOLDER / "training.json")["measured"]
 

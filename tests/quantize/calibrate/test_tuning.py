@@ -31,6 +31,8 @@ from safetensors.torch import load_file, save_file
 from tables import cases
 from writing import recipe_with
 
+pytestmark = pytest.mark.usefixtures("in_f32")
+
 TUNED = """
 {mtp: NVFP4, steps: 8, batch_size: 2, learning_rate: 4.0e-3, seed: 0, loss: lk_hybrid, draft_steps: 2, decay: 0.6}
 """
