@@ -145,6 +145,7 @@ def evaluate(
     for one in protocols:
         for checkpoint in filter(None, (session.opened, session.original)):
             tasks.refuse_model(checkpoint, one, session.extra)
+    setup = session.setup  # it refuses before hashes are kept
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
@@ -152,7 +153,7 @@ def evaluate(
             judged,
             compared,
             asked,
-            setup=session.setup,
+            setup=setup,
             confidence=gates.confidence,
             has_plain=plain,
             watch=watch,

@@ -32,7 +32,6 @@ MODEL = ROOT / "models" / "tiny-glm4-moe"
 STATIONS = {
     "states": r"states/00002\.partial",
     "statistics": r"\.calibration/statistics$|layer-00001\.safetensors",
-    "figures": r"\.calibration/figures",
     "MTP figures": r"\.calibration/mtp/",
     "shards": r"model-00001-.*\.safetensors",
     "index": r"index\.json",

@@ -59,6 +59,8 @@ def embedding_bytes(plan: Plan) -> int:
 @cases
 def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length, tmp_path):
     recipe = small_recipe(name, batch_size, length)
+    if "autoround" in name and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("AutoRound wants a processor with BF16: it mixes types without")
     plan = plan_over(ROOT / "models" / recipe.model, recipe)
     found = {station.name.partition(" ")[0]: station for station in stations(plan)}
     with LiveBytes() as backbone_bytes:

@@ -112,7 +112,7 @@ def test_the_command_names_the_server(tmp_path):
     assert {finding["runtime"] for finding in printed["findings"]} == {"sglang"}
     assert printed["runtimes"] == ["sglang"]
     both = keepmtp(f"check {folder} --runtime vllm --runtime sglang")
-    assert both.stdout.rstrip().endswith("; judged for vLLM 0.32, SGLang 0.5.23 (not run)")
+    assert both.stdout.rstrip().endswith("; judged for vLLM 0.33.0, SGLang 0.5.23 (not run)")
     alone = keepmtp(f"check {folder}")
     assert alone.returncode == 0 and "judged for" not in alone.stdout, "vLLM takes it"
     unknown = keepmtp(f"check {folder} --runtime tgi")
