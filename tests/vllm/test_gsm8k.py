@@ -70,7 +70,7 @@ def evaluated(keepmtp: Keepmtp, made: Path, *words: str) -> subprocess.Completed
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    recipe = find_recipe("tiny-glm4-moe")[0].model_dump(mode="json", exclude_none=True)
+    recipe = yaml.safe_load(find_recipe("tiny-glm4-moe")[1])
     recipe["evaluation"] |= {"limit": NUM, "dataset": HELD_OUT}
     recipe |= {"source": str(GLM), "gates": {"max_drop": 0.08}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
