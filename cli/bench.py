@@ -100,11 +100,10 @@ def bench(
         found = counted(plan, len(checkpoints))
         answer(found, (f"{name}: {value}" for name, value in found.items()), as_json=served.as_json)
         return
-    setup = session.setup  # it refuses before hashes are kept
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
     session.keep(fact, checkpoint)
     found = {"bench": fact.model_dump(mode="json")}
     status = 0

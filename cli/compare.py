@@ -81,11 +81,12 @@ def serve_check(
             got=k,
             cure=f"Use -k {view.num_mtp_layers}",
         )
-    setup = session.setup
     checkpoint = session.checkpoint("check")
     original = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
-        found = measure.serve_check(checkpoint, original, setup=setup, check=check, watch=watch)
+        found = measure.serve_check(
+            checkpoint, original, setup=session.setup, check=check, watch=watch
+        )
     source_opened = original and original.source
     if session.is_recorded:
         record_static(session.out, checkpoint.source, checkpoint.identity, source=source_opened)
@@ -94,7 +95,7 @@ def serve_check(
         checked = check_source(checkpoint.source, source=source_opened)
         judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
         facts = {"opened": checkpoint.source, "source": source_opened, "serve": found}
-        save(session.out, checked, vllm=setup.vllm.version, judgement=judged, **facts)
+        save(session.out, checked, vllm=session.setup.vllm.version, judgement=judged, **facts)
     told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
     parts = _parts(session, found, judged)
     answer(told, parts, as_json=served.as_json, status=exit_status(judged, found))
@@ -193,13 +194,14 @@ def closeness(
     record = session.record
     where = f"{session.opened.where}: keepmtp.json"
     compared_on = held_out(text, record and read_record(record, where=where))
-    setup = session.setup
     judged = session.checkpoint()
     before = session.source_of(judged)
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth, watch=watch)
+        fact = measure.measure(
+            judged, before, compared_on, setup=session.setup, depth=depth, watch=watch
+        )
     judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
     reason = next((one for one in judgement.reasons if one.gate == "closeness"), None)
     found = {

@@ -145,7 +145,6 @@ def evaluate(
     for one in protocols:
         for checkpoint in filter(None, (session.opened, session.original)):
             tasks.refuse_model(checkpoint, one, session.extra)
-    setup = session.setup  # it refuses before hashes are kept
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
@@ -153,7 +152,7 @@ def evaluate(
             judged,
             compared,
             asked,
-            setup=setup,
+            setup=session.setup,
             confidence=gates.confidence,
             has_plain=plain,
             watch=watch,

@@ -120,11 +120,12 @@ class Session:
         from ..checkpoints.identity import identify
         from ..validate.measure.harness import Model
 
+        cache = self.setup.out  # it refuses before anything is downloaded or kept
         local = downloaded(source, self.err, is_shown=not self.options.as_json)
         assert local.folder is not None, "download() gives a folder"
         reading = None if self.options.as_json else bytes_bar(self.err, "reading")
         return Model(
-            role=role, source=local, identity=identify(local.folder, cache=self.out, watch=reading)
+            role=role, source=local, identity=identify(local.folder, cache=cache, watch=reading)
         )
 
     def checkpoint(self, *but: "Station") -> "Model":

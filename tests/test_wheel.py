@@ -138,7 +138,7 @@ def test_making_a_shipped_model(keepmtp, extra):
     if extra in PACKING:
         more = {
             "quantize": ["tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic"],
-            "calibrate": ["tiny-qwen3_5.w4a16-gptq"],
+            "calibrate": ["tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"],
         }
         for recipe in ("tiny-glm4-moe", *more.get(extra, ())):
             assert "check passed" in good(keepmtp(f"quantize {recipe}"))

@@ -7,6 +7,8 @@ pass everything else.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,44 @@ def test_backbone_computes_what_the_source_computes(default):
     assert (before.argmax(-1) == after.argmax(-1)).float().mean() > 0.9
 
 
+# In a process of its own: llm-compressor's loader changes transformers' global registry of
+# checkpoint conversions.
+LINEARIZED = """
+import sys, torch, transformers.monkey_patching as patching
+from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def names_or_nothing(module):
+    try:
+        return dir(module)
+    except ModuleNotFoundError:
+        return []
+
+patching.dir = names_or_nothing  # transformers 5.17 calls dir() there on modules that need torchvision
+folder, out, *prompts = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+with load_quantizable_moe():
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+with torch.no_grad():
+    logits = [model(**tokenizer(prompt, return_tensors="pt")).logits[0].float() for prompt in prompts]
+torch.save(torch.cat(logits), out)
+"""
+
+
+@pytest.mark.full
+def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
+    """transformers' stacked experts cannot read NVFP4; llm-compressor's linearized ones can."""
+    plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="nvfp4a16-fp8")
+    saved = out.with_name("logits.pt")
+    subprocess.run(
+        [sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS],
+        check=True,
+        capture_output=True,
+    )
+    similarity = torch.cosine_similarity(logits_of(plan.source.folder), torch.load(saved), dim=-1)
+    assert similarity.min() > 0.85 and similarity.mean() > 0.98, similarity
+
+
 @pytest.mark.few(8)
 @pytest.mark.parametrize("mtp", ["source", "FP8_DYNAMIC", "W4A16", "NVFP4A16"])
 @pytest.mark.parametrize(
@@ -140,12 +180,25 @@ def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory)
     assert glue.fate == "keep" and glue.scheme == ""
 
 
+def test_gate_and_up_share_their_global_scale(tmp_path_factory):
+    """q/k/v, gate/up, and gate/up of each expert: vLLM keeps one value for the fused module."""
+    _, out = make("tiny-glm4-moe", tmp_path_factory, scheme="NVFP4A16", mtp="NVFP4A16")
+    written = weights_of(out)
+    scales = [name for name in written if name.endswith(".weight_global_scale")]
+    fused = [name for name in scales if ".gate_proj." in name or ".q_proj." in name]
+    assert len(fused) > 10
+    for name in fused:
+        other = name.replace(".gate_proj.", ".up_proj.").replace(".q_proj.", ".v_proj.")
+        assert torch.equal(written[name], written[other]), name
+    assert len({float(written[name]) for name in scales}) > 5, "not one scale for everything"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     [
         "tiny-glm4-moe.w4a16-gptq",
-        "tiny-qwen3_5.w4a16-awq",
+        "tiny-glm4-moe.w4a16-awq",
         "tiny-glm4-moe.w8a8-smoothquant",
         "tiny-qwen3_5.fp8",
     ],

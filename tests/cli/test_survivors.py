@@ -74,7 +74,8 @@ def test_serve_check(end, tmp_path, number, after):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number, after", [*zip(STATUS, (0.0, 1.0, 1.0), strict=True)])
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
 def test_eval(end, tmp_path, number, after):
     command = f"eval {GLM} --recipe tiny-glm4-moe --source none --out {tmp_path}/out"
     end(command, SERVER, number, after=after)

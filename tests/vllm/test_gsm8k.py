@@ -17,14 +17,12 @@ from uuid import uuid4
 
 import pytest
 import twins
-import yaml
 from commands import KEEPMTP, ROOT, captured
 from json_files import json_of, put_json
 from keepmtp import api
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
-from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import harness, tasks
@@ -38,8 +36,7 @@ from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
 
-NUM = 100
-HELD_OUT = str(ROOT / "models" / "held_out.jsonl")
+NUM = 400
 NOISE = 1.0  # as a share of a scale, standard deviation
 
 pytestmark = NEEDS_VLLM
@@ -69,12 +66,9 @@ def evaluated(keepmtp: Keepmtp, made: Path, *words: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    recipe = yaml.safe_load(find_recipe("tiny-glm4-moe")[1])
-    recipe["evaluation"] |= {"limit": NUM, "dataset": HELD_OUT}
-    recipe |= {"source": str(GLM), "gates": {"max_drop": 0.08}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return api.quantize(api.plan(str(folder / "recipe.yaml")), folder / "glm").out
+    return api.quantize(
+        api.plan("tiny-glm4-moe", source=str(GLM)), tmp_path_factory.mktemp("made") / "glm"
+    ).out
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +138,9 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
         and "FP8_BLOCK" in checkpoint["reason"]
     )
     assert all(pair["low"] < pair["difference"] < pair["high"] for pair in fact["paired"])
-    protocol = Evaluation(dataset=HELD_OUT, shots=0, max_tokens=96, k=3, concurrency=8, limit=NUM)
+    protocol = Evaluation(
+        dataset="models/held_out.jsonl", shots=0, max_tokens=96, k=3, concurrency=8
+    )
     assert fact["protocol"] == protocol.model_dump()
     assert reasons(found)["acceptance"]["verdict"] == reasons(found)["gsm8k"]["verdict"] == "pass"
 
@@ -167,7 +163,7 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
 
 def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> tuple[int, list[str], str]:
     """Exit status, the verbs that ran, and what it printed."""
-    words = f"all {made}/recipe.yaml --out {made} --no-serve-check --gpu sm100".split()
+    words = f"all tiny-glm4-moe --out {made} --no-serve-check --gpu sm100".split()
     done = keepmtp(*words, cwd=cwd)
     verbs = re.findall(r"^\$ keepmtp (\w+)", done.stderr, re.MULTILINE)
     return done.returncode, verbs, done.stdout + done.stderr
@@ -282,7 +278,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     monkeypatch.setenv(MARK, mark := uuid4().hex)
 
     def kill(step: Step) -> None:
-        if not step.doing and step.done >= 30:
+        if not step.doing and step.done >= 50:
             for process, words in marked(mark).items():
                 if "EngineCore" in words:
                     os.kill(process, signal.SIGKILL)
@@ -296,7 +292,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
         and f"only the {len(samples.missing)} that" in message
     )
     assert "Error" in message.partition("; got ")[2], "in vLLM's words"
-    assert 30 <= len(samples.lines) < NUM and samples.sittings
+    assert 50 <= len(samples.lines) < NUM and samples.sittings
 
     fact = tasks.evaluate(model, None, asked, **how)
     wanted = sorted(item.prompt for each in asked for item in each.items)

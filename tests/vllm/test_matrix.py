@@ -36,12 +36,11 @@ def test_every_family_and_variant_is_there(written):
 
 
 @pytest.mark.parametrize(
-    "gpus, variants",
-    [(COLUMNS, (BF16,)), (("sm100",), tuple(each for each in VARIANTS if each != BF16))],
+    "gpus, tps, variants",
+    [(("sm100",), TPS, tuple(VARIANTS)), (("sm90", "sm120"), (4,), (BF16,))],
 )
-def test_the_matrix_is_what_vllm_does(written, gpus, variants):
-    """At TP 4; the corpus is loaded at TP 1."""
-    told = run(gpus, TPS[-1:], variants, find_vllm())
+def test_the_matrix_is_what_vllm_does(written, gpus, tps, variants):
+    told = run(gpus, tps, variants, find_vllm())
     assert {
         place: (text, written[place]) for place, text in told.items() if text != written[place]
     } == {}
