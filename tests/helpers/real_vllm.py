@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+
+
+def answers_of_source(made: Path, twin: Path) -> None:
+    """What the source answered for one checkpoint, kept for another that is made from it."""
+    ours = shutil.ignore_patterns("*.checkpoint.*", "*.plain.*", "*.json", "*.html")
+    shutil.copytree(f"{made}.report", f"{twin}.report", ignore=ours)
 
 
 def ask(program: str, questions: Any) -> Any:

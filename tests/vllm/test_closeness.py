@@ -30,7 +30,7 @@ from keepmtp.validate.measure.store import (
     read_lines,
 )
 from keepmtp.validate.report.report import verify
-from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
 from safetensors.torch import load_file, save_file
 
 HELD_OUT, LENGTH, VOCABULARY = 6, 128, 512
@@ -185,6 +185,7 @@ def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
         if DAMAGED in tensors:
             tensors[DAMAGED] = tensors[DAMAGED] * 1.5
             save_file(tensors, path, metadata={"format": "pt"})
+    answers_of_source(made, twin)
     done = closeness(twin, text)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     told = json.loads(done.stdout)

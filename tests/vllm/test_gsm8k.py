@@ -31,7 +31,7 @@ from keepmtp.validate.measure.lm_eval_task import questions
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
-from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source
 from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
@@ -219,6 +219,7 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
 def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     """Fluent, and worse than its source."""
     twin = spoilt(made, made.with_name("twin"))
+    answers_of_source(made, twin)
     done = evaluated(keepmtp, twin, "--no-plain")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     told = json.loads(done.stdout)

@@ -16,7 +16,6 @@ from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from .runtime_view import RuntimeView, StoredView
 from .vllm_module import UnknownDialect
 
-_SIZE_TOLERANCE = 0.01
 # The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 

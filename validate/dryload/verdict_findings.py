@@ -186,7 +186,8 @@ class _Case:
                     what = f"is filled in part only {what}"
                 says = f"vLLM's {fault.param} {what}, {silence}"
                 cause = f"{side.role} {bool(fault.num_written)} {leaf}"
-                yield self._wrong(where, says, cure, cause)
+                known = self._known(f"unfilled in {side.role}: {fault.param}", where, side.view)
+                yield known or self._wrong(where, says, cure, cause)
             for misfit in side.written.misfits:
                 if side.is_nameless and "head" in misfit.param:
                     continue
@@ -222,11 +223,8 @@ class _Case:
                 continue
             if place is not None and place.part == "mtp":
                 role = "draft"
-            family = holder.view.family.model_type if holder else "unknown"
-            if found := known_failure(
-                f"unread {name}", kinds=("defects",), family=family, version=self.version
-            ):
-                yield _objection(DEFECT, name, found[0].says, found[0].cure, found[0].name)
+            if known := self._known(f"unread by {role}: {name}", name, holder):
+                yield known
             elif is_kv_scale(name.rpartition(".")[2]):
                 says = f"{role}: vLLM has no parameter for this scale of the KV cache and uses 1.0"
                 cure = "Nothing, unless the cache is FP8"
@@ -237,6 +235,14 @@ class _Case:
         for name, used, size in self.account.truncated:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
             yield self._wrong(name, says, _RELEASE, "truncated")
+
+    def _known(self, words: str, where: str, view: RuntimeView | None) -> Objection | None:
+        """A defect of vLLM that leaves a tensor unread, or a parameter unfilled."""
+        family = view.view.family.model_type if view else "unknown"
+        found = known_failure(words, kinds=("defects",), family=family, version=self.version)
+        if found:
+            return _objection(DEFECT, where, found[0].says, found[0].cure, found[0].name)
+        return None
 
     def _is_left_alone(self, place: Place | None) -> bool:
         """A copy of what the draft takes from the target, or an MTP layer that vLLM does not
