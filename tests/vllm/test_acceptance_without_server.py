@@ -26,7 +26,7 @@ TOLERANCE = 0.03
 CASES = table("vllm/test_acceptance_without_server")["CASES"]
 SERVED = [case for case in CASES if HAS_AVX512 or not case.endswith("kv")]
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.full]
+pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
 
 
 def noisy(source: Path, out: Path, deviations: float) -> Path:

@@ -36,7 +36,7 @@ from wheel import stranger
 ASKED = (PROMPTS[2], PROMPTS[7])
 MAX_TOKENS = 40
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.full]
+pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
 
 
 @pytest.fixture(scope="module")
