@@ -213,6 +213,7 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
+    _read_no_source()
     import vllm
     from vllm import platforms
 
@@ -238,11 +239,24 @@ def install(device: Device) -> None:
         _answer_for_libraries()
     # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
     # the CPU build.
+    from vllm.model_executor.model_loader import utils
     from vllm.model_executor.models import registry
 
+    utils.record_metadata_for_reloading = returns(None)  # for weights that change while it serves
     registry._run_in_subprocess = lambda look: look()
     registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
     registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
+
+
+def _read_no_source() -> None:
+    """Triton's decorator reads the source of a kernel, which nothing compiles here; PyTorch's notes
+    where an operator was registered.
+    """
+    from triton.runtime import jit
+
+    jit.inspect = types.SimpleNamespace(**vars(jit.inspect))
+    jit.inspect.getsourcelines = returns((["def kernel(): ..."], 1))
+    torch._library.utils.get_source = returns("")
 
 
 def _answer_for_libraries() -> None:

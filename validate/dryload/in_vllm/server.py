@@ -80,16 +80,20 @@ def _prepare(gpu_name: str, cache: str) -> None:
     import vllm.engine.arg_utils
     import vllm.model_executor.layers.quantization as quantization
     import vllm.model_executor.model_loader.default_loader
+    import vllm.v1.attention.backends.flash_attn
+    import vllm.v1.attention.backends.flashinfer
     import vllm.v1.attention.backends.flex_attention
     import vllm.v1.attention.backends.turboquant_attn
+    import vllm.v1.executor
     import vllm.v1.spec_decode.llm_base_proposer
     import vllm.v1.worker.gpu.spec_decode.eagle.utils  # noqa: F401
+    from vllm.plugins import load_general_plugins
 
     from . import stages  # noqa: F401
 
     quantization.get_quantization_config("fp8")  # it imports the module of every method
+    load_general_plugins()  # it reads what every installed package says of itself
 
-    gc.collect()
     gc.freeze()
 
 
