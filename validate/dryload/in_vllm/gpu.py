@@ -155,6 +155,7 @@ def _answer_for(device: Device) -> None:
         empty_cache=None,
         synchronize=None,
     )
+    _answer(torch._library.utils, get_source="")  # where an operator was registered, for a message
     torch.version.cuda = "13.0"
     _MODE.__enter__()
 
@@ -213,7 +214,6 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
-    _read_no_source()
     import vllm
     from vllm import platforms
 
@@ -242,21 +242,10 @@ def install(device: Device) -> None:
     from vllm.model_executor.model_loader import utils
     from vllm.model_executor.models import registry
 
-    utils.record_metadata_for_reloading = returns(None)  # for weights that change while it serves
+    _answer(utils, record_metadata_for_reloading=None)  # of weights that change while it serves
     registry._run_in_subprocess = lambda look: look()
     registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
     registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
-
-
-def _read_no_source() -> None:
-    """Triton's decorator reads the source of a kernel, which nothing compiles here; PyTorch's notes
-    where an operator was registered.
-    """
-    from triton.runtime import jit
-
-    jit.inspect = types.SimpleNamespace(**vars(jit.inspect))
-    jit.inspect.getsourcelines = returns((["def kernel(): ..."], 1))
-    torch._library.utils.get_source = returns("")
 
 
 def _answer_for_libraries() -> None:
@@ -264,9 +253,13 @@ def _answer_for_libraries() -> None:
     from vllm.utils import flashinfer, import_utils
     from vllm.vllm_flash_attn import flash_attn_interface
 
-    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
-        if hasattr(import_utils, name):
-            setattr(import_utils, name, lambda: True)
+    _answer(
+        import_utils,
+        has_deep_gemm=True,
+        has_cutedsl=True,
+        has_tilelang=True,
+        has_triton_kernels=True,
+    )
     flash_attn_interface.FA4_AVAILABLE = True
     kinds = ("dense", "indexed", "grouped_contiguous", "grouped_masked")
     humming = importlib.import_module("humming.config")
@@ -274,9 +267,11 @@ def _answer_for_libraries() -> None:
     # 0.33 makes a buffer of that size with every layer of attention on sm100.
     sizes = importlib.import_module("flashinfer.utils")
     sizes.get_trtllm_gen_multi_ctas_kv_counter_bytes = returns(1)
-    for name in ("has_flashinfer_sparse_mla_sm120_config", "has_flashinfer_sm90_nope_mla"):
-        if hasattr(flashinfer, name):
-            setattr(flashinfer, name, lambda *shape: True)
+    _answer(
+        flashinfer,
+        has_flashinfer_sparse_mla_sm120_config=True,
+        has_flashinfer_sm90_nope_mla=True,
+    )
 
 
 def _platform(device: Device) -> Any:
@@ -287,11 +282,9 @@ def _platform(device: Device) -> Any:
     answers = {
         "get_device_capability": capability,
         "get_device_name": device.name,
-        "num_compute_units": device.num_sms,
         "get_device_total_memory": device.memory_bytes,
         "is_fully_connected": True,
         "device_count": 8,
-        "is_integrated_gpu": False,
         "set_device": None,
         "is_pin_memory_available": True,  # pinning itself does nothing here
         "get_device_communicator_cls": (
@@ -303,13 +296,17 @@ def _platform(device: Device) -> Any:
 
 
 def _activate_triton(device: Device) -> None:
-    """Let vLLM see one active Triton driver: kernels are real functions, never compiled.
+    """Let vLLM see one active Triton driver: kernels are real functions, never compiled, and their
+    source is not read.
 
     Without it Model Runner V2 is off and modules that size their kernels while they are imported
     fail.
     """
     from triton.backends import backends
-    from triton.runtime import driver
+    from triton.runtime import driver, jit
+
+    source = {"getsourcelines": returns((["def kernel(): ..."], 1))}
+    jit.inspect = types.SimpleNamespace(**vars(jit.inspect) | source)
 
     for name, backend in backends.items():
         if backend.driver is not None:
