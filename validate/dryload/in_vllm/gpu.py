@@ -155,7 +155,6 @@ def _answer_for(device: Device) -> None:
         empty_cache=None,
         synchronize=None,
     )
-    _answer(torch._library.utils, get_source="")  # where an operator was registered, for a message
     torch.version.cuda = "13.0"
     _MODE.__enter__()
 
@@ -214,6 +213,13 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
+    from triton.runtime import jit
+
+    # Decorators read the source of each kernel, to compile it, and of who registers an operator,
+    # for a message: a second of 13 for what no load needs.
+    source = {"getsourcelines": returns((["def kernel(): ..."], 1))}
+    jit.inspect = types.SimpleNamespace(**vars(jit.inspect) | source)
+    _answer(torch._library.utils, get_source="")
     import vllm
     from vllm import platforms
 
@@ -227,7 +233,7 @@ def install(device: Device) -> None:
     platforms.vllm_version_matches_substr = lambda substr: (
         substr in "cuda"
     )  # this build's version ends in +cpu
-    platforms._current_platform = _platform(device)
+    platforms._current_platform = _platform()
     _activate_triton(device)
     import vllm._custom_ops  # registers fakes for the operators that exist; only then may all exist
 
@@ -274,15 +280,11 @@ def _answer_for_libraries() -> None:
     )
 
 
-def _platform(device: Device) -> Any:
+def _platform() -> Any:
+    """vLLM's own, which asks torch.cuda about the device."""
     from vllm.platforms.cuda import NonNvmlCudaPlatform
-    from vllm.platforms.interface import DeviceCapability
 
-    capability = DeviceCapability(*device.capability)
     answers = {
-        "get_device_capability": capability,
-        "get_device_name": device.name,
-        "get_device_total_memory": device.memory_bytes,
         "is_fully_connected": True,
         "device_count": 8,
         "set_device": None,
@@ -296,17 +298,13 @@ def _platform(device: Device) -> Any:
 
 
 def _activate_triton(device: Device) -> None:
-    """Let vLLM see one active Triton driver: kernels are real functions, never compiled, and their
-    source is not read.
+    """Let vLLM see one active Triton driver: kernels are real functions, never compiled.
 
     Without it Model Runner V2 is off and modules that size their kernels while they are imported
     fail.
     """
     from triton.backends import backends
-    from triton.runtime import driver, jit
-
-    source = {"getsourcelines": returns((["def kernel(): ..."], 1))}
-    jit.inspect = types.SimpleNamespace(**vars(jit.inspect) | source)
+    from triton.runtime import driver
 
     for name, backend in backends.items():
         if backend.driver is not None:
