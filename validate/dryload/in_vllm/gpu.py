@@ -213,6 +213,13 @@ def _answer(module: Any, **answers: Any) -> None:
 
 def install(device: Device) -> None:
     """Pretend `device`. Call it once, before the rest of vLLM is imported."""
+    from triton.runtime import jit
+
+    # Decorators read the source of each kernel, to compile it, and of who registers an operator,
+    # for a message: a second of 13 for what no load needs.
+    source = {"getsourcelines": returns((["def kernel(): ..."], 1))}
+    jit.inspect = types.SimpleNamespace(**vars(jit.inspect) | source)
+    _answer(torch._library.utils, get_source="")
     import vllm
     from vllm import platforms
 
@@ -226,7 +233,7 @@ def install(device: Device) -> None:
     platforms.vllm_version_matches_substr = lambda substr: (
         substr in "cuda"
     )  # this build's version ends in +cpu
-    platforms._current_platform = _platform(device)
+    platforms._current_platform = _platform()
     _activate_triton(device)
     import vllm._custom_ops  # registers fakes for the operators that exist; only then may all exist
 
@@ -238,8 +245,10 @@ def install(device: Device) -> None:
         _answer_for_libraries()
     # vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of
     # the CPU build.
+    from vllm.model_executor.model_loader import utils
     from vllm.model_executor.models import registry
 
+    _answer(utils, record_metadata_for_reloading=None)  # of weights that change while it serves
     registry._run_in_subprocess = lambda look: look()
     registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
     registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
@@ -250,9 +259,13 @@ def _answer_for_libraries() -> None:
     from vllm.utils import flashinfer, import_utils
     from vllm.vllm_flash_attn import flash_attn_interface
 
-    for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
-        if hasattr(import_utils, name):
-            setattr(import_utils, name, lambda: True)
+    _answer(
+        import_utils,
+        has_deep_gemm=True,
+        has_cutedsl=True,
+        has_tilelang=True,
+        has_triton_kernels=True,
+    )
     flash_attn_interface.FA4_AVAILABLE = True
     kinds = ("dense", "indexed", "grouped_contiguous", "grouped_masked")
     humming = importlib.import_module("humming.config")
@@ -260,24 +273,20 @@ def _answer_for_libraries() -> None:
     # 0.33 makes a buffer of that size with every layer of attention on sm100.
     sizes = importlib.import_module("flashinfer.utils")
     sizes.get_trtllm_gen_multi_ctas_kv_counter_bytes = returns(1)
-    for name in ("has_flashinfer_sparse_mla_sm120_config", "has_flashinfer_sm90_nope_mla"):
-        if hasattr(flashinfer, name):
-            setattr(flashinfer, name, lambda *shape: True)
+    _answer(
+        flashinfer,
+        has_flashinfer_sparse_mla_sm120_config=True,
+        has_flashinfer_sm90_nope_mla=True,
+    )
 
 
-def _platform(device: Device) -> Any:
+def _platform() -> Any:
+    """vLLM's own, which asks torch.cuda about the device."""
     from vllm.platforms.cuda import NonNvmlCudaPlatform
-    from vllm.platforms.interface import DeviceCapability
 
-    capability = DeviceCapability(*device.capability)
     answers = {
-        "get_device_capability": capability,
-        "get_device_name": device.name,
-        "num_compute_units": device.num_sms,
-        "get_device_total_memory": device.memory_bytes,
         "is_fully_connected": True,
         "device_count": 8,
-        "is_integrated_gpu": False,
         "set_device": None,
         "is_pin_memory_available": True,  # pinning itself does nothing here
         "get_device_communicator_cls": (
