@@ -87,6 +87,7 @@ def backbone_pass(
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
+    from f32_products import multiply_in_f32
     from keepmtp.pipeline import plan_for
     from keepmtp.quantize.calibrate import run
     from keepmtp.quantize.calibrate.data.data import calibration_data
@@ -95,6 +96,7 @@ def backbone_pass(
     from keepmtp.recipes.errors import KeepMTPError
 
     torch.set_num_threads(1)
+    multiply_in_f32()
     rank = int(str(environment["RANK"]))
     if kill and rank == killed_rank:
         KILLS[kill[0]](calibrate, kill[1])
