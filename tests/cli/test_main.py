@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, keepmtp, keepmtp_without, ran, refused
+from commands import ROOT, captured, keepmtp, keepmtp_without, ran, refused
 from keepmtp.recipes.find import find_recipe
 from killed import small_recipe
 from printed import printed
@@ -193,5 +192,5 @@ def test_what_the_hub_warns_of_is_said_once():
         "import logging; from keepmtp.cli import main as cli; cli._common(); "
         "logging.getLogger('huggingface_hub.x').warning('slow')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = captured([sys.executable, "-c", code], status=0)
     assert done.stderr.count("slow") == 1, done.stderr

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,12 @@ def started(command: str, *, stdout: int = subprocess.PIPE, **more: Any) -> subp
     """A command line that runs now. conftest.py has seen to it that it hears Ctrl-C."""
     line = [KEEPMTP, *command.split()]
     return subprocess.Popen(line, text=True, stdout=stdout, stderr=subprocess.PIPE, **more)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
