@@ -1,5 +1,7 @@
 """BF16 products summed in F32 and rounded at the end, which is what they are anyway: where a
 processor has no instructions for BF16, PyTorch's own take twelve times as long.
+
+As a program it is the command `keepmtp` with such products.
 """
 
 from collections.abc import Callable
@@ -23,3 +25,10 @@ def _in_f32(original: Callable[..., Tensor], *given: Any, bias: Tensor | None = 
     if parts[0].dtype != torch.bfloat16:
         return original(*parts)
     return original(*(None if each is None else each.float() for each in parts)).bfloat16()
+
+
+if __name__ == "__main__":
+    from keepmtp.cli.main import main
+
+    multiply_in_f32()
+    main()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import captured
+from commands import IN_F32, captured
 from keepmtp import __version__
 from tables import table
 from wheel import stranger
@@ -44,11 +44,12 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
     """The command of that environment, in a folder of its own. What a test writes there, later ones
     find.
     """
-    command, folder = str(installed(extra) / "keepmtp"), tmp_path_factory.mktemp("elsewhere")
+    bin, folder = installed(extra), tmp_path_factory.mktemp("elsewhere")
 
-    def run(words: str) -> subprocess.CompletedProcess[str]:
+    def run(words: str, *, calibrates: bool = False) -> subprocess.CompletedProcess[str]:
+        start = [bin / "python", *IN_F32] if calibrates else [bin / "keepmtp"]
         done = captured(
-            [command, *words.split()],
+            [*start, *words.split()],
             cwd=folder,
             env=stranger(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"),
         )
@@ -114,7 +115,10 @@ def test_each_row_of_the_readme_installs_what_its_verbs_need(keepmtp, extra):
     for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
         calibrates = (verb, extra) == ("quantize", "calibrate")
         done = keepmtp(
-            "quantize tiny-glm4-moe.nvfp4" if calibrates else STARTED[verb].replace("MODEL", MODEL)
+            "quantize tiny-glm4-moe.nvfp4-mtp-auto"
+            if calibrates
+            else STARTED[verb].replace("MODEL", MODEL),
+            calibrates=calibrates,
         )
         assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, verb
         assert extra or not done.returncode, done.stderr
@@ -141,7 +145,8 @@ def test_making_a_shipped_model(keepmtp, extra):
             "calibrate": ["tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"],
         }
         for recipe in ("tiny-glm4-moe", *more.get(extra, ())):
-            assert "check passed" in good(keepmtp(f"quantize {recipe}"))
+            done = keepmtp(f"quantize {recipe}", calibrates=recipe in more["calibrate"])
+            assert "check passed" in good(done)
         assert "no findings" in good(keepmtp(f"check {MADE}"))
     else:
         refused(keepmtp("quantize tiny-glm4-moe"), install="quantize")

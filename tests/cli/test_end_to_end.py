@@ -7,13 +7,12 @@ pass everything else.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, ran
+from commands import IN_F32, ROOT, captured
 from decompressed import decompressed
 from drafts import weights_of
 from json_files import json_of
@@ -155,11 +154,7 @@ def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
     """transformers' stacked experts cannot read NVFP4; llm-compressor's linearized ones can."""
     plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="nvfp4a16-fp8")
     saved = out.with_name("logits.pt")
-    subprocess.run(
-        [sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS],
-        check=True,
-        capture_output=True,
-    )
+    captured([sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS], status=0)
     similarity = torch.cosine_similarity(logits_of(plan.source.folder), torch.load(saved), dim=-1)
     assert similarity.min() > 0.85 and similarity.mean() > 0.98, similarity
 
@@ -207,7 +202,9 @@ def test_every_algorithm_through_the_command(recipe, tmp_path):
     """A process of its own, as people start it: what llm-compressor logs and wants configured is
     part of it.
     """
-    assert json.loads(ran(f"quantize {recipe} --out {tmp_path}/out --json"))["check"]["ok"]
+    words = ["quantize", recipe, "--out", str(tmp_path / "out"), "--json"]
+    done = captured([sys.executable, *IN_F32, *words], status=0)
+    assert json.loads(done.stdout)["check"]["ok"]
     rows = json_of(tmp_path / "out" / "keepmtp.json")["calibration"]["rows"]
     source, quantized = (row["acceptance"]["by_position"]["1"][0] for row in rows[:2])
     assert source > 0.95 and quantized > 0.97 * source

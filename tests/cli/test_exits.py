@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from commands import KEEPMTP, ROOT, keepmtp, ran, refused
+from commands import KEEPMTP, ROOT, captured, keepmtp, ran, refused
 from keepmtp.cli.exits import refusal_of
 from keepmtp.cli.options import chosen_gpus
+from survivors import until
 
 MODEL = str(ROOT / "models" / "tiny-glm4-moe")
 RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it again')\n"
@@ -34,7 +34,7 @@ main.main()
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return captured([sys.executable, "-c", code])
 
 
 # --- what a person can mend: 2, and a sentence ----------------------------------------------------
@@ -143,9 +143,7 @@ def signalled(code: str, folder: Path, number: signal.Signals) -> tuple[int, str
     running = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=folder
     )
-    while not (folder / "begun").exists():
-        assert running.poll() is None
-        time.sleep(0.05)
+    until((folder / "begun").exists, seconds=600, by=running)
     running.send_signal(number)
     _, said = running.communicate(timeout=20)
     return running.returncode, said
@@ -211,7 +209,7 @@ def test_ctrl_c_at_a_question():
     leader, follower = pty.openpty()
     words = [sys.executable, "-c", WAITING.format(doing="__import__('typer').confirm('Go on?')")]
     os.write(leader, b"\x04")
-    done = subprocess.run(words, stdin=follower, capture_output=True, text=True)
+    done = captured(words, stdin=follower)
     assert done.returncode == 130 and "stopped by Ctrl-C" in done.stderr, done.stderr
 
 

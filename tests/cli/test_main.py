@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, keepmtp, keepmtp_without, ran, refused
+from commands import ROOT, captured, keepmtp, keepmtp_without, ran, refused
 from keepmtp.recipes.find import find_recipe
 from killed import small_recipe
 from printed import printed
@@ -160,8 +159,7 @@ def test_a_calibrated_run_for_machines(tmp_path):
         text = re.sub(rf"{change.partition(' ')[0]} .*", change, text)
     (tmp_path / "mine.yaml").write_text(text)
     words = f"quantize mine.yaml --source {ROOT}/models/tiny-glm4-moe --out out --json"
-    done = keepmtp(words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = keepmtp(words, cwd=tmp_path, status=0)
     steps = [json.loads(line) for line in done.stderr.splitlines()]
     assert [(step["step"], step["done"], step["total"]) for step in steps] == [
         *(("backbone", layer, 3) for layer in (1, 2, 3)),
@@ -194,5 +192,5 @@ def test_what_the_hub_warns_of_is_said_once():
         "import logging; from keepmtp.cli import main as cli; cli._common(); "
         "logging.getLogger('huggingface_hub.x').warning('slow')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = captured([sys.executable, "-c", code], status=0)
     assert done.stderr.count("slow") == 1, done.stderr

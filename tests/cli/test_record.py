@@ -24,8 +24,7 @@ def folder(tmp_path) -> Path:
 
 
 def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
-    done = keepmtp("check out/glm.nvfp4 --record --json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = keepmtp("check out/glm.nvfp4 --record --json", cwd=tmp_path, status=0)
     assert json.loads(done.stdout)["ok"], "standard output is as without --record"
     evidence = report_folder(folder)
     assert str(evidence / JSON_FILE) in done.stderr.replace("\n", "")

@@ -18,7 +18,7 @@ from uuid import uuid4
 import benches
 import httpx
 import pytest
-from commands import ROOT, ran, refused, started
+from commands import ROOT, free_port, ran, refused, started
 from json_files import json_of
 from keepmtp import api
 from keepmtp.checkpoints.files import write_whole
@@ -40,17 +40,11 @@ from keepmtp.validate.report.best_k import best_k
 from keepmtp.validate.report.report import refresh
 from printed import printed
 from stub_vllm import stub_vllm
-from survivors import MARK, marked, none_left
+from survivors import MARK, none_left, says, until
 from wheel import stranger
 from written_values import poke
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Served:
@@ -117,10 +111,7 @@ def test_nothing_is_left_of_it(tmp_path, number):
 @pytest.mark.full
 def test_before_it_is_healthy(tmp_path):
     served = Served(tmp_path)
-    deadline = time.monotonic() + 60
-    while "vllm.entrypoints.cli.main serve" not in str(marked(served.mark)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: says(served.mark, "vllm.entrypoints.cli.main serve"))
     out, _ = served.end(signal.SIGTERM)
     assert "nothing was drafted" in out
 

@@ -17,13 +17,15 @@ import pytest
 from commands import ROOT, started
 from keepmtp import api
 from stub_vllm import stub_vllm
-from survivors import MARK, marked, none_left
+from survivors import MARK, none_left, says, until
 from wheel import stranger
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 SERVER = "vllm.entrypoints.cli.main serve"
 End = Callable[..., str]
+each_signal = pytest.mark.parametrize("number", STATUS)
+outright = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +49,9 @@ def end(tmp_path) -> End:
     def run(command: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
         env = stranger(TMPDIR=str(tmp_path), **ours)
         process = started(command, stdout=subprocess.DEVNULL, cwd=ROOT, env=env)
-        deadline = time.monotonic() + 600
-        while not any(words in said for said in marked(mark).values()):
-            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-            time.sleep(0.1)  # a look at every process takes 5 ms
+        until(
+            lambda: says(mark, words), seconds=600, pause=0.1, by=process
+        )  # a look at every process takes 5 ms
         time.sleep(after)
         process.send_signal(number)
         said = process.communicate(timeout=600)[1]
@@ -62,7 +63,7 @@ def end(tmp_path) -> End:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("number", STATUS)
+@each_signal
 @pytest.mark.parametrize(
     "after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"]
 )
@@ -74,7 +75,7 @@ def test_serve_check(end, tmp_path, number, after):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", STATUS)
+@each_signal
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
 def test_eval(end, tmp_path, number, after):
     command = f"eval {GLM} --recipe tiny-glm4-moe --source none --out {tmp_path}/out"
@@ -82,19 +83,19 @@ def test_eval(end, tmp_path, number, after):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@outright
 def test_check_on_a_pretended_gpu(end, number):
     end(f"check {GLM} --gpu sm90", "in_vllm", number, after=0.5)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", STATUS)
+@each_signal
 def test_all_while_it_quantizes(end, tmp_path, number):
     end(f"all tiny-glm4-moe --out {tmp_path}/out", "keepmtp quantize", number, after=1.0)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@outright
 @pytest.mark.parametrize("words", ["in_vllm", SERVER])
 def test_all_while_it_measures(end, made, number, words):
     end(f"all tiny-glm4-moe --out {made} --gpu sm90", words, number)

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,17 +11,29 @@ from typing import Any
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 ROOT = Path(__file__).parent.parent.parent
+# For a command that calibrates; -P: it finds no module of benchmarks/.
+IN_F32 = ("-P", str(ROOT / "benchmarks" / "f32_products.py"))
 
 
-def captured(words: Sequence[str | Path], **more: Any) -> subprocess.CompletedProcess[str]:
-    """A program that ran to its end, with what it printed."""
-    return subprocess.run(words, capture_output=True, text=True, **more)
+def captured(
+    words: Sequence[str | Path], *, status: int | None = None, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """A program that ran to its end, with what it printed; and with this status, if one is given."""
+    done = subprocess.run(words, capture_output=True, text=True, **more)
+    assert status in (None, done.returncode), f"{words}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    return done
 
 
 def started(command: str, *, stdout: int = subprocess.PIPE, **more: Any) -> subprocess.Popen[str]:
     """A command line that runs now. conftest.py has seen to it that it hears Ctrl-C."""
     line = [KEEPMTP, *command.split()]
     return subprocess.Popen(line, text=True, stdout=stdout, stderr=subprocess.PIPE, **more)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -31,18 +44,20 @@ def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.Comple
 
 
 def keepmtp(
-    command: str = "", *words: str | Path, cwd: Path | None = None, **environment: str
+    command: str = "",
+    *words: str | Path,
+    cwd: Path | None = None,
+    status: int | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """A command line as it is typed, after `keepmtp`; further words as they are."""
     line = [KEEPMTP, *shlex.split(command), *map(str, words)]
-    return captured(line, cwd=cwd, env=os.environ | environment)
+    return captured(line, status=status, cwd=cwd, env=os.environ | environment)
 
 
 def ran(command: str, *, status: int = 0, cwd: Path | None = None, **environment: str) -> str:
     """What a command that ends with this status has answered on standard output."""
-    done = keepmtp(command, cwd=cwd, **environment)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+    return keepmtp(command, cwd=cwd, status=status, **environment).stdout
 
 
 def shell(command: str, folder: Path) -> None:
@@ -83,8 +98,7 @@ def refused(
     **environment: str,
 ) -> None:
     """One sentence on standard error, and nothing on standard output."""
-    done = keepmtp(command, *words, cwd=cwd, **environment)
-    assert done.returncode == status, done.stdout + done.stderr
+    done = keepmtp(command, *words, cwd=cwd, status=status, **environment)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "; got " in done.stderr and done.stderr.rstrip().endswith((".", "?"))
     assert says in done.stderr

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from f32_products import multiply_in_f32
 from keepmtp import api
 from keepmtp.checkpoints import files
 from keepmtp.cli.exits import foreseen, refusal_of
@@ -102,6 +103,7 @@ class Fault:
 def main(folder: Path, number: int) -> None:
     """Run, fail, mend, and run again; print how each run ended."""
     torch.set_num_threads(1)
+    multiply_in_f32()
     os.chdir(ROOT)
     plan = api.plan("tiny-glm4-moe.nvfp4-mtp-nvfp4", source=str(MODEL))
     whole = api.quantize(plan, folder / "whole").out

@@ -58,7 +58,7 @@ def _no_keys(body: bytes) -> bytes:
     return b"[{}]" if body.lstrip().startswith(b"[") else b"{}"
 
 
-_ALWAYS = 10**6
+ALWAYS = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +126,13 @@ CASES = [
 
 
 def spoil(case: Case, step: str, fault: str) -> None:
-    """Put a fault on a step."""
+    """Put a fault of the table on a step."""
+    put(case, step, **{"times": ALWAYS, **FAULTS[fault](case)})
+
+
+def put(case: Case, step: str, **given: Any) -> None:
     to, skip = STEPS[step]
-    case.hub.faults = [Fault(to, skip=skip, **{"times": _ALWAYS, **FAULTS[fault](case)})]
+    case.hub.faults = [Fault(to, skip=skip, **given)]
 
 
 def run(case: Case, call: Callable[[], object], *, seconds: float = LONGEST_SECONDS) -> Ended:

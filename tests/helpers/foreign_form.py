@@ -7,6 +7,7 @@ quantization_config.
 Source: vLLM 0.32.0 auto_gptq.py and auto_awq.py (create_weights) for names and shapes.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 from checkpoint_files import Checkpoint
@@ -20,7 +21,11 @@ SAID = table("helpers/foreign_form")
 
 
 def packed(
-    model: str, said: dict[str, Any], packing: Packing, mtp: str = "bf16", **entries: Any
+    said: dict[str, Any],
+    packing: Packing,
+    model: str = "glm-4.7",
+    mtp: str = "bf16",
+    **entries: Any,
 ) -> Checkpoint:
     """The backbone in 4 bits, the MTP block plain or `W4A16` as well."""
     checkpoint = ours(model, "W4A16", mtp)
@@ -41,19 +46,11 @@ def told(checkpoint: Checkpoint, said: dict[str, Any]) -> Checkpoint:
     return checkpoint
 
 
-def gptq(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
-    """As GPTQModel writes it; `dynamic` excepts what is plain."""
-    return packed(model, SAID["gptq"], "gptq", mtp, **entries)
-
-
-def awq(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
-    """As AutoAWQ writes it."""
-    return packed(model, SAID["awq"], "awq", mtp, **entries)
-
-
-def autoround(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
-    """As AutoRound writes it, packed as GPTQ packs."""
-    return packed(model, SAID["auto-round"], "gptq", mtp, **entries)
+# As GPTQModel writes it (`dynamic` excepts what is plain), AutoAWQ, and AutoRound, which packs as
+# GPTQ packs.
+gptq = partial(packed, SAID["gptq"], "gptq")
+awq = partial(packed, SAID["awq"], "awq")
+autoround = partial(packed, SAID["auto-round"], "gptq")
 
 
 def quark(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:

@@ -7,7 +7,6 @@ Processes come from a fork server that has imported llm-compressor once, and has
 import os
 import shutil
 import signal
-import socket
 from collections.abc import Mapping
 from functools import partial
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from commands import free_port
 from json_files import json_of, put_json
 from keepmtp.recipes.find import find_recipe
 from outputs import preloaded
@@ -38,10 +38,7 @@ def forks() -> ForkServerContext:
 def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]:
     """Start `backbone_pass`, as several ranks if `size` says so."""
     size = options.pop("size", 1)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "CUDA_VISIBLE_DEVICES": ""}
     common |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), size)
     started = []
     for rank in range(size):
@@ -87,6 +84,7 @@ def backbone_pass(
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
+    from f32_products import multiply_in_f32
     from keepmtp.pipeline import plan_for
     from keepmtp.quantize.calibrate import run
     from keepmtp.quantize.calibrate.data.data import calibration_data
@@ -95,6 +93,7 @@ def backbone_pass(
     from keepmtp.recipes.errors import KeepMTPError
 
     torch.set_num_threads(1)
+    multiply_in_f32()
     rank = int(str(environment["RANK"]))
     if kill and rank == killed_rank:
         KILLS[kill[0]](calibrate, kill[1])

@@ -294,6 +294,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     outputs = func(*map(_held, args), **{name: _held(value) for name, value in kwargs.items()})
     if not (_is_gpu(asked) or (asked is None and here and func is not _aten.copy_.default)):
         return args[0] if func is _aten.copy_.default else outputs
+    if isinstance(outputs, Tensor):
+        return _wrapped(outputs, here, func)
     return tree_map(lambda value: _wrapped(value, here, func), outputs)
 
 

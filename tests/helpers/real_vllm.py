@@ -74,6 +74,5 @@ def computed(code: str, given: dict[str, Tensor], folder: Path) -> dict[str, Ten
     """The tensors that code in vLLM's environment makes of these: argv has the file of both."""
     save_file(given, folder / "given")
     words = [VLLM_PYTHON, "-P", "-c", code, folder / "given", folder / "made"]
-    done = captured(words, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    captured(words, cwd=folder, status=0)
     return load_file(folder / "made")

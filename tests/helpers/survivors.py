@@ -5,6 +5,7 @@ inherits.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 
 MARK = "KEEPMTP_TEST_MARK"
 
@@ -23,17 +24,29 @@ def marked(word: str) -> dict[int, str]:
     return found
 
 
+def says(mark: str, words: str) -> bool:
+    """Whether one of them has these words on its command line."""
+    return any(words in said for said in marked(mark).values())
+
+
 def none_left(word: str, seconds: float = 60.0) -> None:
     """Wait until there is none; a process that was killed takes a moment to be gone."""
     until(lambda: not marked(word), seconds=seconds)
 
 
-def until(happens: Callable[[], bool], *, seconds: float = 60.0) -> None:
-    """Wait for something, so long at most."""
+def until(
+    happens: Callable[[], object],
+    *,
+    seconds: float = 60.0,
+    pause: float = 0.02,
+    by: Popen[str] | None = None,
+) -> None:
+    """Wait for something, so long at most; the process that does it must run until then."""
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        assert by is None or by.poll() is None, by.communicate()
+        time.sleep(pause)
 
 
 def only_child(process: int) -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import captured
+from commands import ROOT, captured
 from failing_disk import STATIONS
 from keepmtp.checkpoints.files import unwritable
 from keepmtp.cli.exits import refusal_of
@@ -31,7 +31,7 @@ def can_mount() -> bool:
 def ends_of(folder: Path, number: int) -> tuple[dict[str, str], dict]:
     """What the command said at each station, and how all of it ended."""
     words = [sys.executable, str(SCRIPT), str(folder), str(number)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "benchmarks")}
     done = captured(words if number else OWN_MOUNTS + words, env=env)
     assert not done.returncode, done.stderr
     *ends, last = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

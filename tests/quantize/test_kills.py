@@ -16,6 +16,7 @@ from commands import ROOT, keepmtp
 from keepmtp.checkpoints.files import partial_path
 from killed import small_recipe
 from outputs import MODEL, digests, end, killed_again_and_again, start
+from survivors import until
 
 
 @pytest.mark.few(1)
@@ -63,9 +64,8 @@ def test_a_run_that_is_stopped_says_how_to_go_on(number, status, name, tmp_path)
         text=True,
         cwd=tmp_path,
     )
-    while not list(partial_path(tmp_path / "out").glob("*.partial")):
-        assert stopped.poll() is None
-        time.sleep(0.01)
+    partial = partial_path(tmp_path / "out")
+    until(lambda: [*partial.glob("*.partial")], seconds=600, pause=0.01, by=stopped)
     began = time.monotonic()
     os.kill(stopped.pid, number)
     _, said = stopped.communicate(timeout=60)

@@ -127,8 +127,7 @@ def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("VLLM_PYTHON", str(VLLM_PYTHON))
     model = str(ROOT / "models" / "tiny-glm4-moe")
-    done = captured([KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder)
-    assert done.returncode == 0, done.stderr
+    captured([KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder, status=0)
     monkeypatch.delenv("VLLM_PYTHON")
     for words in (
         ["doctor"],

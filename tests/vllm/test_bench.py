@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from uuid import uuid4
 
@@ -22,7 +21,7 @@ from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from stub_vllm import stub_vllm
-from survivors import MARK, marked, none_left
+from survivors import MARK, marked, none_left, says, until
 from wheel import stranger
 
 # Two loads, two repetitions.
@@ -60,10 +59,7 @@ def killed(tmp_path_factory) -> Path:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     evidence = folder.with_name("glm.report")
     run = started(folder, mark=mark)
-    deadline = time.monotonic() + 500
-    while num_measured(lines_in(evidence)) < A_SERVERS:
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
-        time.sleep(0.1)
+    until(lambda: num_measured(lines_in(evidence)) >= A_SERVERS, seconds=500, pause=0.1, by=run)
     run.kill()
     run.communicate()
     none_left(mark)
@@ -142,10 +138,7 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
     kept.write_text("".join(lines))
     python = stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)
     run = started(folder, python=python, mark=mark)
-    deadline = time.monotonic() + 120
-    while not any("keepmtp_bench.py" in said for said in marked(mark).values()):
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
-        time.sleep(0.05)
+    until(lambda: says(mark, "keepmtp_bench.py"), seconds=120, pause=0.05, by=run)
     for process, said in marked(mark).items():
         if " serve " in said and "supervisor.py" not in said:
             os.kill(process, signal.SIGKILL)

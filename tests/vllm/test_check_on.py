@@ -13,7 +13,7 @@ from commands import keepmtp, refused
 from dry_corpus import broken_cases
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
-from keepmtp.validate.dryload.check_on import check_on
+from keepmtp.validate.dryload.check_on import Checked, check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import chosen_vllms
 from keepmtp.validate.facts.results import CheckData
@@ -36,6 +36,11 @@ def silent(tmp_path_factory) -> Path:
     kept = [entry for entry in checkpoint.quantization["ignore"] if "layers.3" not in entry]
     checkpoint.quantization["ignore"] = kept
     return write(tmp_path_factory.mktemp("silent") / "glm", checkpoint)
+
+
+def on_sm100(*checkpoints: Path | str, draft: Path | str = "") -> list[Checked]:
+    paths = [*map(str, checkpoints)]
+    return [*check_on(paths, vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))]
 
 
 def renamed() -> Checkpoint:
@@ -75,9 +80,7 @@ def judged(silent, tmp_path_factory) -> dict[str, CheckData]:
     folders = {"silent": silent} | {
         name: write(place / name, checkpoint) for name, checkpoint in made.items()
     }
-    found = check_on(
-        [str(folder) for folder in folders.values()], vllms=[find_vllm()], gpus=["sm100"]
-    )
+    found = on_sm100(*folders.values())
     return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
@@ -120,9 +123,7 @@ def test_what_is_found(judged):
 def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     """The verdict of the folder; of the weights' files nothing but the beginning is asked for."""
     requests = serve_hub(good)
-    [(remote, *_), (local, *_)] = check_on(
-        ["org/model", str(good)], vllms=[find_vllm()], gpus=["sm100"]
-    )
+    [(remote, *_), (local, *_)] = on_sm100("org/model", good)
     assert (
         remote.ok
         and remote.dry[0].target == local.dry[0].target
@@ -144,19 +145,17 @@ def assistant(tmp_path_factory) -> tuple[Path, Path]:
 def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
     """And its twin, which lost a tensor, is told by its own names."""
     target, draft = assistant
-    [(report, *_)] = check_on([str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))
+    [(report, *_)] = on_sm100(target, draft=draft)
     assert report.ok, report.findings
     assert report.dry[0].draft.cls == "Gemma4MTP" and report.dry[0].draft.num_written > 10
-    alone, again = check_on(
-        [str(draft), str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft)
-    )
+    alone, again = on_sm100(draft, target, draft=draft)
     assert isinstance(alone.refusal, RecipeError) and "--draft" in alone.refusal.cure
     assert again.refusal is None and again.data.ok, "a refusal does not end the batch"
     config, tensors = source_layout("gemma-4-26b-assistant", size="tiny")
     lost = "model.layers.1.self_attn.q_proj.weight"
     kept = {name: spec for name, spec in tensors.items() if name != lost}
     draft = write_checkpoint(tmp_path / "assistant", config, kept)
-    [(report, *_)] = check_on([str(target)], vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))
+    [(report, *_)] = on_sm100(target, draft=draft)
     assert any(lost in f"{each.where} {each.says}" for each in report.findings) and not report.ok
 
 

@@ -4,16 +4,15 @@ nothing else.
 
 import json
 import signal
-import socket
 import time
 from uuid import uuid4
 
 import httpx
 import pytest
-from commands import started
+from commands import free_port, started
 from keepmtp.validate.measure.texts import PROMPTS
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
-from survivors import MARK, none_left
+from survivors import MARK, none_left, until
 from wheel import stranger
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full]
@@ -25,9 +24,7 @@ def asked(url: str, prompt: str, **headers: str) -> httpx.Response:
 
 
 def test_serve_until_ctrl_c(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     url, mark, log = f"http://127.0.0.1:{port}", uuid4().hex, tmp_path / "log"
     words = f"serve {GLM} -k 3 --port {port} --log {log} --every 1 --json -- --max-model-len 512"
     changes = {
@@ -37,10 +34,8 @@ def test_serve_until_ctrl_c(tmp_path):
         MARK: mark,
     }
     process = started(words, env=stranger(**changes))
-    deadline = time.monotonic() + 400
-    while not log.is_file() or "Application startup complete" not in log.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.1)
+    line = "Application startup complete"
+    until(lambda: log.is_file() and line in log.read_text(), seconds=400, pause=0.1, by=process)
     assert asked(url, PROMPTS[0]).status_code == 401, "the user's key guards the server"
     for prompt in PROMPTS[:2]:
         assert asked(url, prompt, Authorization="Bearer mine").json()["choices"][0]["text"]

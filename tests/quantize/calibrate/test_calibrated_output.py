@@ -71,8 +71,7 @@ def oneshots(tmp_path_factory) -> Path:
     pytest.importorskip("llmcompressor")
     folder = tmp_path_factory.mktemp("oneshot")
     command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
-    done = captured(command, cwd=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    captured(command, cwd=folder, status=0)
     return folder
 
 

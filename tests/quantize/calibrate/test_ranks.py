@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from commands import ROOT
+from commands import IN_F32, ROOT
 from json_files import json_of
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
@@ -25,10 +24,11 @@ from killed import error, events, finished, small_recipe, start, statistics, sum
 from outputs import digests
 from passes import ALONE
 from safetensors.torch import load_file
+from survivors import until
 from tables import cases
 
 BIN = Path(sys.executable).parent
-TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "keepmtp")
+TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", IN_F32[-1])
 
 
 def command(out: Path, *start: object) -> subprocess.Popen[str]:
@@ -45,11 +45,10 @@ def test_ranks_share_the_work_and_survive_none_of_them(tmp_path):
     makes.
     """
     whole, out = tmp_path / "whole" / "out", tmp_path / "two" / "out"
-    alone = command(whole, BIN / "keepmtp")
+    alone = command(whole, sys.executable, *IN_F32)
     process = command(out, *TWO)
-    while not (out.parent / "out.calibration" / "states" / "00001").exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.005)
+    first = out.parent / "out.calibration" / "states" / "00001"
+    until(first.exists, seconds=600, pause=0.005, by=process)
     os.kill(worker(process.pid, rank=1), signal.SIGKILL)
     _, told = process.communicate(timeout=120)
     assert process.returncode != 0 and not out.exists()

@@ -10,19 +10,20 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import cards
 import faults
+import httpx
 import hub as loopback
 import pytest
 from forked import Ended
-from hub import TOKEN, Fault
+from hub import TOKEN, Fault, Hub
 from keepmtp.cli import main
 from keepmtp.validate.publish import upload
 from keepmtp.validate.publish.upload import Parcel, prepare
@@ -34,35 +35,9 @@ pytestmark = [
     ),  # it forks, and has a thread with the Hub
 ]
 
+# Read once for all: no host here speaks TLS, and each client reads the certificates anew.
+TLS = ssl.create_default_context()
 SOME = [case for number, case in enumerate(faults.CASES) if number % 7 in (0, 2, 5)]
-
-
-class Other:
-    """A host that is not the Hub; `authorizations` are those that it was sent."""
-
-    def __init__(self) -> None:
-        self.requests: list[str] = []
-        self.authorizations: list[str] = []
-        other = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                other.requests.append(self.path)
-                other.authorizations += self.headers.get_all("Authorization", [])
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                self.send_response(200)
-                self.send_header("Content-Length", "2")
-                self.end_headers()
-                self.wfile.write(b"{}" if self.command != "HEAD" else b"")
-
-            do_POST = do_PUT = do_HEAD = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +51,11 @@ def contents(parcel) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def other() -> Iterator[Other]:
-    other = Other()
-    threading.Thread(target=other.server.serve_forever, daemon=True).start()
-    yield other
-    other.server.shutdown()
-    other.server.server_close()
+def other(tmp_path) -> Iterator[Hub]:
+    """A host that is not the Hub, and says {} to all."""
+    with loopback.serving(tmp_path / "other") as host:
+        host.faults = [Fault("", status=200, body=b"{}", times=faults.ALWAYS)]
+        yield host
 
 
 @pytest.fixture
@@ -95,7 +69,7 @@ def case(other, hub_at, tmp_path, monkeypatch) -> Iterator[faults.Case]:
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     with loopback.serving(tmp_path / "hub") as hub:
         hub_at(hub.endpoint)
-        yield faults.Case(hub=hub, other=other.url, pids=[], end=threading.Event())
+        yield faults.Case(hub=hub, other=other.endpoint, pids=[], end=threading.Event())
 
 
 def test_some_cases_are_of_every_step_and_fault():
@@ -112,22 +86,19 @@ def publish(parcel: Parcel) -> None:
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds if seconds > 700 else min(seconds, 0.02))
     upload.prepare = lambda *_, **__: parcel
-    sys.argv = [
-        "keepmtp",
-        "publish",
-        str(parcel.folder),
-        "--repo",
-        faults.REPO,
-        "--public",
-        "--yes",
-        "--json",
-    ]
+    httpx._transports.default.create_ssl_context = lambda **_: TLS
+    command = f"keepmtp publish {parcel.folder} --repo {faults.REPO} --public --yes --json"
+    sys.argv = command.split()
     main.main()
+
+
+def run(case: faults.Case, parcel: Parcel) -> Ended:
+    return faults.run(case, lambda: publish(parcel))
 
 
 def published(case: faults.Case, parcel: Parcel, *, code: int = 0, says: str = "") -> Ended:
     """How it ends: with this status, and with these words."""
-    ended = faults.run(case, lambda: publish(parcel))
+    ended = run(case, parcel)
     assert ended.code == code and says in ended.err, ended
     return ended
 
@@ -138,7 +109,7 @@ def published(case: faults.Case, parcel: Parcel, *, code: int = 0, says: str = "
 )
 def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
     faults.spoil(case, step, fault)
-    ended = faults.run(case, lambda: publish(parcel))
+    ended = run(case, parcel)
     wrong = list(faults.complaints(case, ended, step, fault, contents))
     assert not other.authorizations, "the token is for the Hub alone"
     assert not wrong, (wrong, ended)
@@ -146,7 +117,7 @@ def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
 
 def test_a_wait_that_is_long_is_told_with_the_time(case, parcel):
     faults.spoil(case, "send", "429, in a day")
-    ended = faults.run(case, lambda: publish(parcel))
+    ended = run(case, parcel)
     said = " ".join(ended.err.split())
     assert ended.code == 2 and "the Hub must answer within 600 s; got 429: wait 86400 s" in said
     assert "Run the same command again after that time: what has arrived is not sent twice" in said
@@ -157,9 +128,9 @@ def test_a_wait_that_is_long_is_told_with_the_time(case, parcel):
 @pytest.mark.parametrize("step", ["create", "send", "commit", "go public"])
 def test_the_next_run_goes_on(case, parcel, contents, step, fault):
     faults.spoil(case, step, fault)
-    assert faults.run(case, lambda: publish(parcel)).code != 0
+    assert run(case, parcel).code != 0
     case.hub.faults = []
-    ended = faults.run(case, lambda: publish(parcel))
+    ended = run(case, parcel)
     assert (
         ended.code == 0
         and faults.holds(case.hub, contents)
@@ -174,7 +145,7 @@ def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
     """The Hub takes the shards and says nothing, for a minute; the command ends at once."""
     monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "60")
     case.hub.faults = [Fault("PUT /lfs/", times=99, before=case.signal(number), hold=case.end)]
-    ended = faults.run(case, lambda: publish(parcel))
+    ended = run(case, parcel)
     assert ended.code == 128 + number and not ended.hung and ended.seconds < 6, ended
     assert "The same command goes on: what was sent is not sent again" in ended.err
     assert len(case.hub.repos[faults.REPO].commits) == 1
@@ -203,12 +174,9 @@ def test_a_small_file_that_changes_is_never_public(case, own, contents, name, st
     """A file of the card is sent as the report makes it; one of the checkpoint must be what was
     measured.
     """
-    to, skip = faults.STEPS[step]
     path = own.files[name].path
-    case.hub.faults = [
-        Fault(to, skip=skip, before=lambda: path.write_bytes(path.read_bytes()[::-1]))
-    ]
-    ended = faults.run(case, lambda: publish(own))
+    faults.put(case, step, before=lambda: path.write_bytes(path.read_bytes()[::-1]))
+    ended = run(case, own)
     assert path.read_bytes() != contents[name]
     if own.files[name].content is not None:
         assert ended.code == 0 and faults.holds(case.hub, contents), ended
@@ -226,9 +194,8 @@ def test_a_shard_that_changes_is_never_public(case, own, contents, step):
         for path in own.folder.glob("*.safetensors"):
             path.write_bytes(path.read_bytes()[::-1])
 
-    to, skip = faults.STEPS[step]
-    case.hub.faults = [Fault(to, skip=skip, before=change)]
-    ended = faults.run(case, lambda: publish(own))
+    faults.put(case, step, before=change)
+    ended = run(case, own)
     if step == "send" and ended.code == 0:  # the shards are small, and were read in time
         assert faults.holds(case.hub, contents)
         return
@@ -250,9 +217,7 @@ def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
                 (entry.get("lfs") or entry)["oid"] = "0" * len((entry.get("lfs") or entry)["oid"])
         return json.dumps(listed).encode()
 
-    case.hub.faults = [
-        Fault(faults.STEPS["list the commit"][0], times=9, spoils="rewrite", rewrite=other_hash)
-    ]
+    faults.put(case, "list the commit", times=9, spoils="rewrite", rewrite=other_hash)
     ended = published(
         case, parcel, code=1, says=f"must hold the bytes that were sent; got {name} has another"
     )
@@ -265,21 +230,20 @@ def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
 def test_the_token_is_not_sent_where_the_hub_says_a_file_is_verified(case, other, parcel):
     def elsewhere(body: bytes) -> bytes:
         return body.replace(
-            f"{case.hub.endpoint}/lfs-verify".encode(), f"{other.url}/lfs-verify".encode()
+            f"{case.hub.endpoint}/lfs-verify".encode(), f"{other.endpoint}/lfs-verify".encode()
         )
 
-    to = faults.STEPS["ask where to send"][0]
-    case.hub.faults = [Fault(to, spoils="rewrite", rewrite=elsewhere)]
-    ended = faults.run(case, lambda: publish(parcel))
+    faults.put(case, "ask where to send", spoils="rewrite", rewrite=elsewhere)
+    ended = run(case, parcel)
     assert ended.code == 0 and other.requests and not other.authorizations, ended
 
 
 def test_pages_without_end(case, parcel):
-    to = faults.STEPS["list the new one"][0]
     pages = {
         "Link": f'<{case.hub.endpoint}/api/models/{faults.REPO}/tree/main?recursive=true>; rel="next"'
     }
-    case.hub.faults = [Fault(to, status=200, body=b"[]", times=10**6, headers=pages)]
+    given = {"status": 200, "body": b"[]", "headers": pages}
+    faults.put(case, "list the new one", times=faults.ALWAYS, **given)
     published(case, parcel, code=2, says="the Hub must answer; got no whole answer within")
 
 
@@ -287,26 +251,23 @@ def test_a_repository_that_the_hub_makes_public_gets_no_byte(case, parcel):
     def show() -> None:
         case.hub.repos[faults.REPO].private = False
 
-    to, skip = faults.STEPS["look at the new one"]
-    case.hub.faults = [Fault(to, skip=skip, before=show)]
+    faults.put(case, "look at the new one", before=show)
     published(case, parcel, code=2, says="must be private until it is checked; got a public one")
     assert not any(line.startswith("PUT") for line in case.hub.requests)
 
 
 def test_a_repository_that_was_renamed(case, parcel):
     case.hub.add(faults.REPO)
-    to = faults.STEPS["look"][0]
-    renamed = {
-        "spoils": "rewrite",
-        "rewrite": lambda body: json.dumps(json.loads(body) | {"id": "org/new"}).encode(),
-    }
-    case.hub.faults = [Fault(to, **renamed)]
+
+    def renamed(body: bytes) -> bytes:
+        return json.dumps(json.loads(body) | {"id": "org/new"}).encode()
+
+    faults.put(case, "look", spoils="rewrite", rewrite=renamed)
     published(case, parcel, code=2, says="got org/tiny-glm4-moe-MTP, which is org/new")
 
 
 def test_a_commit_between_the_check_and_going_public_makes_it_private_again(case, parcel):
-    to, skip = faults.STEPS["go public"]
-    case.hub.faults = [Fault(to, skip=skip, before=case.commit_by_others)]
+    faults.put(case, "go public", before=case.commit_by_others)
     ended = published(case, parcel, code=2, says="nobody else may write to it meanwhile")
     assert "It is private again" in ended.err
     assert case.hub.repos[faults.REPO].private

@@ -160,8 +160,7 @@ def test_what_nvidia_smi_says(smi):
 def test_each_command_refuses_before_it_starts_a_server(cuda, smi, tmp_path, command):
     smi("H0, 9.0, 4, 4", "H0, 9.0, 4, 4")
     out = tmp_path / "out"
-    done = keepmtp(command, *[out] * command.endswith("--out"), cwd=ROOT)
-    assert done.returncode == 2, done.stderr
+    done = keepmtp(command, *[out] * command.endswith("--out"), cwd=ROOT, status=2)
     assert "Add -- --tensor-parallel-size 2." in " ".join(done.stderr.split())
     assert not out.exists() and "$ keepmtp" not in done.stderr
 
@@ -171,7 +170,6 @@ def test_another_vllm_is_named(monkeypatch, tmp_path):
     """The server of any version is measured, and every result says which."""
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, vllm="0.99.1")))
     command = f"serve-check {ROOT / GLM} --source none --out {tmp_path / 'out'} --json"
-    done = keepmtp(command)
-    assert done.returncode == 0, done.stderr
+    done = keepmtp(command, status=0)
     assert "vLLM 0.99.1: keepmtp's rules were read from 0.29.0 to" in done.stderr
     assert json.loads(done.stdout)["environment"]["vllm"] == "0.99.1"
