@@ -25,11 +25,12 @@ from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
-from ..recipes.frozen import Json, Raw
+from ..recipes.frozen import Json
 from ..recipes.model_file import find_path, in_words
 from ..recipes.runtimes.sglang import VERSION
-from ..recipes.runtimes.vllm import NEWEST, minor
+from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
+from ..recipes.yaml_file import on_one_line
 from ..validate.measure.serve_line import serve_words
 from . import tables
 from .tables import by_reason, counted, table
@@ -52,8 +53,11 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     why = by_reason(
         (row["reason"], row["modules"]) for row in rows if not row["reason"].startswith("recipe:")
     )
-    title = "why, where it is not the recipe's choice"
-    yield table(title, ("", ""), ((modules, reason) for reason, modules in why.items()))
+    yield table(
+        "why, where it is not the recipe's choice",
+        ("", ""),
+        ((modules, reason) for reason, modules in why.items()),
+    )
     yield totals(made)
     yield ""
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
@@ -67,10 +71,25 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     if made.needs_batches:
         yield from will_do(made)
         yield ""
-    config = config_of(made)
-    yield from _config(config.value)
+    written = config_of(made)
+    config = written.value
+    yield "quantization_config, in vLLM's runtime names"  # a pattern is never broken
+    for group in config.get("config_groups", {}).values():
+        for target in group["targets"]:
+            yield f"  {group['format']}  {target}"
+    if "quant_algo" in config:
+        yield f"  modelopt  {config['quant_algo']}"
+        for name, row in config.get("quantized_layers", {}).items():
+            yield f"  {row['quant_algo']}  {name}"
+    for entry in config["ignore"]:
+        yield f"  ignore  {entry}"
     yield ""
-    yield f"served by: vLLM {minor(NEWEST)}, {config.line}"
+    yield f"served by: vLLM {minor(NEWEST)}, {written.line}"
+    used = {(each.scheme, each.role == "experts") for each in made.tensors if each.scheme}
+    for scheme, is_routed in sorted(used):
+        layers = ("linear modules", "routed experts")[is_routed]
+        for kernel, gpus in KERNELS["kernels"][scheme][layers].items():
+            yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
     yield ""
     yield from lines(needs)
     yield ""
@@ -103,8 +122,8 @@ def _fates(rows: list[Json]) -> Iterator[list[str] | None]:
 
 def totals(plan: Plan) -> str:
     """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
-    other = plan.source.mtp_source
     source = plan.source
+    other = source.mtp_source
     line = (
         f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, "
         f"{plan.num_outputs:,} out; "
@@ -114,22 +133,6 @@ def totals(plan: Plan) -> str:
     if other is not None:
         line += f" of {other.where} ({other.revision})"
     return line
-
-
-def _config(config: Raw) -> Iterator[str]:
-    """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never
-    broken.
-    """
-    yield "quantization_config, in vLLM's runtime names"
-    for group in config.get("config_groups", {}).values():
-        for target in group["targets"]:
-            yield f"  {group['format']}  {target}"
-    if "quant_algo" in config:
-        yield f"  modelopt  {config['quant_algo']}"
-        for name, row in config.get("quantized_layers", {}).items():
-            yield f"  {row['quant_algo']}  {name}"
-    for entry in config["ignore"]:
-        yield f"  ignore  {entry}"
 
 
 def next_steps(plan: Plan, folder: Path) -> Text:
@@ -151,8 +154,7 @@ def plan_rows(plan: Plan) -> list[Json]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
-        dtypes = "/".join(sorted({output.dtype for output in tensor.outputs}))
-        stored = tensor.scheme or dtypes or "-"
+        stored = tensor.scheme or "/".join(sorted({each.dtype for each in tensor.outputs})) or "-"
         groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(
             tensor
         )
@@ -189,8 +191,11 @@ def budget_json(plan: Plan) -> Json:
     words = {word: choices.uniform(word) for word in plan.recipe.backbone_auto.candidates}
     sizes = {}
     for name, each in {"smallest": choices.smallest, **words, "largest": choices.largest}.items():
-        bits = round(choices.bits(each), 4)
-        sizes[name] = {"bytes": choices.num_bytes(each), "bits": bits, "fits": choices.fits(each)}
+        sizes[name] = {
+            "bytes": choices.num_bytes(each),
+            "bits": round(choices.bits(each), 4),
+            "fits": choices.fits(each),
+        }
     return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
 
 
@@ -202,12 +207,9 @@ def _budget(plan: Plan) -> Iterator[str]:
         "files would have"
     )
     for name, size in found["plans"].items():
-        verdict = "fits"
-        if not size["fits"]:
-            verdict = "does not fit"
         yield (
             f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  "
-            f"{verdict}"
+            f"{'fits' if size['fits'] else 'does not fit'}"
         )
     yield ""
 
@@ -221,10 +223,7 @@ def plan_json(plan: Plan) -> Json:
     told = {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
-        "tensors": {
-            "before": len(plan.entries),
-            "after": plan.num_outputs,
-        },
+        "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
         "carried": list(plan.companions),
@@ -249,7 +248,7 @@ def will_do(plan: Plan) -> Iterator[str]:
     assert planned is not None
     yield _data(plan, planned["tokens"])
     if planned["candidates"]:
-        candidates = "; ".join(_in_words(policy) for policy in planned["candidates"])
+        candidates = "; ".join(map(on_one_line, planned["candidates"]))
         yield (
             "MTP block: auto. The smallest candidate that is shown to keep "
             f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
@@ -259,7 +258,7 @@ def will_do(plan: Plan) -> Iterator[str]:
     if (tuned := plan.recipe.mtp_tuned) is not None:
         yield (
             f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} "
-            f"sequences on what the quantized backbone computes, as {_in_words(tuned.mtp)}, and "
+            f"sequences on what the quantized backbone computes, as {on_one_line(tuned.mtp)}, and "
             "written where it is shown to draft better than untrained, at "
             f"{plan.recipe.gates.confidence:.0%} confidence."
         )
@@ -319,12 +318,6 @@ def will_do_json(plan: Plan) -> Json | None:
     }
 
 
-def _in_words(policy: object) -> str:
-    if isinstance(policy, dict):
-        return ", ".join(f"{group}: {word}" for group, word in policy.items())
-    return str(policy)
-
-
 def commits_line(plan: Plan) -> str:
     """The commits of model and dataset; "" where nothing is from the Hub.
 
@@ -332,7 +325,7 @@ def commits_line(plan: Plan) -> str:
         RecipeError: the dataset is on the Hub, and this machine cannot read it.
     """
     source = plan.source
-    other = plan.source.mtp_source
+    other = source.mtp_source
     calibration = plan.recipe.calibration
     read = [(source.where, source.revision)]
     if other is not None:

@@ -36,7 +36,7 @@ from ..facts.schema import FullReport
 from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
-from .card_metadata import INHERITED, README, front_matter, metadata_of, read_front_matter
+from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, Metadata, page
 from .drafted import counts_bench
 from .provenance import gpus_of, groups_of, is_chat, recipe_text
@@ -107,8 +107,7 @@ def build(
     where = "keepmtp card"
     if source:
         where = str(source / README)
-        theirs = read_front_matter(source)
-        inherited = {key: theirs.get(key) for key in INHERITED}
+        inherited = read_front_matter(source)
     metadata = metadata_of(
         opened, inherited, license_id=license_id, base_model=base.name, where=where
     )

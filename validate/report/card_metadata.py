@@ -22,10 +22,6 @@ from ...recipes.frozen import Json, Raw
 from .card_page import CardFacts, Metadata
 
 README = "README.md"
-INHERITED = ("license", "license_name", "license_link", "pipeline_tag", "language")
-"""What a checkpoint's card copies from its source's card. The source's base model is not the
-checkpoint's.
-"""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # The Hub's own forms; https://huggingface.co/docs/hub/model-cards#model-card-metadata.
 _WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
@@ -74,7 +70,7 @@ def metadata_of(
 
     Args:
         opened: the checkpoint.
-        front: of its card, or of its source's.
+        front: of its card, or of its source's, whose base model is not the checkpoint's.
         license_id: as the command line has it.
         base_model: what is known of it.
         where: the front matter, in messages.

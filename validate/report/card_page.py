@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ...checkpoints.record import Record
 from ...recipes.frozen import frozen
+from ...recipes.runtimes.vllm import KERNELS
 from ...recipes.schemes import SCHEMES
-from ..facts.dry_load import versions_in_short
+from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.schema import FullReport
 from ..measure.serve_line import docker_words, serve_words
 from . import tables
@@ -101,6 +102,9 @@ def page(told: CardFacts) -> str:
         report=report,
         record=told.record,
         tables=tables,
+        known=SCHEMES,
+        kernels=KERNELS,
+        gpu_names=GPU_NAMES,
         versions=versions_in_short(report.dry),
         wanted=tables.wanted_filter(report),
         sizes={(row.part, row.group): row for row in report.sizes},

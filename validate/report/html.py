@@ -63,7 +63,13 @@ def render(report: FullReport) -> str:
     runs = []
     for model in report.serve.served if report.serve else ():
         runs += [(model.role, run) for run in model.runs]
-    return template("report.html.j2", finalize=_shown, filters=filters, is_html=True).render(
+    return template(
+        "report.html.j2",
+        # A stranger's control characters and marks of direction become `\x1b`.
+        finalize=lambda value: printable(value) if type(value) is str else value,
+        filters=filters,
+        is_html=True,
+    ).render(
         report=report,
         name=Path(report.path).name or report.path,
         charts={
@@ -76,13 +82,6 @@ def render(report: FullReport) -> str:
         wanted=tables.wanted_filter(report),
         runs=runs,
     )
-
-
-def _shown(value: object) -> object:
-    """What the page prints for a value: a stranger's control characters and marks of direction as
-    `\\x1b`.
-    """
-    return printable(value) if type(value) is str else value
 
 
 def _ticked(words: str) -> "Markup":
