@@ -191,18 +191,10 @@ def of_toy(toy: Toy, schemes: str | dict[str, str], algorithm: str, **work) -> C
     return calibrate(toy, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm, **work))
 
 
-@pytest.mark.parametrize(
-    "toy, schemes, smoothed",
-    [
-        ({}, {}, {"norm", "up_proj"}),
-        ({"leaks": True}, {}, {"up_proj"}),  # a norm whose output also goes elsewhere
-        ({"clamped": True}, {}, {"norm"}),  # a projection behind which values are clamped
-        ({}, {"in_proj_z": "FP8_DYNAMIC"}, {"up_proj"}),  # a module of another scheme
-    ],
-)
+@cases
 def test_what_may_be_smoothed(toy, schemes, smoothed):
     result = of_toy(Toy(**toy), dict.fromkeys(PROJECTIONS, "W4A16") | schemes, "awq")
-    assert {s.smooth for s in result.smoothings} == smoothed
+    assert {s.smooth for s in result.smoothings} == {*smoothed}
     assert any(name.startswith("norm") for name in result.tensors) == ("norm" in smoothed)
     assert not any(name.startswith("in_proj_z") for name in result.tensors) or not schemes
 
