@@ -149,7 +149,6 @@ def test_nvfp4(divisor):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("num_columns", [128, 256, 100])
 def test_int_packed(bits, num_columns):
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     half = 1 << (bits - 1)
@@ -169,13 +168,9 @@ def test_int_packed(bits, num_columns):
         integers(shape, weight_packed=packed, weight_scale=scale, weight_zero_point=words[1:])
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["NVFP4A16", "MXFP4", "FP8_DYNAMIC", "W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "W8A8"],
-)
+@cases
 def test_same_values_as_compressed_tensors_reads(name):
     """A packed weight, read here and by the compressor that owns the format."""
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

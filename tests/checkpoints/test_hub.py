@@ -196,14 +196,12 @@ def test_a_token_is_sent_by_https_only(endpoint):
     assert "secret" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["https://huggingface.co", "https://hub.corp:8443", "http://127.0.0.1:8000"]
-)
+@cases
 def test_an_endpoint_that_will_do(endpoint):
     hub_client.refuse_endpoint(endpoint)
 
 
-@pytest.mark.parametrize("value", ["soon", "0", "nan", "1e9"])
+@cases
 def test_a_deadline_is_a_number_of_seconds(monkeypatch, value):
     monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", value)
     with pytest.raises(RecipeError, match="KEEPMTP_HUB_TIMEOUT: must be a number of seconds"):

@@ -8,16 +8,15 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import safetensors.torch as safetensors
+import torch
 from keepmtp.checkpoints.safetensors_file import fill, lay_out, read_header, sort_metadata
+from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import DTYPE_BITS
 from safetensors import SafetensorError, safe_open
 from tables import cases, table
-
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors.torch")
-from keepmtp.checkpoints.values import TORCH_DTYPES  # noqa: E402
 
 
 def test_every_dtype_has_one_name_and_one_size():
@@ -62,6 +61,17 @@ def test_a_file_that_has_become_shorter(tmp_path):
         fill(memoryview(bytearray(entry.num_bytes)), file, entry, where="x")
     with pytest.raises(CheckpointError, match=r"x: must be \d+ bytes long to hold a; got"):
         read_header(path, "x")
+
+
+def test_a_tensor_behind_four_gib(tmp_path):
+    """An offset in 32 bits would read other bytes in silence. The file is a hole but for its end."""
+    path, last = tmp_path / "a.safetensors", bytearray(4)
+    layout = lay_out([("a", "U8", (2**32,)), ("b", "U8", (4,))])
+    path.write_bytes(layout.header)
+    with open(path, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), b"last", layout.starts["b"])
+        fill(memoryview(last), file, read_header(path, "a").entries["b"], where="a")
+    assert last == b"last"
 
 
 def written(folder: Path, raw: bytes, data: int = 0) -> Path:

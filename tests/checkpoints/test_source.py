@@ -6,12 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hub import FIRST_COMMIT
 from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
+from safetensors.torch import load_file
 from tables import cases
 
 
@@ -23,14 +25,11 @@ def folder(tmp_path: Path) -> Path:
 
 def test_entries_are_what_safetensors_reads(folder):
     """Names, dtypes, shapes and bytes agree with the safetensors library, for every tensor."""
-    safetensors = pytest.importorskip("safetensors.torch")
     source = open_source(folder)
     loaded = {}
     for file in sorted(folder.glob("*.safetensors")):
-        loaded |= safetensors.load_file(file)
+        loaded |= load_file(file)
     assert set(source.entries) == set(loaded)
-    import torch
-
     for name, entry in source.entries.items():
         assert entry.shape == tuple(loaded[name].shape)
         buffer = bytearray(entry.num_bytes)

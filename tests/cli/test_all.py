@@ -4,14 +4,20 @@ tests/vllm/test_gsm8k.py.
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from commands import make, ran, refused
 from keepmtp import api
+from keepmtp.cli.main import app
 from keepmtp.recipes.find import find_recipe
 from printed import printed
+from tables import cases
+from typer.testing import CliRunner
+from vllms import CPU
 
 TINY = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
 COMMANDS = """tiny-glm4-moe --mtp bf16 --gpu sm90 --tp 2 -k 3
@@ -75,6 +81,25 @@ def test_other_gates_do_not_make_another_checkpoint(place):
     ran(words, cwd=place)
     recipe.write_text(text.replace("dense_mlp: FP8_BLOCK", "dense_mlp: bf16"))
     refused(words, says="whose backbone is", cwd=place)
+
+
+@cases
+def test_it_ends_with_the_status_of_the_first_red_gate(
+    station, status, ended, last, place, monkeypatch
+):
+    """Only serve-check may find too little: eval asks more."""
+    begun = []
+
+    def child(command, **_):
+        begun.append(command[3])
+        process = SimpleNamespace(wait=lambda: status if begun[-1] == station else 0)
+        return nullcontext(SimpleNamespace(process=process))
+
+    monkeypatch.setattr("keepmtp.cli.all.Child", child)
+    monkeypatch.setattr("keepmtp.cli.all.chosen_vllm", lambda: CPU)
+    words = ["all", "tiny-glm4-moe", "--scheme", "W8A16", "--out", str(place / "made")]
+    assert CliRunner().invoke(app, words).exit_code == ended
+    assert begun[-1] == last
 
 
 @pytest.mark.full

@@ -37,7 +37,7 @@ def test_words_that_mean_a_recipe(model):
     assert model_word(model) == ModelWord(name=model, is_recipe=True)
 
 
-@pytest.mark.parametrize("model", ["./glm-4.7", "/data/tune", "org/name", "models/tiny-glm4-moe"])
+@cases
 def test_words_that_mean_a_checkpoint(model):
     assert model_word(model) == ModelWord(name=model.removeprefix("./"), is_recipe=False)
 

@@ -141,6 +141,20 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, a
     assert says in refusal(checkpoint)
 
 
+@cases
+def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
+    shares, status, checkpoint, monkeypatch, tmp_path
+):
+    fact = evaluation(checkpoint={"shares": shares})
+    for name in ("tasks.refuse_model", "lm_eval_task.questions"):
+        monkeypatch.setattr(f"keepmtp.validate.measure.{name}", lambda *_, **__: None)
+    monkeypatch.setattr(tasks, "evaluate", lambda *_, **__: fact)
+    monkeypatch.setattr("keepmtp.cli.measuring.chosen_vllm", lambda: CPU)
+    record(checkpoint)
+    words = ["eval", str(checkpoint), "--source", str(GLM), "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, words).exit_code == status
+
+
 @pytest.mark.parametrize(
     "name, fact",
     [

@@ -82,7 +82,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-@pytest.mark.parametrize("width", [40, 200, None])
+@cases
 def test_a_cure_is_never_broken(width):
     """What will happen is broken between words, at 120 columns at most, and in a pipe not at all."""
     data = found(ERROR, WARNING, dry=(LOAD,)).model_copy(update={"facts": FOLLOWS_K})

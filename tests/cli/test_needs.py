@@ -8,6 +8,7 @@ import pytest
 from keepmtp import pipeline
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.needs.cards import card_of
+from keepmtp.quantize.needs.memory import stations
 from keepmtp.quantize.needs.needs import Machine, lines, machine_of, needs_of, refuse_too_large
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
@@ -32,6 +33,9 @@ def test_a_real_model_is_said_in_a_dozen_short_lines(air):
     found = needs_of(air, machine_of("80"))
     printed("needs.txt", "\n".join(lines(found)) + "\n")
     assert found.device is not None and 12 < found.device / 2**30 < 24
+    head = next(station for station in stations(air) if station.name == "head")
+    # Embedding and head in BF16; 2,048 tokens' logits in BF16, and twice in F32.
+    assert head.device_bytes / 151_552 == pytest.approx(2 * 2 * 4096 + 2048 * 10, rel=0.01)
     assert 60 < found.output / 2**30 < 75 and found.states == 2 * 2 * (256 + 32) * 2048 * 4096
 
 

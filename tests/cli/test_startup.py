@@ -41,7 +41,7 @@ def slow(modules: set[str]) -> set[str]:
     return {*SLOW.split()} & {name.partition(".")[0] for name in modules}
 
 
-@pytest.mark.parametrize("words", ["--help", "-h", "--version", "-V"])
+@cases
 def test_help_and_version_load_no_verb(words):
     modules, said = loaded(words)
     assert not slow(modules)

@@ -79,7 +79,7 @@ TUNED = """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy, length", [("NVFP4", 256), ("bf16", 64)])
+@cases
 def test_training_takes_what_is_said(policy, length, tmp_path):
     settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})
     recipe = small_recipe("tiny-glm4-moe.nvfp4", 1, length)

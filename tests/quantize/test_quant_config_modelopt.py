@@ -133,7 +133,7 @@ def test_one_glob_covers_the_whole_block(tmp_path):
     assert any(finding.severity == "error" and "mtp.fc" in finding.where for finding in found)
 
 
-@pytest.mark.parametrize("model", ["k-exaone-236b", "hy3", "qwen3.8-flash-next"])
+@cases
 def test_a_module_that_no_entry_reaches_is_not_quantized_by_default(model):
     """vLLM 0.32.0 builds their head without a name, or attention plain under NVFP4: each module is
     named instead.

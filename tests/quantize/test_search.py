@@ -75,7 +75,7 @@ def errors_of_all_scales(
     return torch.stack([error.sum(1) for error in errors], 1)
 
 
-@pytest.mark.parametrize("kind", ["normal", "long tails", "even"])
+@cases
 def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     """What modelopt's NVFP4MSECalibrator finds by trying each: the table's values are 0.4 % of a
     step apart.
@@ -161,7 +161,6 @@ def by_observer(
     name: str, weight: torch.Tensor, knobs: dict[str, float], counts: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """What llm-compressor packs with scales of its observer."""
-    pytest.importorskip("llmcompressor")
     from compressed_tensors.compressors import compress_module
     from compressed_tensors.quantization import QuantizationScheme
     from llmcompressor.entrypoints.model_free.lifecycle import initialize_quantized_linear

@@ -272,7 +272,7 @@ def test_an_unknown_family_says_what_would_have_to_be_written(model_type, neares
     assert "Write its table" in message and nearest in message and "CONTRIBUTING.md" in message
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3_1", "llama", ""])
+@cases
 def test_a_model_that_vllm_has_no_draft_for_is_not_told_to_write_a_table(model_type):
     with pytest.raises(
         RecipeError, match=r"vLLM 0.33 has no MTP draft for this model.*without method=mtp"
@@ -338,7 +338,8 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
     """The fixtures are true: what transformers writes for the same config has the same names and
     shapes.
     """
-    safetensors = pytest.importorskip("safetensors")
+    import safetensors
+
     view, tensors = view_of(model)
     built_by_transformers(model).save_pretrained(tmp_path)
     saved = {}
@@ -384,8 +385,9 @@ def test_deepseek_v4_layers_have_the_shapes_transformers_builds():
 
 
 def built_by_transformers(model: str):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
+    import torch
+    import transformers
+
     config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
     model_class = getattr(transformers, config["architectures"][0])
     return model_class(model_class.config_class.from_dict(config)).to(torch.bfloat16)
@@ -398,7 +400,8 @@ READ_NOT_WRITTEN = ("minimax-m3", "hy4-preview", "qwen3.8-flash-next")
 
 def amiss(folder: Path, config: dict, tensors: Tensors) -> dict[str, set[str]]:
     """What transformers says of names when it loads them."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     releases.write_checkpoint(folder, config, tensors, data="random")
     model_class = getattr(transformers, config["architectures"][0])
     _, loading = model_class.from_pretrained(folder, output_loading_info=True, dtype="bfloat16")

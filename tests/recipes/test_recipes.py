@@ -200,7 +200,7 @@ def test_what_a_command_line_chooses():
     printed("chosen_recipes.txt", "".join(said))
 
 
-@pytest.mark.parametrize("model", ["tiny-glm4-moe", "glm-4.7", "mimo-7b", "dsv4-flash"])
+@cases
 def test_every_scheme_works_on_the_command_line_also_those_that_need_batches(model):
     for name, scheme in SCHEMES.items():
         recipe, _ = find_recipe(model, scheme=name, mtp=name)

@@ -74,7 +74,7 @@ def flat(folder: Path, key: str, value: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("pattern", ["re:(", "re:[z-a]", "re:*", "re:(?P<a>x)(?P<a>y)"])
+@cases
 def test_a_regex_that_is_none(pattern, tmp_path):
     with pytest.raises(
         RecipeError, match=r"mine.yaml: keep\.0: must be a name, or re: and a regex; got "

@@ -195,6 +195,7 @@ def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
     account = accounts["intern_s2_preview", SCHEME]
     runtime = opened(Path(account.path))
     assert objections(account, runtime, version=find_vllm().version) == []
-    other = account.model_copy(update={"unconsumed": ("model.time_serie.norm.weight",)})
-    [found] = objections(other, runtime, version=find_vllm().version)
-    assert found.finding.where == "model.time_serie.norm.weight"
+    names = ["model.time_serie.norm.weight", "model.time_serie.norm.weight_scale"]
+    other = account.model_copy(update={"unconsumed": names})
+    found = objections(other, runtime, version=find_vllm().version)
+    assert [each.finding.where for each in found] == names

@@ -68,7 +68,6 @@ def oneshots(tmp_path_factory) -> Path:
     """tiny-glm4-moe calibrated and saved by llm-compressor alone, with its own presets: a folder a
     scheme.
     """
-    pytest.importorskip("llmcompressor")
     folder = tmp_path_factory.mktemp("oneshot")
     command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
     captured(command, cwd=folder, status=0)

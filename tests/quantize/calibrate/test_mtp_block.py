@@ -4,6 +4,7 @@ What is compared with vLLM itself is in tests/vllm/test_draft_logits.py.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -63,6 +64,10 @@ def block_of(tmp_path_factory) -> Callable[[str], MtpBlock]:
 def test_each_family_has_a_draft_or_a_reason():
     for key, family in families().items():
         assert (family.draft is None) == bool(family.no_draft), key
+        # Both norms have one shape, so a swap computes something.
+        if draft := family.draft:
+            assert re.search("hnorm|hidden", draft.hidden_norm), key
+            assert not re.search("hnorm|hidden", draft.embedding_norm), key
     for view in (view_of(model) for model in MODELS if model not in RUN):
         with pytest.raises(RecipeError, match=r"Give `mtp` a word that needs no data") as told:
             build_block(view)

@@ -83,7 +83,7 @@ def test_answers_to_something_else_have_a_file_of_their_own(changed, begun, tmp_
     assert set(opened(tmp_path).lines) == {0, 2} and set(opened(tmp_path, **changed).lines) == {1}
 
 
-@pytest.mark.parametrize("cut", [1, 20, 60])
+@cases
 def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
     whole = begun.path.read_bytes()
     begun.path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])

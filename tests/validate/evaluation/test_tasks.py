@@ -312,7 +312,7 @@ def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
     assert printed.out == printed.err == "", "lm-eval's bars and warnings"
 
 
-@pytest.mark.parametrize("answer", ["#### 1,200", "#### -3", "a\n#### $5.50", "#### 7."])
+@cases
 def test_answers_that_gsm8k_has(tmp_path, answer):
     found = asked("gsm8k", tmp_path, [ROWS[0], {"question": "How many?", "answer": answer}])
     _, right = scores(found, {0: "#### 1", 1: f" so it is\n{answer.rpartition(chr(10))[2]}"})

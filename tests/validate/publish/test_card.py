@@ -531,7 +531,7 @@ def test_a_model_that_sees_has_another_task():
     assert metadata_of(seeing, {}, where="x") == Metadata(pipeline_tag="image-text-to-text")
 
 
-@pytest.mark.parametrize("text", ["---\n- a\n---\n", "---\na: [\n---\n", "\xff"])
+@cases
 def test_a_front_matter_that_is_no_mapping_is_refused(text, tmp_path):
     (tmp_path / "README.md").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"README\.md: front matter must be a YAML mapping"):
@@ -587,7 +587,7 @@ def read_from(folder: Path, name: str, revision: str, **more: object) -> Record:
     )
 
 
-@pytest.mark.parametrize("name", ["GLM-4.7", "../x", "a/b/c", "a b/c"])
+@cases
 def test_what_is_no_id_is_refused(name):
     with pytest.raises(
         RecipeError,

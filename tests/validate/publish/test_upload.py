@@ -287,7 +287,7 @@ def test_a_link_is_not_followed(publish_here, hub, folder, name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["notes.txt", "id_ed25519", "sub/.env.json", "token.json"])
+@cases
 def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folder, name):
     """It was there when the checkpoint was measured, so it is of the report."""
     (folder / name).parent.mkdir(exist_ok=True)

@@ -120,7 +120,7 @@ def test_the_stderr_of_many_pairs_is_that_of_their_differences():
     assert found.stderr == pytest.approx(((1600 / 10_000 - mean**2) / 10_000) ** 0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize("num", [1, 20, 1319])
+@cases
 def test_equal_answers_are_no_proof(num):
     """No question on which they part: the difference is zero, and the interval is not."""
     found = fact(num, 0, 0, 0)

@@ -44,10 +44,7 @@ def test_each_wrong_value_is_named(name, tmp_path):
     assert all(each.origin == "values" and each.cure for each in found)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.layers.2.mlp.experts.1.down_proj.weight_scale", "model.layers.3.eh_proj.weight"],
-)
+@cases
 def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, tmp_path):
     """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit
     codes never are.
