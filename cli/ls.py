@@ -200,7 +200,7 @@ def _families() -> list[Json]:
             "why_not_mtp": support.mtp,
             "what": family.notes,
         }
-    return [row for _, row in sorted(found.items(), key=lambda item: item[0])]
+    return [found[name] for name in sorted(found)]
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:

@@ -221,7 +221,7 @@ class _Case:
                     continue
             if _RECOMPUTED.search(name) or self._is_left_alone(place):
                 continue
-            if place is not None and place.part == "mtp":
+            if place and place.part == "mtp":
                 role = "draft"
             if known := self._known(f"unread by {role}: {name}", name, holder):
                 yield known
@@ -240,16 +240,14 @@ class _Case:
         """A defect of vLLM that leaves a tensor unread, or a parameter unfilled."""
         family = view.view.family.model_type if view else "unknown"
         found = known_failure(words, kinds=("defects",), family=family, version=self.version)
-        if found:
-            return _objection(DEFECT, where, found[0].says, found[0].cure, found[0].name)
-        return None
+        return found and _objection(DEFECT, where, found[0].says, found[0].cure, found[0].name)
 
     def _is_left_alone(self, place: Place | None) -> bool:
         """A copy of what the draft takes from the target, or an MTP layer that vLLM does not
         build.
         """
         draft = self.sides[1].view
-        if draft is None or place is None or place.part != "mtp":
+        if not (draft and place and place.part == "mtp"):
             return False
         if place.role in ("embedding", "head") and self.account.load.draft.shared:
             return True
