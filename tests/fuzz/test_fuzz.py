@@ -172,10 +172,9 @@ def test_some_hostile_files_break_no_promise(capsys):
     seconds = os.environ.get("FUZZ_SECONDS", "6")
     campaign = str(Path(__file__).with_name("campaign.py"))
     words = [sys.executable, "-P", campaign, "--seconds", seconds]
-    done = captured(words)
+    done = captured(words, status=0)
     with capsys.disabled():  # a run that passed can be repeated too
         print(f"\n{done.stdout.partition(chr(10))[0]} {done.stdout.strip().rpartition(chr(10))[2]}")
-    assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[-7])
 
 

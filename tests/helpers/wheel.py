@@ -69,5 +69,4 @@ def stranger(**changes: str) -> dict[str, str]:
 
 
 def _run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = captured(words, cwd=cwd, status=0)
-    return done
+    return captured(words, cwd=cwd, status=0)
