@@ -24,6 +24,10 @@ def captured(
     return done
 
 
+def environment_without(*names: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def started(command: str, *, stdout: int = subprocess.PIPE, **more: Any) -> subprocess.Popen[str]:
     """A command line that runs now. conftest.py has seen to it that it hears Ctrl-C."""
     line = [KEEPMTP, *command.split()]
