@@ -154,7 +154,7 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     }
     rest = {name: spec for name, spec in tensors.items() if name not in mtp}
     folder = write_checkpoint(tmp_path / "source", config, rest)
-    write_shard(folder / "mtp.safetensors", mtp, None)
+    write_shard(folder / "mtp.safetensors", mtp)
     source = open_source(folder)
     assert set(source.unindexed) == set(mtp) and set(source.entries) == set(rest)
 

@@ -26,6 +26,7 @@ from case import Case
 from commands import captured
 from judged import Verdict
 from kinds import KINDS
+from tables import cases
 
 
 def sentence() -> None:
@@ -106,19 +107,9 @@ def test_what_a_call_leaves_running_is_ended(judge, tmp_path):
     assert not (tmp_path / "survived").exists()
 
 
-@pytest.mark.parametrize(
-    "header, why",
-    [
-        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', ""),
-        (
-            b'{"__metadata__":[],"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
-            "__metadata__",
-        ),
-        ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.encode("utf-16"), "utf-8"),
-        (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', "dtype"),
-    ],
-)
-def test_a_pass_of_what_safetensors_refuses_is_a_fault(judge, tmp_path, header, why):
+@cases
+def test_a_pass_of_what_safetensors_refuses_is_a_fault(judge, tmp_path, text, encoding, why):
+    header = text.encode(encoding)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     faults = judge(lambda: None, reads_weights=True).faults
