@@ -62,7 +62,7 @@ def imported(name: str) -> set[str]:
     path = FILES[name]
     package = path.relative_to(ROOT).parent.parts
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(house.parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
             outer = package[: len(package) - node.level + 1]
             base = ".".join([*outer, node.module] if node.module else outer)
@@ -101,7 +101,7 @@ def test_only_verbs_are_built_on_the_api():
 def test_what_runs_in_vllms_python_imports_nothing_of_keepmtp(folder):
     for path in (ROOT / folder).rglob("*.py"):
         depth = len(path.parent.relative_to(ROOT / folder).parts)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(house.parsed(path)):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

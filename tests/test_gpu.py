@@ -30,15 +30,14 @@ PAGE = ROOT / "docs" / "gpu.md"
 HAS = "torch scipy transformers accelerate pandas pyarrow xxhash requests aiohttp"
 
 
-def gpu_test(folder, python, *words, **environment):
+def gpu_test(folder, python, *words, **settings):
     """`make gpu-test` with this Python, and nothing carried to it."""
     places = (f"GPU_PYTHON={python}", f"GPU_SITE={folder}/site", f"GPU_WHEELS={folder}")
-    return make("gpu-test", *places, *words, **environment)
+    return make("gpu-test", *places, *words, **settings)
 
 
 def test_without_a_gpu_it_is_one_sentence(tmp_path):
-    done = gpu_test(tmp_path, sys.executable)
-    assert done.returncode == 2
+    done = gpu_test(tmp_path, sys.executable, status=2)
     sentence, *rest = done.stderr.splitlines()
     assert sentence.startswith("error: gpu-test: PyTorch must see the device cuda; got PyTorch ")
     assert sentence.endswith("or try the program itself with make gpu-test DEVICE=cpu SMALL=1.")
@@ -46,8 +45,7 @@ def test_without_a_gpu_it_is_one_sentence(tmp_path):
 
 
 def test_a_python_without_pytorch_is_one_sentence(tmp_path):
-    done = gpu_test(tmp_path, f"{sys.executable} -S", PYTHONPATH="")
-    assert done.returncode == 2
+    done = gpu_test(tmp_path, f"{sys.executable} -S", status=2, PYTHONPATH="")
     assert done.stderr.splitlines()[0] == (
         "error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; "
         f"got {sys.executable} without torch. Name a Python that has it, or carry it there."
@@ -60,8 +58,7 @@ def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
     page.write_text(PAGE.read_text())
     python = guarded(tmp_path, {*installed_with(HAS.split()), *carried()})
     words = ("DEVICE=cpu", "SMALL=1", f"PAGE={page}")
-    done = gpu_test(tmp_path, python, *words, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    gpu_test(tmp_path, python, *words, status=0, OMP_NUM_THREADS="1")
     before, table, after = re.split(f"{gpu.BEGIN}|{gpu.END}", page.read_text())
     assert (before, after) == tuple(re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())[::2])
     first = {

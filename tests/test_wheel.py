@@ -200,7 +200,5 @@ def test_the_types_are_part_of_the_promise(installed, tmp_path):
         "reveal_type(recipe)\nreveal_type(text)\n"
     )
     words = [str(PYRIGHT), "--pythonpath", str(python), str(tmp_path / "caller.py")]
-    done = captured(words, cwd=tmp_path)
-    assert done.returncode == 0 and '"Recipe"' in done.stdout and '"str"' in done.stdout, (
-        done.stdout
-    )
+    done = captured(words, cwd=tmp_path, status=0)
+    assert '"Recipe"' in done.stdout and '"str"' in done.stdout, done.stdout

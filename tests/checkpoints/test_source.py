@@ -12,7 +12,7 @@ from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import check
-from releases import source_layout, write_checkpoint
+from releases import source_layout, write_checkpoint, write_shard
 from safetensors.torch import load_file
 from tables import cases
 
@@ -154,8 +154,7 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     }
     rest = {name: spec for name, spec in tensors.items() if name not in mtp}
     folder = write_checkpoint(tmp_path / "source", config, rest)
-    write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
-    shutil.copy(tmp_path / "mtp/model.safetensors", folder / "mtp.safetensors")
+    write_shard(folder / "mtp.safetensors", mtp)
     source = open_source(folder)
     assert set(source.unindexed) == set(mtp) and set(source.entries) == set(rest)
 

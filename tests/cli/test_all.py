@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from commands import make, ran, refused
-from keepmtp import api
 from keepmtp.cli.main import app
 from keepmtp.recipes.find import find_recipe
 from printed import printed
+from shipped import made_of
 from tables import cases
 from typer.testing import CliRunner
 from vllms import CPU
@@ -34,7 +34,7 @@ tiny-glm4-moe --scheme W8A16 --out made --no-serve-check
 def place(tmp_path_factory) -> Path:
     """A folder with recipes, and one checkpoint that is finished."""
     folder = tmp_path_factory.mktemp("place")
-    api.quantize(api.plan("tiny-glm4-moe", scheme="W8A16"), folder / "made")
+    made_of("tiny-glm4-moe", folder / "made", scheme="W8A16")
     (folder / "held_out.txt").write_text("Some text.")
     (folder / "fast.yaml").write_text(f"{TINY}gates: {{min_speedup: 1.2}}\n")
     limited = yaml.safe_load(TINY) | {"gates": {"max_flips": 0.1}}

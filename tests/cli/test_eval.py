@@ -72,7 +72,7 @@ def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
 
 def test_without_lm_eval(tmp_path):
     done = keepmtp_without(("lm-eval",), f"eval {GLM}", cwd=tmp_path)
-    assert done.returncode == 2 and "-m pip install 'keepmtp[evaluate]'." in done.stderr
+    assert "-m pip install 'keepmtp[evaluate]'." in done.stderr
 
 
 @pytest.fixture

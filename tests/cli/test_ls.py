@@ -11,7 +11,7 @@ import sys
 import termios
 
 import pytest
-from commands import KEEPMTP, ran
+from commands import KEEPMTP, environment_without, ran
 from keepmtp.cli.ls import COLUMNS, details, rows, screen
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import listed
@@ -24,7 +24,7 @@ def on_a_terminal(*words: str, columns: int) -> str:
     """What the command prints on a terminal of that width."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    env = environment_without("COLUMNS", "LINES")
     running = subprocess.Popen([KEEPMTP, *words], stdin=slave, stdout=slave, stderr=slave, env=env)
     os.close(slave)
     told = b""

@@ -12,6 +12,7 @@ from keepmtp import api
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.recipes.errors import GateError
 from keepmtp.validate.check.reading import chosen
+from shipped import made_of
 from tables import cases
 from written_values import opened, poke
 
@@ -48,14 +49,13 @@ def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, t
         assert not (tmp_path / "out").exists()
     shard.write_bytes(good)
     words = f"quantize tiny-glm4-moe --source {source} --scheme fp8-dynamic --out out"
-    done = keepmtp(words, cwd=tmp_path)
-    assert done.returncode == 0 and "reading values  " in done.stderr, done.stderr
+    done = keepmtp(words, cwd=tmp_path, status=0)
+    assert "reading values  " in done.stderr, done.stderr
     assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_what_is_read_is_all_but_the_backbones_packed_weights(tmp_path):
-    plan = api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8")
-    runtime = opened(api.quantize(plan, tmp_path / "out", threads=2).out)
+    runtime = opened(made_of("tiny-glm4-moe", tmp_path / "out", scheme="nvfp4a16-fp8"))
     entries = runtime.source.entries
     left = entries.keys() - {entry.name for entry in chosen(runtime, "unpacked")}
     assert left and not [name for name in left if name.startswith(MTP)]

@@ -20,7 +20,6 @@ import httpx
 import pytest
 from commands import ROOT, free_port, ran, refused, started
 from json_files import json_of
-from keepmtp import api
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -39,6 +38,7 @@ from keepmtp.validate.measure.serve_line import docker_words
 from keepmtp.validate.report.best_k import best_k
 from keepmtp.validate.report.report import refresh
 from printed import printed
+from shipped import made_of
 from stub_vllm import stub_vllm
 from survivors import MARK, none_left, says, until
 from wheel import stranger
@@ -169,7 +169,7 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
 @pytest.mark.full
 def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     """The twin of the values: an infinite global scale, which headers do not show."""
-    folder = api.quantize(api.plan("tiny-glm4-moe", scheme="nvfp4a16-fp8"), tmp_path / "out").out
+    folder = made_of("tiny-glm4-moe", tmp_path / "out", scheme="nvfp4a16-fp8")
     names = open_source(folder).entries
     name = next(name for name in names if name.endswith("weight_global_scale"))
     poke(folder, name, float("inf"))

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 from commands import ROOT, started
-from keepmtp import api
+from shipped import made_of
 from stub_vllm import stub_vllm
 from survivors import MARK, none_left, says, until
 from wheel import stranger
@@ -30,9 +30,7 @@ outright = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    return api.quantize(
-        api.plan("tiny-glm4-moe", source=str(GLM)), tmp_path_factory.mktemp("made") / "glm"
-    ).out
+    return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("made") / "glm", source=str(GLM))
 
 
 @pytest.fixture

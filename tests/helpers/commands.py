@@ -24,6 +24,10 @@ def captured(
     return done
 
 
+def environment_without(*names: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def started(command: str, *, stdout: int = subprocess.PIPE, **more: Any) -> subprocess.Popen[str]:
     """A command line that runs now. conftest.py has seen to it that it hears Ctrl-C."""
     line = [KEEPMTP, *command.split()]
@@ -36,11 +40,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def make(
+    *words: str, cwd: Path = ROOT, status: int | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A make target of the checkout, without what an outer make left in the environment."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     command = ["make", "-f", str(ROOT / "Makefile"), *words]
-    return captured(command, cwd=cwd, env=clean | environment)
+    return captured(command, status=status, cwd=cwd, env=clean | environment)
 
 
 def keepmtp(
@@ -82,11 +88,11 @@ main()
 
 
 def keepmtp_without(
-    packages: tuple[str, ...], command: str, *, cwd: Path
+    packages: tuple[str, ...], command: str, *, cwd: Path, status: int = 2
 ) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
     line = [sys.executable, "-c", HIDE.format(packages=packages), *shlex.split(command)]
-    return captured(line, cwd=cwd)
+    return captured(line, status=status, cwd=cwd)
 
 
 def refused(

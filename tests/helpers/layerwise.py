@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 MODELS = Path(__file__).parents[2] / "models"
 GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
+both_models = pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 # What the recipes of these families keep in BF16.
 KEPT = ("mlp.gate", "in_proj_a", "in_proj_b")
 IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]

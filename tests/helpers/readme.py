@@ -8,13 +8,12 @@ a browser would have to fetch.
 """
 
 import io
-import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 
-from commands import ROOT, captured
+from commands import ROOT, captured, environment_without
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
@@ -113,11 +112,7 @@ def _printed(*words: str, folder: Path) -> str:
         "COLUMNS": str(COLUMNS),
         "LINES": "50",
     }
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("NO_COLOR", "COLORTERM", "PYTHONPATH")
-    }
+    kept = environment_without("NO_COLOR", "COLORTERM", "PYTHONPATH")
     done = captured(
         [sys.executable, "-m", "keepmtp", *words],
         cwd=folder,

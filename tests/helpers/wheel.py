@@ -5,12 +5,11 @@ What it needs comes from build/wheels, which `make test` fills: no index is aske
 files instead of copying them, so that an environment costs seconds.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from commands import ROOT, captured
+from commands import ROOT, captured, environment_without
 
 WHEELS = ROOT / "build" / "wheels"
 UV = str(Path(sys.executable).with_name("uv"))
@@ -65,9 +64,8 @@ def install(wheel: Path, extra: str, folder: Path) -> Path:
 def stranger(**changes: str) -> dict[str, str]:
     """The environment of somebody who has installed keepmtp and nothing else."""
     ours = ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_PYTHON", "HF_TOKEN")
-    return {name: value for name, value in os.environ.items() if name not in ours} | changes
+    return environment_without(*ours) | changes
 
 
 def _run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = captured(words, cwd=cwd, status=0)
-    return done
+    return captured(words, cwd=cwd, status=0)

@@ -45,6 +45,11 @@ def poke(folder: Path, name: str, value: Any, *, at: int | slice = slice(None)) 
 def _write(folder: Path, entry: Entry, values: torch.Tensor) -> None:
     raw = values.contiguous().view(torch.uint8).numpy().tobytes() if entry.num_bytes else b""
     assert len(raw) == entry.num_bytes, entry
+    overwrite(folder, entry, raw)
+
+
+def overwrite(folder: Path, entry: Entry, raw: bytes) -> None:
+    """Other bytes in a tensor's place, from its first one."""
     with open(folder / entry.file, "r+b") as file:
         file.seek(entry.start)
         file.write(raw)

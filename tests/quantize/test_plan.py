@@ -1,7 +1,6 @@
 """The plan's refusals, each before a byte is written, and what it takes over from where."""
 
 import re
-import shutil
 import time
 from collections import Counter
 
@@ -11,7 +10,7 @@ from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS
-from releases import source_layout, write_checkpoint
+from releases import source_layout, write_checkpoint, write_shard
 from tables import cases
 from writing import recipe_with
 
@@ -152,11 +151,11 @@ def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     """A separate mtp.safetensors is taken in, and the output's index lists what it held."""
     config, tensors = source_layout("glm-4.7")
     rest = without("glm-4.7", r"model\.layers\.3\.")
-    folder = write_checkpoint(tmp_path / "source", config, rest)
     mtp = {name: spec for name, spec in tensors.items() if name not in rest}
-    write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
-    shutil.copy(tmp_path / "mtp/model.safetensors", folder / "mtp.safetensors")
-    plan = make_plan(find_recipe("glm-4.7")[0], open_source(folder))
+    folder = write_checkpoint(tmp_path / "source", config, rest)
+    write_shard(folder / "mtp.safetensors", mtp)
+    source = open_source(folder)
+    plan = make_plan(find_recipe("glm-4.7")[0], source)
     assert {name for t in plan.tensors if t.part == "mtp" for name in t.inputs} == set(mtp)
 
 

@@ -6,6 +6,7 @@ import ast
 import sys
 import tomllib
 
+import house
 import pytest
 from commands import ROOT
 from keepmtp.recipes import extras
@@ -33,7 +34,7 @@ def imported() -> set[str]:
         *ROOT.glob("*.py"),
         *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")),
     ):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(house.parsed(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:

@@ -7,7 +7,6 @@ twin of it.
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import yaml
 from commands import keepmtp
 from decompressed import decompressed
 from drafts import weights_of
+from json_files import put_lines
 from keepmtp import api
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
@@ -69,24 +69,21 @@ def text(made) -> Path:
         open_source(QWEN),
     )
     path = made.with_name("held_out.jsonl")
-    path.write_text(
-        "".join(json.dumps({"tokens": row}) + "\n" for row in data.held_out_ids.tolist())
-    )
+    put_lines(path, [{"tokens": row} for row in data.held_out_ids.tolist()])
     return path
 
 
-def closeness(made: Path, text: Path) -> subprocess.CompletedProcess[str]:
+def closeness(made: Path, text: Path, *, status: int = 0) -> dict:
     words = (
         f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json --"
     )
-    return keepmtp(words, *UNIPROC, OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
+    environment = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
+    return json.loads(keepmtp(words, *UNIPROC, status=status, **environment).stdout)
 
 
 @pytest.fixture(scope="module")
 def found(made, text) -> dict:
-    done = closeness(made, text)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return closeness(made, text)
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +183,7 @@ def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
             tensors[DAMAGED] = tensors[DAMAGED] * 1.5
             save_file(tensors, path, metadata={"format": "pt"})
     answers_of_source(made, twin)
-    done = closeness(twin, text)
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
-    told = json.loads(done.stdout)
+    told = closeness(twin, text, status=1)
     assert told["reason"]["verdict"] == "regression"
     assert told["closeness"]["divergence"] > 4 * found["closeness"]["divergence"]
     (path,) = made.with_name("twin.report").glob("closeness.checkpoint.*.jsonl")

@@ -18,8 +18,7 @@ from uuid import uuid4
 import pytest
 import twins
 from commands import KEEPMTP, ROOT, captured
-from json_files import json_of, put_json
-from keepmtp import api
+from json_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
@@ -32,6 +31,7 @@ from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source
+from shipped import made_of
 from survivors import MARK, marked
 from task_rows import TASK_ROWS
 from wheel import stranger
@@ -52,30 +52,32 @@ def keepmtp(installed) -> Keepmtp:
     """
     command = str(installed("evaluate") / "keepmtp")
 
-    def run(*words: str, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *words: str, cwd: Path = ROOT, status: int | None = None, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
         environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **changes)
-        return captured([command, *words], env=environment, cwd=cwd)
+        return captured([command, *words], status=status, env=environment, cwd=cwd)
 
     return run
 
 
-def evaluated(keepmtp: Keepmtp, made: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def evaluated(
+    keepmtp: Keepmtp, made: Path, *more: str, status: int = 0
+) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
-    return keepmtp("eval", str(made), "--timeout", "400", "--json", *words, "--", *UNIPROC)
+    words = f"eval {made} --timeout 400 --json".split()
+    return keepmtp(*words, *more, "--", *UNIPROC, status=status)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    return api.quantize(
-        api.plan("tiny-glm4-moe", source=str(GLM)), tmp_path_factory.mktemp("made") / "glm"
-    ).out
+    return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("made") / "glm", source=str(GLM))
 
 
 @pytest.fixture(scope="module")
 def found(keepmtp, made) -> dict:
     """Source and checkpoint, by the command line."""
     done = evaluated(keepmtp, made)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert (
         '"role": "source", "doing": ""' in done.stderr
         and '"role": "checkpoint", "doing": ""' in done.stderr
@@ -183,10 +185,8 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
     score = found["evaluation"]["checkpoint"]["scores"][1]["value"]
     assert f"{100 * score:.2f} %" in card and "**pass**" in card
     words = f"publish {made} --repo org/glm --dry-run --json".split()
-    ready = keepmtp(*words, HF_HUB_OFFLINE="1")
-    assert ready.returncode == 0 and "model-00002-of-00002.safetensors" in ready.stdout, (
-        ready.stderr
-    )
+    ready = keepmtp(*words, status=0, HF_HUB_OFFLINE="1")
+    assert "model-00002-of-00002.safetensors" in ready.stdout, ready.stderr
 
 
 @pytest.mark.full
@@ -219,9 +219,7 @@ def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     """Fluent, and worse than its source."""
     twin = spoilt(made, made.with_name("twin"))
     answers_of_source(made, twin)
-    done = evaluated(keepmtp, twin, "--no-plain")
-    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
-    told = json.loads(done.stdout)
+    told = json.loads(evaluated(keepmtp, twin, "--no-plain", status=1).stdout)
     assert told["evaluation"]["source"]["scores"] == found["evaluation"]["source"]["scores"]
     gate = reasons(told)["gsm8k"]
     assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
@@ -247,7 +245,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     asked = [questions(Evaluation(**protocol)), questions(Evaluation(**(protocol | second)))]
     for task, fields in {"humaneval": {}, "aime25": {"repeats": 2}}.items():
         rows = tmp_path / f"{task}.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS[task]["rows"][:2]))
+        put_lines(rows, TASK_ROWS[task]["rows"][:2])
         other = Evaluation(task=task, dataset=str(rows), k=protocol["k"], max_tokens=16, **fields)
         asked.append(questions(other, runs_code=True))
     template = tmp_path / "chat.jinja"

@@ -11,8 +11,7 @@ from uuid import uuid4
 
 import pytest
 from commands import KEEPMTP, ROOT, captured
-from json_files import json_of, put_json
-from keepmtp import api
+from json_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Gates
@@ -27,6 +26,7 @@ from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from readme import ACCEPTED
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
+from shipped import made_of
 from survivors import MARK, none_left
 from twins import broken
 from wheel import stranger
@@ -41,9 +41,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory) -> Path:
-    return api.quantize(
-        api.plan("tiny-qwen3_5", source=str(QWEN)), tmp_path_factory.mktemp("made") / "fp8"
-    ).out
+    return made_of("tiny-qwen3_5", tmp_path_factory.mktemp("made") / "fp8", source=str(QWEN))
 
 
 def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
@@ -64,16 +62,15 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     The command is that of keepmtp's wheel with the extra `evaluate` and nothing else.
     """
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ASKED))
+    put_lines(prompts, [{"prompt": prompt} for prompt in ASKED])
     out = tmp_path / "out"
     keepmtp = str(installed("evaluate") / "keepmtp")
     mark = uuid4().hex
     words = f"{keepmtp} serve-check {fp8} --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
     words += UNIPROC
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **{MARK: mark})
-    done = captured(words, cwd=ROOT, env=environment)
+    done = captured(words, cwd=ROOT, env=environment, status=3)
     none_left(mark)
-    assert done.returncode == 3, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     verdicts = {reason["gate"]: reason["verdict"] for reason in found["judgement"]["reasons"]}
     # Two prompts are too few to tell how much is kept; what they could tell, they told.
@@ -130,12 +127,9 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
 
 
 def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
-    found = alone(
-        api.quantize(
-            api.plan("tiny-qwen3_5.nvfp4", source=str(QWEN), mtp="NVFP4"), tmp_path / "made"
-        ).out,
-        tmp_path / "out",
-    )
+    choices = {"source": str(QWEN), "mtp": "NVFP4"}
+    made = made_of("tiny-qwen3_5.nvfp4", tmp_path / "made", **choices)
+    found = alone(made, tmp_path / "out")
     (run,) = found.runs
     assert found.as_served == "native" and run.loaded, run.error
     assert "Using EmulationNvFp4LinearKernel for NVFP4 GEMM" in Path(run.log).read_text()

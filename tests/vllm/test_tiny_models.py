@@ -9,8 +9,8 @@ the command.
 import pytest
 from asked import asked_values
 from commands import ROOT
-from keepmtp import api
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, in_vllm
+from shipped import made_of
 from twins import broken
 
 ASKED = ("Tom apples 5 7", "Ann books 12 3", "Leo pens 8 9", "Mia eggs 4 6")
@@ -41,17 +41,10 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
     folders = {name: ROOT / "models" / name for name in sources}
     for name in asked & {*MADE}:
         model, choices = MADE[name]
-        folders[name] = api.quantize(
-            api.plan(model, source=str(ROOT / "models" / model), **choices), made / name
-        ).out
+        folders[name] = made_of(model, made / name, source=str(ROOT / "models" / model), **choices)
     if "twin" in asked:
-        folders["twin"] = broken(
-            api.quantize(
-                api.plan("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5")),
-                made / "good",
-            ).out,
-            made / "twin",
-        )
+        good = made_of("tiny-qwen3_5", made / "good", source=str(QWEN))
+        folders["twin"] = broken(good, made / "twin")
     jobs = [{"folder": str(each), "prompts": PROMPTS, "num_drafts": 1} for each in folders.values()]
     return dict(zip(folders, in_vllm("serve.py", jobs), strict=True))
 

@@ -19,14 +19,23 @@ from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
-from layerwise import GLM, IGNORE, QWEN, Skeleton, found_in, layerwise, sequential, token_ids
+from layerwise import (
+    GLM,
+    IGNORE,
+    Skeleton,
+    both_models,
+    found_in,
+    layerwise,
+    sequential,
+    token_ids,
+)
 from passes import finished, plan_over
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
+@both_models
 def test_scales_equal_llmcompressors(folder):
     """Found in the same pass as those of the linears, with the largest value of all batches
     (`static_minmax`); its default is a moving average, which cuts off more.

@@ -25,6 +25,7 @@ from layerwise import (
     QWEN,
     Skeleton,
     assert_same,
+    both_models,
     keeping,
     layerwise,
     outliers,
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
+@both_models
 @pytest.mark.parametrize("scheme", ["NVFP4", "FP8"])
 def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -265,7 +266,7 @@ def test_propagating_and_serving(scheme):
     assert 1e-3 < float((served - exact).norm() / exact.norm()) < 0.3
 
 
-@pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
+@both_models
 @cases
 def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
     """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights

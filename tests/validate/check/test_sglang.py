@@ -9,7 +9,7 @@ import releases
 import sglang_classes
 import sglang_table
 from checkpoint_files import Checkpoint, as_source, write
-from commands import keepmtp
+from commands import keepmtp, ran, refused
 from good import ours, released
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
@@ -105,18 +105,15 @@ def test_each_module_is_built_as_by_sglangs_own_classes():
 @pytest.mark.full
 def test_the_command_names_the_server(tmp_path):
     folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt"))
-    done = keepmtp(f"check {folder} --runtime sglang --json")
-    (line,) = done.stdout.splitlines()
+    (line,) = ran(f"check {folder} --runtime sglang --json", status=1).splitlines()
     printed = json.loads(line)
-    assert done.returncode == 1 and not printed["ok"]
+    assert not printed["ok"]
     assert {finding["runtime"] for finding in printed["findings"]} == {"sglang"}
     assert printed["runtimes"] == ["sglang"]
     both = keepmtp(f"check {folder} --runtime vllm --runtime sglang")
     assert both.stdout.rstrip().endswith("; judged for vLLM 0.33.0, SGLang 0.5.23 (not run)")
-    alone = keepmtp(f"check {folder}")
-    assert alone.returncode == 0 and "judged for" not in alone.stdout, "vLLM takes it"
-    unknown = keepmtp(f"check {folder} --runtime tgi")
-    assert unknown.returncode == 2 and "--runtime: must be one of vllm, sglang" in unknown.stderr
+    assert "judged for" not in ran(f"check {folder}"), "vLLM takes it"
+    refused(f"check {folder} --runtime tgi", says="--runtime: must be one of vllm, sglang")
 
 
 # Of a backbone with linear attention that SGLang fuses otherwise, the check says nothing.

@@ -2,7 +2,6 @@
 twice.
 """
 
-import json
 import threading
 import time
 from collections import defaultdict
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
+from json_files import put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
@@ -49,7 +49,7 @@ WORDS = {
 def built(tmp_path: Path, **protocol) -> Questions:
     path = tmp_path / "rows.jsonl"
     rows = [{"question": text, "answer": f"#### {2 * n}"} for n, text in enumerate(QUESTIONS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    put_lines(path, rows)
     fixed = {"dataset": str(path), "shots": 0, "k": 2, "concurrency": 4}
     return questions(Evaluation(**(fixed | protocol)))
 
@@ -203,7 +203,7 @@ def test_runs_that_are_sampled_are_asked_with_seeds_of_their_own(ask, tmp_path):
 def test_an_answer_that_lm_eval_begins_is_continued(ask, tmp_path):
     """HumanEval's instruct form ends with the assistant's own words."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"]["rows"]))
+    put_lines(path, TASK_ROWS["humaneval"]["rows"])
     found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
     answers = defaultdict(lambda: "    return 1\nprint(2)\nclass")
     with answering(answers, tmp_path / "log") as (server, requests):

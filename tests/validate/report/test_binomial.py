@@ -54,13 +54,10 @@ def test_counts_may_be_fractions():
 
 def test_all_of_n_is_a_power():
     for num in (1, 99, 154, 100_000):
-        assert limits(num, num, 0.95)[0] == pytest.approx(0.05 ** (1 / num), rel=1e-12)
-        assert ratio_limits(num, num, num, num, 0.95)[0] == pytest.approx(
-            0.05 ** (1 / num), rel=1e-12
-        )
-        assert difference_limits(0, 0, num, 0.95)[0] == pytest.approx(
-            0.05 ** (1 / num) - 1, rel=1e-9
-        )
+        low = 0.05 ** (1 / num)
+        assert limits(num, num, 0.95)[0] == pytest.approx(low, rel=1e-12)
+        assert ratio_limits(num, num, num, num, 0.95)[0] == pytest.approx(low, rel=1e-12)
+        assert difference_limits(0, 0, num, 0.95)[0] == pytest.approx(low - 1, rel=1e-9)
 
 
 def test_extremes_have_limits():

@@ -9,8 +9,7 @@ import pytest
 import torch
 from broken import GOOD
 from checkpoint_files import write
-from commands import keepmtp, keepmtp_without, refused
-from keepmtp import api
+from commands import keepmtp, keepmtp_without, ran, refused
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
@@ -29,6 +28,7 @@ from keepmtp.validate.check.against import (
 )
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
+from shipped import made_of
 from tables import cases, table
 from written_values import fill, opened, poke
 
@@ -108,9 +108,7 @@ def test_smoothed_columns_are_told_from_another_weight(weight):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A real output, FP8 rows with a BF16 MTP block."""
-    folder = tmp_path_factory.mktemp("values") / "fp8"
-    api.quantize(api.plan("tiny-glm4-moe", scheme="fp8-dynamic"), folder)
-    return folder
+    return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("values") / "fp8", scheme="fp8-dynamic")
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -127,9 +125,8 @@ def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
     """
     release = write(tmp_path / "release", GOOD["released qwen3.5-397b"]())
     fill(release)
-    folder = api.quantize(
-        api.plan("qwen3.5-397b", source=str(release), scheme="fp8-dynamic"), tmp_path / "out"
-    ).out
+    choices = {"source": str(release), "scheme": "fp8-dynamic"}
+    folder = made_of("qwen3.5-397b", tmp_path / "out", **choices)
     result = check_values(opened(folder), "all", release=opened(release))
     assert result.findings == ()
     name = next(
@@ -228,17 +225,17 @@ def broken(written, tmp_path) -> tuple[Path, str]:
 @pytest.mark.full
 def test_the_command_reads_values_and_names_the_tensor(written, broken):
     folder, name = broken
-    good = keepmtp(f"check {written} --values --source {MODELS}/tiny-glm4-moe")
-    assert good.returncode == 0 and "no findings" in good.stdout, good.stderr
+    good = keepmtp(f"check {written} --values --source {MODELS}/tiny-glm4-moe", status=0)
+    assert "no findings" in good.stdout, good.stderr
     assert "reading values" in good.stderr
-    assert keepmtp(f"check {folder}").returncode == 0
+    ran(f"check {folder}")
     for words in (
         ["--values", str(folder)],
         [str(folder), "--values=all"],
         [str(folder), "--values", "scales"],
     ):
-        done = keepmtp("check", *words)
-        assert done.returncode == 1 and f"error: {name}\n" in done.stdout, done.stdout + done.stderr
+        done = keepmtp("check", *words, status=1)
+        assert f"error: {name}\n" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.few(1)
@@ -250,13 +247,10 @@ def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
 @pytest.mark.full
 def test_a_finding_of_values_is_a_red_gate(broken):
     folder, name = broken
-    assert keepmtp(f"check {folder} --values --record").returncode == 1
-    done = keepmtp(f"gate {folder}")
-    assert done.returncode == 1 and name in done.stdout, done.stdout + done.stderr
+    ran(f"check {folder} --values --record", status=1)
+    assert name in ran(f"gate {folder}", status=1)
 
 
 def test_torch_is_asked_for_before_a_byte_is_read(written, tmp_path):
     done = keepmtp_without(("torch",), f"check {written} --values", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith(
-        "error: check --values: needs keepmtp's `quantize` extra"
-    )
+    assert done.stderr.startswith("error: check --values: needs keepmtp's `quantize` extra")

@@ -17,10 +17,10 @@ from broken import GOOD
 from checkpoint_files import write
 from good import ours
 from hub import TOKEN, Fault, Hub, serving
-from keepmtp import api
 from keepmtp.cli import main
 from keepmtp.validate.check.reading import chosen, joined
 from keepmtp.validate.check.values import check_values
+from shipped import made_of
 from written_values import fill, opened, poke
 
 RELEASE = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -40,8 +40,7 @@ def hub(hub_at, tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory) -> Path:
     """Our own output: FP8 rows and a BF16 MTP block."""
-    plan = api.plan("tiny-glm4-moe", scheme="fp8-dynamic")
-    return api.quantize(plan, tmp_path_factory.mktemp("made") / "fp8").out
+    return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("made") / "fp8", scheme="fp8-dynamic")
 
 
 def ranges(hub: Hub) -> list[tuple[int, int]]:

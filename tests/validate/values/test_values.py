@@ -15,7 +15,7 @@ from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
 from tables import cases, table
-from written_values import fill, opened, poke
+from written_values import fill, opened, overwrite, poke
 
 NVFP4 = "glm nvfp4"
 VALUES = table("validate/values/values")
@@ -51,9 +51,7 @@ def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, tmp_path):
     """
     folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
     entry = fill(folder).source.entries[name]
-    with open(folder / entry.file, "r+b") as file:
-        file.seek(entry.start)
-        file.write(random.Random(0).randbytes(min(entry.num_bytes, 4096)))
+    overwrite(folder, entry, random.Random(0).randbytes(min(entry.num_bytes, 4096)))
     findings = check_values(opened(folder), "scales").findings
     assert ("finite", name) in {(finding.rule, finding.where) for finding in findings}
 
