@@ -2,7 +2,7 @@
 
 In: a version, as vLLM says it. Out: what `benchmarks/ask_vllm.py` read in that version (vllm.json):
 the models that method=mtp drafts for, those that it refuses, its quantization methods, and the
-values that some options take; and what `make cuda-wheel` found that the CUDA wheel picks
+values that some options take; and what benchmarks/cuda_wheel.py found that the CUDA wheel picks
 (kernels.json). What only a reader of vLLM's code can know is written by hand, with the versions for
 which it holds (a PEP 440 specifier such as ">=0.33"; "" holds for all).
 
