@@ -70,6 +70,8 @@ DRY = (
     "real_releases",
 )
 
+gc.disable()  # until all tests are known
+
 # What tests start keeps its bytecode, as on people's machines: a new environment would compile
 # PyTorch once more in each process.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -129,9 +131,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and items live to the end: no collection of garbage has to walk them again."""
-    gc.collect()
+    """Modules and items live to the end: no collection of garbage has to walk them."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
