@@ -145,8 +145,9 @@ def load(vllm: VLLM, gpu: GPU, jobs: Mapping[Name, Job], kept: Path) -> list[Any
     keys = dict[Name, str]()
     for name, job in jobs.items():
         own = hashlib.sha256()
-        for path in sorted((job.draft or job.folder).glob("*.json")):
-            own.update(path.read_bytes())
+        for folder in filter(None, (job.folder, job.draft)):
+            for path in sorted(folder.glob("*.json")):
+                own.update(path.read_bytes())
         keys[name] = ", ".join((*name, own.hexdigest()[:12]))
     missing = [name for name, key in keys.items() if key not in found]
     if missing:

@@ -47,9 +47,8 @@ def end(tmp_path) -> End:
     def run(command: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
         env = stranger(TMPDIR=str(tmp_path), **ours)
         process = started(command, stdout=subprocess.DEVNULL, cwd=ROOT, env=env)
-        until(
-            lambda: says(mark, words), seconds=600, pause=0.1, by=process
-        )  # a look at every process takes 5 ms
+        # A look at every process takes 5 ms.
+        until(lambda: says(mark, words), seconds=600, pause=0.1, by=process)
         time.sleep(after)
         process.send_signal(number)
         said = process.communicate(timeout=600)[1]
