@@ -12,11 +12,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 
 import pytest
 import wheel
+from filelock import FileLock
 from hub import serving
 from pairwise import pairwise
 from xdist.scheduler import LoadFileScheduling
@@ -147,19 +147,38 @@ def in_f32() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory) -> Path:
-    """keepmtp's wheel."""
-    return wheel.build(tmp_path_factory.mktemp("wheel"))
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], Path]], Path]:
+    """What a folder holds that one worker makes for all of them, by its name."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def once(name: str, make: Callable[[Path], Path]) -> Path:
+        folder, says = shared / name, shared / f"{name}.made"
+        with FileLock(shared / f"{name}.lock"):
+            if not says.exists():
+                folder.mkdir()
+                says.write_text(str(make(folder)))
+        return Path(says.read_text())
+
+    return once
 
 
 @pytest.fixture(scope="session")
-def installed(built, tmp_path_factory) -> Callable[[str], Path]:
+def built(made_once) -> Path:
+    """keepmtp's wheel."""
+    return made_once("wheel", wheel.build)
+
+
+@pytest.fixture(scope="session")
+def installed(built, made_once) -> Callable[[str], Path]:
     """The bin folder of an environment that has one extra of the wheel and nothing else; made once
     for each.
     """
-    return cache(
-        lambda extra: wheel.install(built, extra, tmp_path_factory.mktemp(extra or "none") / "env")
-    )
+
+    def install(extra: str) -> Path:
+        return made_once(f"env-{extra}", lambda folder: wheel.install(built, extra, folder / "env"))
+
+    return install
 
 
 @pytest.fixture
