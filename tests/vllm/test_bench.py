@@ -19,13 +19,14 @@ from commands import KEEPMTP, ROOT
 from json_files import json_of
 from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
-from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
+from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left, says, until
 from wheel import stranger
 
 # Two loads, two repetitions.
-WORDS = "-k 0..1 --concurrency 1,2 --requests 6 --output-tokens 24 --repeat 2 --json"
+LOADS = "-k 0..1 --concurrency 1,2 --requests 6 --output-tokens 24 --repeat 2 --json --"
+WORDS = " ".join([LOADS, *UNIPROC])
 A_SERVERS = 4
 TEMPLATE = "Question: {{ messages[-1]['content'] }}\nAnswer:"
 

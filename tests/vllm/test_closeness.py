@@ -30,7 +30,7 @@ from keepmtp.validate.measure.store import (
     read_lines,
 )
 from keepmtp.validate.report.report import verify
-from real_vllm import NEEDS_VLLM, QWEN, VLLM_PYTHON, answers_of_source
+from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
 from safetensors.torch import load_file, save_file
 
 HELD_OUT, LENGTH, VOCABULARY = 6, 128, 512
@@ -74,9 +74,11 @@ def text(made) -> Path:
 
 
 def closeness(made: Path, text: Path, *, status: int = 0) -> dict:
-    words = f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json"
+    words = (
+        f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json --"
+    )
     environment = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
-    return json.loads(keepmtp(words, status=status, **environment).stdout)
+    return json.loads(keepmtp(words, *UNIPROC, status=status, **environment).stdout)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from keepmtp.validate.measure.lm_eval_task import questions
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
-from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON, answers_of_source
+from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source
 from shipped import made_of
 from survivors import MARK, marked
 from task_rows import TASK_ROWS
@@ -67,7 +67,7 @@ def evaluated(
 ) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
     words = f"eval {made} --timeout 400 --json".split()
-    return keepmtp(*words, *more, status=status)
+    return keepmtp(*words, *more, "--", *UNIPROC, status=status)
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,8 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
 
 def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> tuple[int, list[str], str]:
     """Exit status, the verbs that ran, and what it printed."""
-    words = f"all tiny-glm4-moe --out {made} --no-serve-check --gpu sm100".split()
-    done = keepmtp(*words, cwd=cwd)
+    words = f"all tiny-glm4-moe --out {made} --no-serve-check --gpu sm100 --".split()
+    done = keepmtp(*words, *UNIPROC, cwd=cwd)
     verbs = re.findall(r"^\$ keepmtp (\w+)", done.stderr, re.MULTILINE)
     return done.returncode, verbs, done.stdout + done.stderr
 
@@ -258,7 +258,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(made, found, tmp_p
         vllm=find_vllm(),
         out=tmp_path,
         timeout=400,
-        extra=("--chat-template", str(template)),
+        extra=("--chat-template", str(template), *UNIPROC),
     )
     how = {"setup": setup, "confidence": 0.95, "has_plain": False}
     prompts: list[str] = []

@@ -25,7 +25,7 @@ from keepmtp.validate.measure.texts import PROMPTS
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from readme import ACCEPTED
-from real_vllm import NEEDS_VLLM, QWEN, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
 from shipped import made_of
 from survivors import MARK, none_left
 from twins import broken
@@ -45,7 +45,7 @@ def fp8(tmp_path_factory) -> Path:
 
 
 def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
-    setup = Setup(vllm=find_vllm(), out=out, timeout=400)
+    setup = Setup(vllm=find_vllm(), out=out, timeout=400, extra=UNIPROC)
     return serve(
         Model(role="checkpoint", source=open_source(folder), identity=identify(folder)),
         setup=setup,
@@ -67,6 +67,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     keepmtp = str(installed("evaluate") / "keepmtp")
     mark = uuid4().hex
     words = f"{keepmtp} serve-check {fp8} --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
+    words += UNIPROC
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **{MARK: mark})
     done = captured(words, cwd=ROOT, env=environment, status=3)
     none_left(mark)
