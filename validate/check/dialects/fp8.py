@@ -107,7 +107,7 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     found = found._replace(num_layers=config.get("num_hidden_layers") or 0, name="deepseek_v4_fp8")
     if config.get("expert_dtype", "fp4") != "fp4":
         return found
-    if (given.moe_quant_algo or "").upper() != "NVFP4":
+    if given.moe_quant_algo != "NVFP4":
         return found._replace(experts=_DSV4_MXFP4)
     return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 

@@ -11,7 +11,7 @@ differ from tool to tool.
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from ....recipes.errors import CheckpointError, first_fault
 from ....recipes.frozen import Raw
@@ -20,6 +20,7 @@ _LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
 _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Bits = Annotated[int, Field(ge=1, le=32)]
+_Algorithm = Annotated[str, StringConstraints(to_upper=True)]
 _Names = tuple[str, ...] | None
 
 
@@ -59,7 +60,7 @@ class CompressedTensorsGiven(_Given):
 class ModuleAlgorithm(_Given):
     """One of modelopt's `quantized_layers`."""
 
-    quant_algo: str | None = None
+    quant_algo: _Algorithm | None = None
     group_size: _Size | None = None
 
 
@@ -68,7 +69,7 @@ class ModelOptInner(_Given):
     hf_quant_config.json.
     """
 
-    quant_algo: str | None = None
+    quant_algo: _Algorithm | None = None
     ignore: _Names = None
     exclude_modules: _Names = None
     ignored_layers: _Names = None
@@ -98,7 +99,7 @@ class Fp8Given(_Given):
     ignore: _Names = None
     weight_block_size: tuple[_Size, _Size] | None = None
     activation_scheme: str | None = None
-    moe_quant_algo: str | None = None
+    moe_quant_algo: _Algorithm | None = None
 
 
 class GptqGiven(_Given):

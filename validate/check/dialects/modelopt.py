@@ -41,12 +41,11 @@ _FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
 _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *_FOUR_BITS, "MXFP8")
 ALGORITHMS = (*_OF_MODULES, _MIXED)
 _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
-# Versions of vLLM with these codecs, and those that read either key of config.json's own form.
-_HAS_CODECS, _EITHER_KEY = ">=0.32", ">=0.33"
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
 _OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
+_WITHOUT_BLOCKS = dict.fromkeys(_OF_MIXED, "plain")
 # Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
 _ALIKE: Mapping[Runtime, Mapping[str, tuple[str, ...]]] = {
     "vllm": {
@@ -73,6 +72,7 @@ class ModelOpt:
         name: the server's name for its reader.
         codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
             know.
+        mixed: what an algorithm of MIXED_PRECISION is for experts, where it is another.
     """
 
     algorithm: str
@@ -84,6 +84,7 @@ class ModelOpt:
     runtime: Runtime = "vllm"
     name: str = "modelopt"
     codecs: tuple[str, ...] = ()
+    mixed: Mapping[str, str] = _OF_MIXED
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
@@ -112,16 +113,17 @@ class ModelOpt:
         if not entry:
             return plain()
         if is_experts or not is_vllm:
-            algorithm = _OF_MIXED.get(algorithm, algorithm)
+            algorithm = self.mixed.get(algorithm, algorithm)
         built = modelopt_built(algorithm, self.group_size, self.block)
         is_known = is_vllm and (is_experts or algorithm in self.codecs)
-        is_plain = built == UNKNOWN and not is_known
-        return Resolution(PLAIN if is_plain else built, entry)
+        if built == UNKNOWN and not is_known:
+            built = PLAIN
+        return Resolution(built, entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """As `resolve` does in vLLM, with this entry only."""
-        found = skipped("vllm", name, (), entry.read)
-        return found is not None or _excluded_by_vllm(entry.read, name) is not None
+        found = skipped("vllm", name, (), entry.read) or _excluded_by_vllm(entry.read, name)
+        return found is not None
 
     def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
@@ -171,10 +173,10 @@ def read_modelopt(
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
     listed = holder.exclude_modules if given.quantization else holder.ignore
-    if listed is None and holds(_EITHER_KEY, vllm):
+    if listed is None and holds(">=0.33", vllm):
         listed = holder.exclude_modules
     listed = listed or holder.ignored_layers or ()
-    algorithm = (holder.quant_algo or ("MXFP8" if given.quant_method == "mxfp8" else "")).upper()
+    algorithm = holder.quant_algo or ("MXFP8" if given.quant_method == "mxfp8" else "")
     groups = (given.config_groups or {}).values()
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
@@ -188,7 +190,8 @@ def read_modelopt(
         group_size=holder.group_size or 16,
         entries=tuple(excluded),
         block=min(_block_sizes(holder), default=128),
-        codecs=_CODECS if holds(_HAS_CODECS, vllm) else (),
+        codecs=_CODECS if holds(">=0.32", vllm) else (),
+        mixed=_OF_MIXED if holds(">=0.30", vllm) else _WITHOUT_BLOCKS,
     )
 
 
@@ -201,7 +204,7 @@ def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
     """
     given = read_given(ModelOptGiven, raw)
     holder = given.quantization or given
-    algorithm = (holder.quant_algo or "").upper()
+    algorithm = holder.quant_algo or ""
     layers = _layers(holder, rename)
     listed = (
         holder.exclude_modules if given.quantization or holder.ignore is None else holder.ignore
@@ -209,22 +212,20 @@ def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
     name = "modelopt"
     error = ""
     sizes = _block_sizes(holder)
-    if algorithm == _MIXED and not any(each in _FOUR_BITS for each in layers.values()):
+    if algorithm == _MIXED and {*_FOUR_BITS}.isdisjoint(layers.values()):
         name = "w4afp8"
         error = "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
     elif algorithm == _MIXED:
         name = "modelopt_mixed"
-        error = "ValueError: all block-FP8 layers must use one group_size" if len(sizes) > 1 else ""
+        if len(sizes) > 1:
+            error = "ValueError: all block-FP8 layers must use one group_size"
     elif algorithm == "FP8":
         name = "modelopt_fp8"
     elif "FP4" in algorithm:
         name = "modelopt_fp4"
         algorithm = algorithm.replace("NVFP4_AWQ", "NVFP4")
-        error = (
-            ""
-            if algorithm in _FOUR_BITS
-            else f"ValueError: ModelOpt currently only supports {_FOUR_BITS}"
-        )
+        if algorithm not in _FOUR_BITS:
+            error = f"ValueError: ModelOpt currently only supports {_FOUR_BITS}"
     else:
         error = (
             "ValueError: ModelOptFp8Config only supports regular FP8 quantization, but found "
@@ -251,8 +252,7 @@ def reads_other_file(raw: Raw) -> bool:
     vLLM 0.32.0 model_loader/weight_utils.py, get_quant_config.
     """
     given = read_given(ModelOptGiven, raw)
-    algorithm = (given.quantization or given).quant_algo or ""
-    return algorithm.upper() == _MIXED and "quantized_layers" not in raw
+    return (given.quantization or given).quant_algo == _MIXED and "quantized_layers" not in raw
 
 
 @cache
@@ -291,14 +291,14 @@ def inverse_blocks(rows: int, columns: int) -> VLLMModule:
 
 def _layers(holder: ModelOptInner, rename: Renamer) -> dict[str, str]:
     return {
-        rename.name(name): (row.quant_algo or "").upper()
+        rename.name(name): row.quant_algo or ""
         for name, row in (holder.quantized_layers or {}).items()
     }
 
 
 def _block_sizes(holder: ModelOptInner) -> set[int]:
     rows = (holder.quantized_layers or {}).values()
-    return {row.group_size or 128 for row in rows if (row.quant_algo or "").upper() in _BLOCKS}
+    return {row.group_size or 128 for row in rows if row.quant_algo in _BLOCKS}
 
 
 def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:

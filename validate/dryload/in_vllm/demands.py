@@ -33,11 +33,12 @@ def demands_of(model: torch.nn.Module) -> Demands:
 
     Optional: scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set
     from the config alone; scales of inputs are registered for weight-only schemes too, and dropped
-    where there is no activation key (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same
-    names under W4A4 are demanded. MiMo's audio encoder builds a Qwen2 with a table of tokens, and
-    gives it embeddings only (models/mimo_audio.py). Biases of GPTQ's experts are deleted again if
-    none was loaded (quantization/auto_gptq.py:620). Experts of 0.29.0 have an order of channels,
-    which only `actorder: group` and GPTQ store, and its sorting, which vLLM computes.
+    where there is no activation key (fused_moe/oracle/nvfp4.py, quantization/modelopt.py, which has
+    a method for them in 0.29.0). The same names under W4A4 are demanded. MiMo's audio encoder
+    builds a Qwen2 with a table of tokens, and gives it embeddings only (models/mimo_audio.py).
+    Biases of GPTQ's experts are deleted again if none was loaded (quantization/auto_gptq.py:620).
+    Experts of 0.29.0 have an order of channels, which only `actorder: group` and GPTQ store, and
+    its sorting, which vLLM computes.
 
     Padded: parameters of modules without a quantization method, such as sinks. A module with a
     `pad_size` gives a fused linear beneath it that many rows more.
@@ -54,6 +55,7 @@ def demands_of(model: torch.nn.Module) -> Demands:
         spec = getattr(method, "spec", None)
         is_weight_only = getattr(method, "use_a16", False)
         is_weight_only |= spec is not None and spec.activation is None
+        is_weight_only |= "W4A16" in type(method).__name__
         drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
         has_order = getattr(method, "actorder", "group") == "group"
         for name, param in module.named_parameters(recurse=False):
