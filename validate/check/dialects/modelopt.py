@@ -84,7 +84,7 @@ class ModelOpt:
     runtime: Runtime = "vllm"
     name: str = "modelopt"
     codecs: tuple[str, ...] = ()
-    mixed: Mapping[str, str] = _OF_MIXED
+    mixed: Mapping[str, str]
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
@@ -242,6 +242,7 @@ def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
         block=min(sizes, default=128),
         runtime="sglang",
         name=name,
+        mixed=_OF_MIXED,
     )
 
 
