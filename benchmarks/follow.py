@@ -47,8 +47,9 @@ DEFECT = "vllm-defect"
 _DRY = {"dry-load", "no-kernel", DEFECT}
 AGREES = "agree"
 OF_VLLM, OVER_OTHERS = "a defect of vLLM", "unknown over these packages"
-EXPLAINED = (AGREES, OF_VLLM, OVER_OTHERS)
-_OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*")
+REFUSED = "both say that this version does not load it"
+EXPLAINED = (AGREES, OF_VLLM, OVER_OTHERS, REFUSED)
+_OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*|'/[^']*'")
 
 
 def site_of(vllm: VLLM) -> Path:
@@ -165,6 +166,8 @@ def agreement(by: str, static: Collection[str], dry: Collection[str], *, is_fit:
     wanted |= {"static": (True, both[1]), "dry": (both[0], True)}
     if both == wanted[by]:
         return AGREES
+    if not by and all(both):
+        return REFUSED
     if both == (False, True) and not is_fit:
         return OVER_OTHERS
     return "static check alone" if both[0] else "dry load alone" if both[1] else "nobody"
@@ -249,7 +252,7 @@ def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
 
 Every good and every broken checkpoint of the corpus (tests/helpers/dry_corpus.py), judged by the static rules for a version
 and loaded by that version. They agree where both find nothing wrong with a good one, and a broken one is found by whom it
-must be found.
+must be found. What is good on the newest version may be refused by both for an older one.
 
 | case | {" | ".join(corpora)} |
 |{"---|" * (len(corpora) + 1)}
