@@ -14,7 +14,7 @@
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
 #   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, run, with its acceptance watched
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
-#   make test         what the project promises, on this machine: thirteen minutes on two cores
+#   make test         what the project promises, on this machine: twelve minutes on two cores
 #   make test-all     the rest of it: whole products, every kill point, each wheel environment; forty minutes
 #   make fuzz         an hour of hostile files and names for every verb; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
