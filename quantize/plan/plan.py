@@ -399,7 +399,6 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     """
     first = dict[VLLMName, TensorPlan]()
     for tensor in tensors:
-        where = f"{recipe.name}: {tensor.part} {tensor.role}"
         scheme = tensor.scheme
         if len(tensor.shape) < 2 or tensor.fate == "drop":
             continue
@@ -415,7 +414,7 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
         is_absorbed = tensor.module.endswith(".kv_b_proj") and tensor.fate == "quantize"
         if is_absorbed and SCHEMES[scheme].needs_calibration:
             raise RecipeError(
-                where,
+                f"{recipe.name}: {tensor.part} {tensor.role}",
                 "vLLM reads kv_b_proj through an identity matrix, "
                 "which static input scales distort",
                 got=f"{scheme} for {tensor.name}",
@@ -427,7 +426,7 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
         if recipe.format == "modelopt" and scheme and is_wordless:
             words = ", ".join(word for word in ALGORITHMS if word not in NOT_FOR_EXPERTS)
             raise RecipeError(
-                where,
+                f"{recipe.name}: {tensor.part} {tensor.role}",
                 f"vLLM's loader of modelopt checkpoints must have a word for {scheme}",
                 got=f"none, for {tensor.name}",
                 cure=f"Use {words}, or format: compressed-tensors",

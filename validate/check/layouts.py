@@ -56,6 +56,8 @@ def manner(weight: StoredWeight) -> str:
 
 def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]:
     """The weight's tensors by the names of vLLM's parameters."""
+    if not built.renames:
+        return weight.parts
     return {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
 
 

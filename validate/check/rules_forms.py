@@ -125,12 +125,9 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
 def _compare(view: StoredView, module: Module, member: Member) -> Objections:
     weight = member.weight
     built = module.resolution.built
-    entry = module.resolution.entry
     rule = "form"
     where = weight.weight.name
-    by = _decided(view, module)
     stored = f"stored as {manner(weight)}, but vLLM builds"
-    kind = f"{module.part} {weight.form}"
     if built.form == weight.form == "plain":
         return
     if not module.loads_quantized:
@@ -140,18 +137,18 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
         says += _EFFECT
         cure = "Store it in BF16: copy it from the original release, or dequantize it"
     elif built.form == "plain":
-        says = f"{stored} {module.name} plain ({by}): {_EFFECT}"
+        says = f"{stored} {module.name} plain ({_decided(view, module)}): {_EFFECT}"
         cure = _cover_cure(view, module)
-        cause = f"built plain {kind} {entry}"
+        cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
     elif weight.form == "plain":
-        says = f"{stored} {module.name} as {built.form} ({by}): {_EFFECT}"
+        says = f"{stored} {module.name} as {built.form} ({_decided(view, module)}): {_EFFECT}"
         cure = _ignore_cure(view, module)
-        cause = f"built packed {module.part} {built.form} {entry}"
+        cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
         part = leaves_built(built, weight).get(leaf)
         where = HFName(f"{weight.module}.{leaf}") if part is None else part.name
-        says = f"vLLM builds {module.name} as {built.form} ({by}); {said}"
+        says = f"vLLM builds {module.name} as {built.form} ({_decided(view, module)}); {said}"
         cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
     else:
         # FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0.
@@ -175,6 +172,8 @@ def _leaves_problem(
     """A tensor too few or too many: its leaf, what happens, the cure."""
     built = module.resolution.built
     leaves = leaves_built(built, weight).keys()
+    if leaves == built.leaves:
+        return None
     optional = set(built.optional)
     if view.loader and view.loader.unknown_name == "KeyError" and module.part == "mtp":
         optional.discard("g_idx")  # the loaders of vLLM's other classes drop it (AutoWeightsLoader)
