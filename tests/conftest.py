@@ -19,56 +19,15 @@ import wheel
 from filelock import FileLock
 from hub import serving
 from pairwise import pairwise
+from tables import table
 from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
 # Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB
 # in another.
 WORKER_GIB = 5
-# What takes half a minute and more, longest first; the rest follows in order.
-LONG = (
-    "vllm/test_gsm8k.py",
-    "vllm/test_dry_corpus.py",
-    "vllm/test_bench.py",
-    "vllm/test_serve.py",
-    "vllm/test_closeness.py",
-    "vllm/test_acceptance_without_server.py",
-    "vllm/test_tiny_models.py",
-    "vllm/test_draft_logits.py",
-    "vllm/test_serve_verb.py",
-    "vllm/test_older_gpus.py",
-    "test_wheel.py",
-    "test_dist.py",
-    "quantize/calibrate/test_mtp_pass.py",
-    "quantize/calibrate/test_ranks.py",
-    "quantize/calibrate/test_pretended_gpu.py",
-    "quantize/calibrate/test_backbone.py",
-    "quantize/calibrate/test_tuning.py",
-    "quantize/calibrate/test_calibrated_output.py",
-    "quantize/calibrate/test_search_pass.py",
-    "quantize/test_output.py",
-    "quantize/test_kills.py",
-    "validate/publish/test_faults.py",
-    "validate/publish/test_upload.py",
-    "validate/publish/test_card.py",
-    "cli/test_survivors.py",
-    "cli/test_end_to_end.py",
-    "cli/test_init.py",
-    "cli/test_main.py",
-    "cli/test_serve.py",
-    "cure/test_cured_failures.py",
-    "fuzz/test_fuzz.py",
-)
 
-# They share vLLM's dry loaders (vllm/conftest.py), a process for each GPU.
-DRY = (
-    "check_on",
-    "dry_corpus",
-    "dry_names",
-    "kv_cache",
-    "matrix",
-    "real_releases",
-)
+TABLE = table("conftest")
 
 gc.disable()  # until all tests are known
 
@@ -101,7 +60,7 @@ class Files(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = Path(super()._split_scope(nodeid))
-        if "vllm" in file.parts and file.stem.removeprefix("test_") in DRY:
+        if "vllm" in file.parts and file.stem.removeprefix("test_") in TABLE["DRY"]:
             return "dry loads"
         return "wheel" if file.stem in ("test_wheel", "test_dist") else str(file)
 
@@ -116,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leaves out is marked.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
-        places = {TESTS / name: place for place, name in enumerate(LONG)}
+        places = {TESTS / name: place for place, name in enumerate(TABLE["LONG"])}
         items.sort(key=lambda item: places.get(item.path, len(places)))
     products: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -147,36 +106,26 @@ def in_f32() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], Path]], Path]:
-    """What a folder holds that one worker makes for all of them, by its name."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-    def once(name: str, make: Callable[[Path], Path]) -> Path:
-        folder, says = shared / name, shared / f"{name}.made"
-        with FileLock(shared / f"{name}.lock"):
-            if not says.exists():
-                folder.mkdir()
-                says.write_text(str(make(folder)))
-        return Path(says.read_text())
-
-    return once
-
-
-@pytest.fixture(scope="session")
-def built(made_once) -> Path:
+def built(tmp_path_factory) -> Path:
     """keepmtp's wheel."""
-    return made_once("wheel", wheel.build)
+    return wheel.build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")
-def installed(built, made_once) -> Callable[[str], Path]:
-    """The bin folder of an environment that has one extra of the wheel and nothing else; made once
-    for each.
+def installed(built, tmp_path_factory) -> Callable[[str], Path]:
+    """The bin folder of an environment that has one extra of the wheel and nothing else; the first
+    worker that asks makes it for all.
     """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
 
     def install(extra: str) -> Path:
-        return made_once(f"env-{extra}", lambda folder: wheel.install(built, extra, folder / "env"))
+        folder = shared / f"env-{extra}"
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "bin" / "keepmtp").exists():
+                wheel.install(built, extra, folder)
+        return folder / "bin"
 
     return install
 
@@ -191,8 +140,11 @@ def hub_at(monkeypatch, tmp_path):
     def point(endpoint: str) -> None:
         for holder in (constants, hf_api):
             monkeypatch.setattr(holder, "ENDPOINT", endpoint, raising=False)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 

@@ -37,9 +37,13 @@ def started(
     folder: Path, words: str = WORDS, python: Path = VLLM_PYTHON, mark: str = "none"
 ) -> subprocess.Popen[str]:
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(python), **{MARK: mark})
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        [KEEPMTP, "bench", str(folder), *words.split()], cwd=ROOT, env=environment, **pipes
+        [KEEPMTP, "bench", str(folder), *words.split()],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 

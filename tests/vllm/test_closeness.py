@@ -77,8 +77,11 @@ def closeness(made: Path, text: Path, *, status: int = 0) -> dict:
     words = (
         f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json --"
     )
-    environment = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
-    return json.loads(keepmtp(words, *UNIPROC, status=status, **environment).stdout)
+    return json.loads(
+        keepmtp(
+            words, *UNIPROC, status=status, OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON)
+        ).stdout
+    )
 
 
 @pytest.fixture(scope="module")

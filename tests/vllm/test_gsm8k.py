@@ -303,11 +303,11 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(made, found, tmp_p
         "one server for all tasks, with room for the longest one"
     )
     assert fact.tasks[0].checkpoint.num_questions == 20 and fact.tasks[0].checkpoint.sittings == 1
-    (undisturbed,) = made.with_name("glm.report").glob("gsm8k.source.*.jsonl")
-    answered = read_lines(undisturbed, AnswersHeader).lines
+    (path,) = made.with_name("glm.report").glob("gsm8k.source.*.jsonl")
+    answers = read_lines(path, AnswersHeader).lines
     assert fact.checkpoint.sittings == 2 and fact.checkpoint.num_questions == FIRST
     for number, line in samples_in(tmp_path, "gsm8k").lines.items():
-        assert line.text == answered[number].text
+        assert line.text == answers[number].text
     assert fact.source is None and not fact.paired
     code, sampled = fact.tasks[1:]
     assert code.checkpoint.num_questions == 2 and [
