@@ -55,7 +55,7 @@ def demands_of(model: torch.nn.Module) -> Demands:
         spec = getattr(method, "spec", None)
         is_weight_only = getattr(method, "use_a16", False)
         is_weight_only |= spec is not None and spec.activation is None
-        is_weight_only |= "W4A16" in type(method).__name__
+        is_weight_only |= type(method).__name__ == "ModelOptNvFp4W4A16LinearMethod"
         drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
         has_order = getattr(method, "actorder", "group") == "group"
         for name, param in module.named_parameters(recurse=False):
