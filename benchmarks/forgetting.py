@@ -2,6 +2,8 @@
 
     python benchmarks/forgetting.py             runs what is missing and prints the table
     python benchmarks/forgetting.py --wide      learning rates at eight times the width
+    python benchmarks/forgetting.py --texts     writes the texts alone; KIND-train.jsonl are for
+                                                models/train/train.py
 
 In: `ARMS`, each a text to train on and what holds the block near the release. Out: a table of the
 drafts that are accepted, as a share of those of the same block untrained behind the same backbone,
@@ -20,6 +22,7 @@ import math
 import random
 import shutil
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,17 +49,18 @@ from keepmtp.quantize.calibrate.mtp.acceptance import (
 from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from keepmtp.quantize.calibrate.mtp.mtp_pass import SHARES, gains, tune
 from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
+from keepmtp.quantize.calibrate.mtp.own_text import with_own_text
 from keepmtp.quantize.calibrate.mtp.tuning import Training, draft_loss, rate_at
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Texts
-from python_docs import library
+from problems import distinct_problems
+from python_docs import library, passages
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
-ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 KINDS = ("docs", "code", "problems")
 CONFIDENCE = 0.95
 BEGIN, END = "<!-- begin forgetting -->", "<!-- end of forgetting -->"
@@ -88,7 +92,7 @@ class Size:
 
     samples: int = 144
     guard: int = 16
-    judged: int = 48
+    judged: int = 128
     length: int = 256
 
 
@@ -100,6 +104,7 @@ class Arm:
         kinds: that are trained on, evenly.
         pull: of the way back to the released weights, after each step at the highest rate.
         kl: weight of the divergence from the released block's drafts.
+        is_own: the model's own text: its answers to the first quarter of each sequence.
         settings: in place of those of `SETTINGS`.
     """
 
@@ -107,6 +112,7 @@ class Arm:
     kinds: tuple[str, ...]
     pull: float = 0.0
     kl: float = 0.0
+    is_own: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -117,23 +123,25 @@ class Arm:
                 *self.kinds,
                 f"pull{self.pull}",
                 f"kl{self.kl}",
+                *["own"] * self.is_own,
                 *(f"{k}{v}" for k, v in self.settings.items()),
             ]
         )
 
 
-PROBLEMS, DOCS, TWO = ("problems",), ("docs",), ("docs", "problems")
+PROBLEMS, DOCS = ("problems",), ("docs",)
 ARMS = (
     Arm(title="one kind", kinds=PROBLEMS),
     Arm(title="mixed batches", kinds=KINDS),
-    Arm(title="mixed batches", kinds=TWO),
+    Arm(title="mixed batches, weights pulled back", kinds=KINDS, pull=0.05),
+    Arm(title="mixed batches, drafts held to the release's", kinds=KINDS, kl=1.0),
+    Arm(title="mixed batches of its own text", kinds=KINDS, is_own=True),
+    Arm(title="mixed batches, 200 steps", kinds=KINDS, settings={"steps": 200}),
     Arm(title="weights pulled back", kinds=PROBLEMS, pull=0.05),
     Arm(title="drafts held to the release's", kinds=PROBLEMS, kl=1.0),
     Arm(title="one kind", kinds=DOCS),
-    Arm(title="mixed batches, weights pulled back", kinds=TWO, pull=0.05),
     Arm(title="weights pulled back", kinds=DOCS, pull=0.05),
     Arm(title="drafts held to the release's", kinds=DOCS, kl=1.0),
-    Arm(title="mixed batches, drafts held to the release's", kinds=TWO, kl=1.0),
 )
 RATES = tuple(
     Arm(
@@ -230,20 +238,23 @@ def widen(model: Path, out: Path, times: int) -> None:
 
 
 def write_texts(folder: Path) -> None:
-    """KIND.jsonl to train on and KIND-judged.jsonl, one `{"text": ...}` a line."""
-    rows: dict[str, list[str]] = {"code": [], "code-judged": []}
+    """KIND.jsonl to tune on, KIND-judged.jsonl, and KIND-train.jsonl for whole models, one
+    `{"text": ...}` a line.
+    """
+    rows: dict[str, list[str]] = {"code": [], "code-judged": [], "code-train": []}
+    rows["docs-train"] = [*passages("train")]
     for name, side in (("docs", "docs"), ("docs_held_out", "docs-judged")):
         rows[side] = [row["text"] for row in _rows(ROOT / "models" / f"{name}.jsonl")]
     rows["problems"] = [
         row["prompt"] + row["completion"] for row in _rows(ROOT / "models" / "problems.jsonl")
     ]
-    rows["problems-judged"] = [
-        f"Question: {row['question']}\nAnswer: {row['answer']}"
-        for row in _rows(ROOT / "models" / "held_out.jsonl")
-    ]
-    for name, text in _code():
-        if (rest := zlib.crc32(name.encode()) % 10) < 2:  # by the file: two of ten are used
-            rows["code" if rest else "code-judged"].append(text)
+    for side, is_held_out, seed, count in (("judged", True, 1, 1600), ("train", False, 0, 20_000)):
+        drawn = distinct_problems(count, held_out=is_held_out, seed=seed)
+        found = (each.prompt + each.completion for each in drawn)
+        rows[f"problems-{side}"] = [text for text in found if text not in rows["problems"]]
+    for name, text in _code():  # by the file: one of ten is judged, one is tuned on
+        rest = zlib.crc32(name.encode()) % 10
+        rows[{0: "code-judged", 1: "code"}.get(rest, "code-train")].append(text)
     for name, texts in rows.items():
         random.Random(0).shuffle(texts)
         lines = [json.dumps({"text": text}) for text in texts]
@@ -279,7 +290,9 @@ def _texts(folder: Path, name: str) -> dict[str, Any]:
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def plan_of(model: Path, arm: Arm, texts: Path, size: Size) -> tuple[Plan, CalibrationData]:
+def plan_of(
+    model: Path, arm: Arm, texts: Path, size: Size, device: torch.device
+) -> tuple[Plan, CalibrationData]:
     """An NVFP4 backbone and block, and all text; of the held-out rows, those of the guard first."""
     recipe, _ = find_recipe("tiny-docs", scheme="nvfp4")
     first, *others = KINDS
@@ -301,19 +314,27 @@ def plan_of(model: Path, arm: Arm, texts: Path, size: Size) -> tuple[Plan, Calib
     places += [row for own in of_kinds for row in own[size.guard :]]
     kinds = [kind for count in (size.guard, size.judged) for kind in KINDS for _ in range(count)]
     held = data.held_out_ids[places]
-    data = replace(data, held_out_ids=held, held_out_written=None, held_out_kinds=tuple(kinds))
-    return make_plan(recipe, open_source(model)), data
+    plan = make_plan(recipe, open_source(model))
+    if arm.is_own:
+        own = replace(data, held_out_ids=data.ids, held_out_written=None)
+        with tempfile.TemporaryDirectory() as folder:
+            own = with_own_text(plan, own, Path(folder), device=device)
+        data = replace(data, ids=own.held_out_ids)
+    return plan, replace(
+        data, held_out_ids=held, held_out_written=None, held_out_kinds=tuple(kinds)
+    )
 
 
-def run(model: Path, arm: Arm, work: Path, size: Size) -> dict[str, Any]:
+def run(
+    model: Path, arm: Arm, texts: Path, folder: Path, size: Size, device: torch.device
+) -> dict[str, Any]:
     """What `tune` says on the guard's rows, and on the judged ones counts of the block untrained,
     with the share that was chosen, and all of the way.
     """
-    plan, data = plan_of(model, arm, work, size)
-    folder = work / "pass"
-    shutil.rmtree(folder / "mtp", ignore_errors=True)  # of another arm with the same recipe
+    plan, data = plan_of(model, arm, texts, size, device)
     started = time.process_time()
-    backbone = calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)
+    ranks = Ranks(rank=0, size=1, device=device)
+    backbone = calibrate_backbone(plan, data, folder, device=device, ranks=ranks)
     whole = target(backbone, "served")
     count = size.guard * len(KINDS)
     first = replace(
@@ -381,9 +402,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-docs")
     parser.add_argument("--stored", action="store_true", help="run nothing: arms that are there")
     parser.add_argument("--wide", action="store_true", help="try rates at eight times the width")
+    parser.add_argument("--texts", action="store_true", help="write the texts, and end")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--arms", type=int, nargs="*", help="their numbers, from 0; all by itself")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    multiply_in_f32()
+    if arguments.device.type == "cpu":
+        multiply_in_f32()
+    texts = arguments.work / "texts"
+    if not texts.is_dir():
+        texts.mkdir(parents=True)
+        write_texts(texts)
+    if arguments.texts:
+        return
     model, arms, size = arguments.model, ARMS, Size()
     if arguments.wide:
         arms, size = RATES, Size(samples=32, guard=4, judged=8, length=128)
@@ -392,21 +423,24 @@ def main() -> None:
             widen(arguments.model, model, 8)
     work = arguments.work / f"{model.name}-runs"
     work.mkdir(parents=True, exist_ok=True)
-    write_texts(work)
     table = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
-    for arm in arms:
+    for number, arm in enumerate(arms):
+        if arguments.arms is not None and number not in arguments.arms:
+            continue
         path = work / f"{arm.key}.json"
         if not path.is_file():
             if arguments.stored:
                 continue
             print(arm.title, *arm.kinds, flush=True)
-            path.write_text(json.dumps(run(model, arm, work, size)))
+            with tempfile.TemporaryDirectory() as folder:
+                got = run(model, arm, texts, Path(folder), size, arguments.device)
+            path.write_text(json.dumps(got))
         found = json.loads(path.read_text())
         print(found["seconds"], found["losses"][:4], found["losses"][-4:])
         own = [*lines(arm, found, size)]
         print(*own, sep="\n", flush=True)
         table += own
-    if arguments.wide:
+    if arguments.wide or arguments.arms is not None:
         return
     page = ROOT / "docs" / "quality.md"
     before, _, rest = page.read_text().partition(BEGIN)

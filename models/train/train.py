@@ -2,8 +2,9 @@
 measure it.
 
     python models/train/train.py tiny-glm4-moe --out out/tiny-glm4-moe
+    python models/train/train.py tiny-docs --width 384 --seed 1 --text docs.jsonl code.jsonl
 
-In: a model name. Out: a checkpoint folder (config, tokenizer, sharded BF16 safetensors with an
+In: a model name, or tiny-docs with another width and other texts, one `{"text": ...}` a line. Out: a checkpoint folder (config, tokenizer, sharded BF16 safetensors with an
 index) and `training.json` with the figures `measure.py` finds on the files. Target and MTP block
 are trained together:
 
@@ -20,6 +21,7 @@ import logging
 import math
 import platform
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +41,7 @@ import transformers
 from drafting import Batch, draft_hidden, step_targets
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel
 
 MODELS: dict[str, ModuleType] = {
     "tiny-docs": tiny_docs,
@@ -54,7 +56,18 @@ NUM_MEASURED_PROBLEMS = 400
 log = logging.getLogger(__name__)
 
 
-def run(name: str, *, out: Path, num_steps: int, stop_after: int, seed: int, threads: int) -> None:
+def run(
+    name: str,
+    *,
+    out: Path,
+    num_steps: int,
+    stop_after: int,
+    seed: int,
+    threads: int,
+    device: torch.device,
+    width: int | None = None,
+    texts: Sequence[str] = (),
+) -> None:
     """Train, export to `<out>.partial`, measure what was written, then give the folder its name.
 
     Raises: FileExistsError if `out` or `<out>.partial` is there already.
@@ -65,23 +78,24 @@ def run(name: str, *, out: Path, num_steps: int, stop_after: int, seed: int, thr
     partial.mkdir(parents=True)
     family = MODELS[name]
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(device.type == "cpu")
     torch.manual_seed(seed)
 
-    tokenizer = family.TEXT.build_tokenizer(seed=seed)
-    target = family.build_target(family.build_config())
-    mtp = family.build_mtp(target.config)
-    _init_matrices(mtp, std=target.config.initializer_range)
+    text: dict[str, Any] = {"seed": seed} | ({"texts": texts} if texts else {})
+    tokenizer = family.TEXT.build_tokenizer(**text)
     started = time.monotonic()
-    _train(
-        family,
-        target=target,
-        mtp=mtp,
-        tokenizer=tokenizer,
-        num_steps=num_steps,
-        stop_after=stop_after,
-        seed=seed,
-    )
+    with torch.device(device):
+        target = family.build_target(family.build_config(**({"width": width} if width else {})))
+        mtp = family.build_mtp(target.config)
+        _init_matrices(mtp, std=target.config.initializer_range)
+        _train(
+            family,
+            target=target,
+            mtp=mtp,
+            batches=family.TEXT.batches(tokenizer, **text),
+            num_steps=num_steps,
+            stop_after=stop_after,
+        )
     seconds = time.monotonic() - started
 
     tensors = family.to_disk(target, mtp)
@@ -111,10 +125,9 @@ def _train(
     *,
     target: PreTrainedModel,
     mtp: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
+    batches: Iterator[Batch],
     num_steps: int,
     stop_after: int,
-    seed: int,
 ) -> None:
     """Update both by `stop_after` batches, with the learning rates of a run of `num_steps`."""
     parameters = [*target.parameters(), *mtp.parameters()]
@@ -125,11 +138,12 @@ def _train(
         optimizer, lambda step: _lr_factor(step, num_steps)
     )
     after_step = family.balance(target, mtp)
-    batches = family.TEXT.batches(tokenizer, seed=seed)
     target.train()
     mtp.train()
     for step in range(1, stop_after + 1):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=family.COMPUTES_IN_BF16):
+        with torch.autocast(
+            parameters[0].device.type, dtype=torch.bfloat16, enabled=family.COMPUTES_IN_BF16
+        ):
             losses, hits = _losses(target, mtp, next(batches))
         loss = sum(weight * part for weight, part in zip(LOSS_WEIGHTS, losses, strict=True))
         optimizer.zero_grad(set_to_none=True)
@@ -255,7 +269,13 @@ def _main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="part of what makes a run repeatable (default 1)"
     )
+    parser.add_argument("--width", type=int, help="of tiny-docs: its hidden size, 256 by itself")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="JSON lines that tiny-docs reads in place of its own"
+    )
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
+    lines = (line for path in args.text or () for line in path.read_text().splitlines())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     out = args.out or Path("out") / args.model
     stop = args.stop_after or args.steps
@@ -266,6 +286,9 @@ def _main() -> None:
         stop_after=stop,
         seed=args.seed,
         threads=args.threads,
+        device=args.device,
+        width=args.width,
+        texts=[json.loads(line)["text"] for line in lines],
     )
 
 
