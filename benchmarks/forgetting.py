@@ -1,7 +1,10 @@
 """What a tuned MTP block forgets: one training recipe after another, judged on three kinds of text.
 
-    python benchmarks/forgetting.py             runs what is missing and prints the table
+    python benchmarks/forgetting.py             runs what is missing and prints it
+    python benchmarks/forgetting.py --page      writes the table of docs/quality.md: every model
+                                                that was run
     python benchmarks/forgetting.py --wide      learning rates at eight times the width
+    python benchmarks/forgetting.py --games     how often the guards take a block that lost
     python benchmarks/forgetting.py --texts     writes the texts alone; KIND-train.jsonl are for
                                                 models/train/train.py
 
@@ -63,9 +66,10 @@ from torch import Tensor
 ROOT = Path(__file__).parent.parent
 KINDS = ("docs", "code", "problems")
 CONFIDENCE = 0.95
+GAMES = 200
 BEGIN, END = "<!-- begin forgetting -->", "<!-- end of forgetting -->"
 HEAD = (
-    "| training | trained on | of the way | docs, k=1, 2, 3 | code | problems | mean gain | lowest | "
+    "| model | training | trained on | of the way | docs, k=1, 2, 3 | code | problems | mean gain | lowest | "
     "written |"
 )
 SETTINGS = {
@@ -188,7 +192,11 @@ class Held(Training):
         state = self._backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device)
         with torch.no_grad():
             hidden = block_input(skeleton, self._block, Batch(ids=ids, state=state, first=row))
-        given = {"ids": ids, "hidden": hidden, "num_steps": self.settings.draft_steps}
+        given = {
+            "ids": ids.to(skeleton.device),
+            "hidden": hidden,
+            "num_steps": self.settings.draft_steps,
+        }
         tokens = skeleton.model.get_input_embeddings()
         outputs = draft_steps([self._block], tokens, **given)
         with torch.no_grad():
@@ -395,13 +403,43 @@ def lines(arm: Arm, found: Mapping[str, Any], size: Size) -> Iterator[str]:
         yield f"| {' | '.join(words)} |"
 
 
+def play(work: Path) -> None:
+    """How often the guards take each arm's block, and how often where it is no better.
+
+    A game draws some judged sequences of each kind. A block that is no better: each sequence is
+    that of the trained block or that of the untrained one, by a coin.
+    """
+    rng = random.Random(0)
+    judged = Size().judged
+    for path in sorted(work.glob("*-runs/*.json")):
+        if path.parent.name.endswith("-wide-runs"):
+            continue
+        found = json.loads(path.read_text())
+        sides = [torch.tensor(found[name], dtype=torch.float64) for name in ("before", "all")]
+        for size in (16, 32, 64):
+            kinds = {kind: range(at * size, (at + 1) * size) for at, kind in enumerate(KINDS)}
+            taken = [0, 0]
+            for _ in range(GAMES):
+                rows: list[int] = []
+                for at in range(len(KINDS)):
+                    rows += rng.sample(range(at * judged, (at + 1) * judged), size)
+                before, after = (side[rows] for side in sides)
+                coin = torch.tensor([rng.random() < 0.5 for _ in rows]).view(-1, 1, 1, 1)
+                mixed = torch.where(coin, after, before), torch.where(coin, before, after)
+                for number, pair in enumerate(((before, after), mixed)):
+                    taken[number] += gains(*map(Acceptance, pair), kinds, CONFIDENCE, 1)[1]
+            shares = [f"{share / GAMES:.1%}" for share in taken]
+            print(path.parent.name, path.stem, size, *shares, flush=True)
+
+
 def main() -> None:
-    """Run what is missing, then print the table."""
+    """Run what is missing, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "forgetting")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-docs")
-    parser.add_argument("--stored", action="store_true", help="run nothing: arms that are there")
+    parser.add_argument("--page", action="store_true", help="write the page, of what is there")
     parser.add_argument("--wide", action="store_true", help="try rates at eight times the width")
+    parser.add_argument("--games", action="store_true", help="play with the guards, and end")
     parser.add_argument("--texts", action="store_true", help="write the texts, and end")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--arms", type=int, nargs="*", help="their numbers, from 0; all by itself")
@@ -409,42 +447,57 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.device.type == "cpu":
         multiply_in_f32()
+    if arguments.games:
+        return play(arguments.work)
     texts = arguments.work / "texts"
     if not texts.is_dir():
         texts.mkdir(parents=True)
         write_texts(texts)
     if arguments.texts:
         return
-    model, arms, size = arguments.model, ARMS, Size()
+    model = arguments.model
     if arguments.wide:
-        arms, size = RATES, Size(samples=32, guard=4, judged=8, length=128)
         model = arguments.work / f"{model.name}-wide"
         if not model.is_dir():
             widen(arguments.model, model, 8)
+    arms, size = tried(model.name)
     work = arguments.work / f"{model.name}-runs"
-    work.mkdir(parents=True, exist_ok=True)
-    table = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
+    work.mkdir(exist_ok=True)
     for number, arm in enumerate(arms):
-        if arguments.arms is not None and number not in arguments.arms:
-            continue
         path = work / f"{arm.key}.json"
-        if not path.is_file():
-            if arguments.stored:
-                continue
+        is_asked = arguments.arms is None or number in arguments.arms
+        if is_asked and not arguments.page and not path.is_file():
             print(arm.title, *arm.kinds, flush=True)
             with tempfile.TemporaryDirectory() as folder:
-                got = run(model, arm, texts, Path(folder), size, arguments.device)
-            path.write_text(json.dumps(got))
-        found = json.loads(path.read_text())
-        print(found["seconds"], found["losses"][:4], found["losses"][-4:])
-        own = [*lines(arm, found, size)]
-        print(*own, sep="\n", flush=True)
-        table += own
-    if arguments.wide or arguments.arms is not None:
-        return
-    page = ROOT / "docs" / "quality.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text("\n".join([before + BEGIN, "", *table, "", END + rest.partition(END)[2]]))
+                found = run(model, arm, texts, Path(folder), size, arguments.device)
+            path.write_text(json.dumps(found))
+            print(found["seconds"], found["losses"][:4], found["losses"][-4:])
+            print(*lines(arm, found, size), sep="\n", flush=True)
+    if arguments.page:
+        page = ROOT / "docs" / "quality.md"
+        before, _, rest = page.read_text().partition(BEGIN)
+        rows = "\n".join(table(arguments.work))
+        page.write_text(f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.partition(END)[2]}")
+
+
+def tried(model: str) -> tuple[Sequence[Arm], Size]:
+    """What is run with a model, and on how much text: rates on little, where it is wide."""
+    if model.endswith("-wide"):
+        return RATES, Size(samples=32, guard=4, judged=8, length=128)
+    return ARMS, Size()
+
+
+def table(work: Path) -> Iterator[str]:
+    """Of the page: each arm of each model that is there."""
+    yield from (HEAD, "|---" * HEAD.count(" | ") + "|---|")
+    for folder in sorted(work.glob("*-runs")):
+        model = folder.name.removesuffix("-runs")
+        arms, size = tried(model)
+        for arm in arms:
+            path = folder / f"{arm.key}.json"
+            if path.is_file():
+                for line in lines(arm, json.loads(path.read_text()), size):
+                    yield f"| {model} {line}"
 
 
 if __name__ == "__main__":

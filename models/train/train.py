@@ -83,9 +83,12 @@ def run(
 
     text: dict[str, Any] = {"seed": seed} | ({"texts": texts} if texts else {})
     tokenizer = family.TEXT.build_tokenizer(**text)
+    config = family.build_config(**({"width": width} if width else {}))
+    if device.type != "cpu":  # a GPU's grouped products take no F32 weights everywhere
+        config._experts_implementation = "eager"
     started = time.monotonic()
     with torch.device(device):
-        target = family.build_target(family.build_config(**({"width": width} if width else {})))
+        target = family.build_target(config)
         mtp = family.build_mtp(target.config)
         _init_matrices(mtp, std=target.config.initializer_range)
         _train(
