@@ -141,7 +141,7 @@ def _pack_weight(
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     outputs = {
-        spec.suffix: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=weight.device)
+        spec.suffix: weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         for spec in scheme.weight_tensors(*weight.shape)
     }
     if "weight_shape" in outputs:

@@ -90,7 +90,7 @@ def rounding_of(module: Any, scale: float) -> Rounding:
 def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
     """E2M1 values [..., K] with an E4M3 scale for each 16, in units of 1 / divisor."""
     groups = value.float().unflatten(-1, (-1, 16))
-    common = torch.full((), divisor, dtype=torch.float32, device=value.device)
+    common = value.new_full((), divisor, dtype=torch.float32)
     scale = (common * (groups.abs().amax(dim=-1, keepdim=True) * (1 / _E2M1_MAX))).clamp(
         max=_E4M3_MAX
     )
@@ -126,7 +126,7 @@ def fp8_groups(value: Tensor, *, group_size: int) -> Tensor:
 
 def fp8_tensor(value: Tensor, *, scale: float) -> Tensor:
     """E4M3 values [..., K] with one scale that is known before."""
-    common = torch.full((), scale, dtype=torch.float32, device=value.device)
+    common = value.new_full((), scale, dtype=torch.float32)
     return (e4m3(value.float() * common.reciprocal()) * common).to(value.dtype)
 
 
