@@ -129,6 +129,10 @@ def joined() -> Iterator[Ranks]:
         RecipeError: a node has fewer GPUs than processes; inside, wherever another process or this
             one's GPU is gone.
     """
+    # PyTorch reads it when it starts CUDA. Segments that grow leave no holes that nothing fits; who
+    # chose a setting keeps it. On a CPU nobody reads it.
+    if "ALLOC_CONF" not in " ".join(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     place = place_of_process()
     ranks = Ranks(
         rank=place.rank, size=place.size, device=_device_of(place), local_size=place.local_size
