@@ -96,8 +96,8 @@ def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
     )
     scale = scale.to(torch.float8_e4m3fn).float()
     unit = scale * common.reciprocal()
-    scaled = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
-    return (e2m1(scaled) * (scale / common)).flatten(-2).to(value.dtype)
+    groups = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
+    return (e2m1(groups) * (scale / common)).flatten(-2).to(value.dtype)
 
 
 def int8_tokens(value: Tensor) -> Tensor:
@@ -140,9 +140,8 @@ def e2m1(scaled: Tensor) -> Tensor:
     `pack._e2m1_codes`).
     """
     magnitude = scaled.abs().clamp_(max=_E2M1_MAX)
-    power = (
-        (magnitude.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(2.0**22)
-    )
+    power = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+    power = power.view(torch.float32).mul_(2.0**22)
     return magnitude.add_(power).sub_(power).copysign_(scaled)
 
 
