@@ -79,7 +79,10 @@ def main() -> None:
     if refusal := missing(device):
         print(refusal, file=sys.stderr)
         sys.exit(2)
-    with tempfile.TemporaryDirectory(prefix="keepmtp-gpu-") as folder:
+    from keepmtp.quantize.run.ranks import joined
+
+    # As a run of keepmtp does, with its choice of allocator.
+    with tempfile.TemporaryDirectory(prefix="keepmtp-gpu-") as folder, joined():
         rows = measured(parts(device, Path(folder), small=chosen.small), chosen.only)
     is_whole = device.type == "cuda" and not chosen.small and not chosen.only
     if page := chosen.page or (PAGE if is_whole else None):

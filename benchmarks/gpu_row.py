@@ -55,8 +55,11 @@ def forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def peak_bytes(device: torch.device) -> int | None:
-    """The most bytes that tensors took on the device since `forget_peak`; None for the CPU, which
-    does not count.
+def peak_bytes(device: torch.device) -> tuple[int, int]:
+    """The most bytes that tensors took on the device since `forget_peak`, and that the allocator
+    had of it for them; 0 for the CPU, which does not count.
     """
-    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
+    if device.type == "cpu":
+        return 0, 0
+    accelerator = torch.accelerator
+    return accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device)

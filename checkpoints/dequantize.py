@@ -60,7 +60,7 @@ def dequantize(
     if form == "plain":
         return weight
     scale = scale_of(parts)
-    (num_rows, num_columns) = shape
+    num_rows, num_columns = shape
     if form == "fp8_sliced" and block is not None:
         count = num_slices(num_rows, scale.shape[0], block[0]) or 1
         table = _byte_table(weight)
@@ -139,7 +139,7 @@ def _scaled(
     (num_rows, num_columns), (rows, columns) = shape, block
     num_groups = -(-num_columns // columns)
     _expect_shape("weight_scale", scale, (-(-num_rows // rows), num_groups))
-    values = torch.empty((num_rows, num_columns), dtype=torch.bfloat16, device=packed.device)
+    values = packed.new_empty(shape, dtype=torch.bfloat16)
     for first, last in row_ranges(values, rows):
         index = packed[first:last].contiguous().view(torch.uint8).reshape(-1).to(torch.int32)
         codes = table.index_select(0, index).view(torch.float32)

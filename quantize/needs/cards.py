@@ -1,6 +1,6 @@
 """GPUs by their names, and how much memory they have.
 
-In: a name that people type, or a number of GiB. Out: a `Card`.
+In: a name that people type, or a number of GiB. Out: a name and bytes.
 
 Source: NVIDIA's datasheets of A10, A40, A100 80GB SXM, L40S, H100 SXM, H200 SXM, HGX B200 and HGX
 B300.
@@ -8,7 +8,6 @@ B300.
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ...recipes.errors import RecipeError, did_you_mean
 from ...recipes.frozen import frozen
@@ -29,13 +28,6 @@ CARDS: Mapping[str, int] = {
 """Name -> memory in GB, of 10^9 bytes."""
 
 
-class Card(NamedTuple):
-    """A GPU, and its bytes of memory."""
-
-    name: str
-    memory_bytes: int
-
-
 @frozen
 class GPU:
     """One NVIDIA GPU as nvidia-smi lists it; `capability` like "9.0", memory 0 where it is not
@@ -48,17 +40,17 @@ class GPU:
     free_gib: float = 0.0
 
 
-def card_of(word: str) -> Card:
-    """The card that a person means by a name or by a number of GiB.
+def card_of(word: str) -> tuple[str, int]:
+    """The card that a person means by a name or by a number of GiB, and its bytes of memory.
 
     Raises:
         RecipeError: it is neither.
     """
     for name in re.split(r"[\s_-]|RTX", word.upper()):
         if name in CARDS:
-            return Card(name, CARDS[name] * 10**9)
+            return name, CARDS[name] * 10**9
     if re.fullmatch(r"\d{1,4}(\.\d+)?", word) and float(word):
-        return Card(f"GPUs of {float(word):g} GiB", int(float(word) * 2**30))
+        return f"GPUs of {float(word):g} GiB", int(float(word) * 2**30)
     raise RecipeError(
         "--gpu-memory",
         f"must be a number of GiB, or one of {', '.join(CARDS)}",

@@ -5,11 +5,11 @@ bytes, on the device that calibrates and on the host. And the largest batch that
 how much of this machine's memory is free.
 
 What is small is not counted; the count is right within a factor. Easy to get wrong: eager attention
-holds the scores of all heads in F32 and in BF16 together, B x heads x S x S of each, and a decoder
-layer keeps the BF16 ones until it returns. At 2,048 tokens they are more than all other
-activations. And what counts for Hessians and caches is not
-modules but inputs: q, k and v read one tensor, and so do the gate and up projections of all
-experts.
+holds the scores of all heads of a sequence in BF16 and twice in F32 together, heads x S x S of
+each, and a batch has one sequence after the other (`forwards.adapted`; a checkpoint's own
+code that does not ask transformers how to attend has all at once). And what counts for Hessians and
+caches is not modules but inputs: q, k and v read one tensor, and so do the gate and up projections
+of all experts.
 
 A container has a limit of its own, which /proc/meminfo does not know; the smaller number counts.
 
@@ -38,7 +38,13 @@ PROCESS_BYTES = 1_200_000_000
 CONTEXT_BYTES = 600_000_000
 """What CUDA and its libraries take of a GPU before a tensor is there."""
 FRAGMENTS = 1.05
-"""The allocator's blocks are larger than what is asked for, and are not always used again."""
+"""What the allocator has of a GPU, over what tensors take at most, with segments that grow
+(`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25."""
+# Weights to a byte of the scales and zero points that they have where they are rewritten: three
+# bytes for a group of 16, the smallest.
+_WEIGHTS_A_BYTE = 5
+# Copies of its values that the reference of linear attention holds.
+_LINEAR = 8
 # F32 values that rounding one matrix, or one input, to a scheme holds at a time.
 _ROUNDING = 3
 # Slots whose logits are there at a time while a block is trained, and F32 values of each
@@ -101,15 +107,11 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
     index = max(layers, key=lambda index: _elements(layers[index]), default=0)
 
     calibration = plan.calibration
-    size = batch_size or calibration.batch_size
-    batch = _Batch(plan, size)
+    batch = _Batch(plan, batch_size or calibration.batch_size)
     alone = _Batch(plan, 1)
     length = calibration.sequence_length
     vocabulary = max(tensor.shape[0] for tensor in head)
-    # Logits of one sequence, the same in F32, and the logarithm of their softmax.
-    logits = length * vocabulary * (BF16 + 2 * F32)
     states = 2 * batch.tokens * batch.channels * BF16  # two batches: one is read, one is written
-    stored = plan.num_bytes_read(layers[index])
     drafts = alone.activations(block, _DRAFT_STEPS * length)
     if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
         drafts = max(drafts, batch.activations(block, length))
@@ -120,10 +122,12 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
         device += BF16 * (_elements(around) + _elements(tensors))
         found.append(StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host))
 
-    device, host = batch.algorithm(layers[index])
-    device += batch.activations(layers[index], length)
-    add(f"decoder layer {index}", layers[index], device, host + stored + states)
-    add("head", head, logits, 0)
+    layer = layers[index]
+    device, host = batch.algorithm(layer)
+    device += batch.activations(layer, length)
+    add(f"decoder layer {index}", layer, device, host + plan.num_bytes_read(layer) + states)
+    # Logits of one sequence, the same in F32, and the logarithm of their softmax.
+    add("head", head, length * vocabulary * (BF16 + 2 * F32), 0)
     if plan.view.family.draft is not None and plan.view.num_mtp_layers:
         device, host = batch.algorithm(block)
         add("MTP block", [*head, *block], device + drafts, host + states)
@@ -150,15 +154,11 @@ def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
         device_bytes: free before the model is there.
         at_most: no more than these, such as the sequences that there are.
     """
-    fitting = 0
-    size = 1
-    while size <= at_most:
-        needed = max(station.device_bytes for station in stations(plan, batch_size=size))
-        if needed * FRAGMENTS > device_bytes:
-            break
-        fitting = size
-        size = 2 * size
-    return fitting
+    for power in reversed(range(at_most.bit_length())):
+        needed = max(station.device_bytes for station in stations(plan, batch_size=2**power))
+        if needed * FRAGMENTS <= device_bytes:
+            return 2**power
+    return 0
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,13 @@ class _Batch:
         return self.plan.view.number("hidden_size") * (self.plan.view.number("hc_mult") or 1)
 
     def scores(self, keys: int) -> int:
-        """Elements of one copy of the attention scores."""
-        return self.plan.view.number("num_attention_heads") * self.tokens * keys
+        """Elements of one copy of a sequence's attention scores."""
+        length = self.plan.calibration.sequence_length
+        return self.plan.view.number("num_attention_heads") * length * keys
 
     def activations(self, tensors: Sequence[TensorPlan], keys: int) -> int:
-        """States, and whichever holds more at its peak: the attention, or the MLP while the
-        scores are kept.
+        """States, what attention or MLP keep while they compute, and the largest of what is
+        computed for a moment.
         """
         # What attention's projections compute, and keys and values repeated for every head; rotated
         # copies too.
@@ -192,25 +193,27 @@ class _Batch:
         attention = BF16 * (
             self.tokens * sum(rows for rows, _ in linears) + self.size * keys * inner * 4
         )
-        # Gate, up and two products of a dense MLP, or of the shared experts.
-        mlp = 4 * BF16 * max((min(shape[-2:]) for shape in _matrices(tensors, *_DENSE)), default=0)
-        if experts := _matrices(tensors, "experts"):  # of one expert, and the router's choices
-            chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") or 1
-            width = min(min(shape[-2:]) for shape in experts)
-            routed = 4 * width * BF16 + chosen * self._num_experts * F64 + self.channels * 3 * BF16
-            mlp = max(mlp, routed)
-        scores = self.scores(keys)
-        peak = max(scores * (2 * BF16 + F32) + attention, scores * BF16 + self.tokens * mlp)
-        # Input, residual, normed copy, output, and the F32 copies that a norm makes; and the mask.
-        states = self.tokens * self.channels * (4 * BF16 + 2 * F32)
-        mask = self.plan.calibration.sequence_length * keys * F64
-        # Rounding the widest matrix, one expert's of a stack, or the widest input, to its scheme.
+        # Without its own kernels, linear attention computes in F32.
+        if _matrices(tensors, "linear_attention"):
+            attention += _LINEAR * F32 * self.tokens * inner
+        # Gate, up and two products of a dense MLP, the shared experts or one expert; and what a
+        # router chooses, of all that there are.
+        mlps = (min(shape[-2:]) for shape in _matrices(tensors, *_DENSE, "experts"))
+        chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") * self._num_experts
+        mlp = BF16 * (4 * max(mlps, default=0) + 3 * self.channels) + chosen * F64
+        # Input, residual, normed copy, output; and the mask.
+        states = self.tokens * (4 * self.channels + 2 * keys) * BF16
+        # A sequence's scores; or rounding to a scheme: the widest matrix, one expert's of a stack,
+        # or the widest input. A norm's F32 copies are fewer.
         rounded = [tensor for tensor in tensors if tensor.fate == "quantize"]
         matrix = max((prod(tensor.shape[-2:]) for tensor in rounded), default=0)
         inputs = max(
-            (tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs), default=0
+            (tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs),
+            default=self.channels,
         )
-        return states + mask + peak + _ROUNDING * F32 * max(matrix, self.tokens * inputs)
+        rounding = _ROUNDING * F32 * max(matrix, self.tokens * inputs)
+        briefly = max(self.scores(keys) * (BF16 + 2 * F32), rounding)
+        return states + max(attention, self.tokens * mlp) + briefly
 
     @property
     def _num_experts(self) -> int:
@@ -224,28 +227,33 @@ class _Batch:
 
         A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
         """
-        experts = _matrices(tensors, "experts")
         shapes = [
             tensor.shape for tensor in tensors if len(tensor.shape) > 1 and tensor.role != "experts"
         ]
         wide = sum(sum(shape[-2:]) for shape in shapes)
-        wide += num_experts * 6 * min((min(shape[-2:]) for shape in experts), default=0)
+        wide += (
+            num_experts
+            * 6
+            * min((min(shape[-2:]) for shape in _matrices(tensors, "experts")), default=0)
+        )
         states = self.channels * (12 * BF16 + 4 * F32)
-        return self.tokens * (wide * copies * BF16 + states) + self.scores(keys) * (2 * BF16 + F32)
+        scores = self.scores(keys) * (2 * BF16 + F32)
+        return self.tokens * (wide * copies * BF16 + states) + self.size * scores
 
     def algorithm(self, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
         """What the algorithm holds for a layer or block, on the device and on the host."""
         calibration = self.plan.calibration
-        length = self.plan.calibration.sequence_length
+        length = calibration.sequence_length
         text = calibration.samples * length
         rewritten = _rewritten(tensors)
+        scales = _elements(rewritten) // _WEIGHTS_A_BYTE
         match calibration.algorithm if rewritten else "minmax":
             case "gptq":  # and an inverse
                 widest = max(tensor.shape[-1] for tensor in rewritten)
-                return hessian_bytes(tensors) + 2 * F32 * widest**2, 0
+                return scales + hessian_bytes(tensors) + 2 * F32 * widest**2, 0
             case "awq":  # the outputs of a module in all batches
                 outputs = text * self.plan.view.number("hidden_size") * BF16
-                return outputs, awq_cache_bytes(tensors, text, one_turn=True)
+                return scales + outputs, awq_cache_bytes(tensors, text, one_turn=True)
             case (
                 "autoround"
             ):  # all states: what the layer is handed, and what it returns before and after
@@ -254,7 +262,7 @@ class _Batch:
                 learned += step.gradients(tensors, length, self._num_experts)
                 return learned, 3 * text * self.channels * BF16
             case _:
-                return 0, 0
+                return scales, 0
 
 
 def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:

@@ -120,7 +120,7 @@ def divided(amax: Tensor, divisor: float) -> Tensor:
     """amax / divisor in the dtype of amax. A CUDA division by a Python number multiplies by its
     reciprocal instead.
     """
-    return amax / torch.full((), divisor, dtype=amax.dtype, device=amax.device)
+    return amax / amax.new_full((), divisor)
 
 
 def linear_scale(amax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:

@@ -141,7 +141,7 @@ def _pack_weight(
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     outputs = {
-        spec.suffix: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=weight.device)
+        spec.suffix: weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         for spec in scheme.weight_tensors(*weight.shape)
     }
     if "weight_shape" in outputs:
@@ -339,18 +339,23 @@ def _float8_blocks(chunk: Chunk, rows: int, columns: int) -> None:
     its peer.
     """
     values = chunk.values
-    width = chunk.values.shape[1]
-    for top in range(0, len(values), rows):
-        own = values[top : top + rows]
-        amax = torch.nn.functional.pad(magnitude_bits(own).amax(0), (0, -width % columns))
-        amax = finite(amax.unflatten(0, (-1, columns)).amax(-1), values.dtype)
-        scale = linear_scale(amax, _E4M3_MAX, values.dtype)
+    width = values.shape[1]
+    # All blocks are looked at before one is stored: a GPU is waited for once.
+    bits = torch.stack([part.amax(0) for part in magnitude_bits(values).split(rows)])
+    bits = torch.nn.functional.pad(bits, (0, -width % columns)).unflatten(1, (-1, columns))
+    scales = linear_scale(finite(bits.amax(-1), values.dtype), _E4M3_MAX, values.dtype)
+    for own, scale, stored, weight in zip(
+        values.split(rows),
+        scales,
+        chunk.out["weight_scale"],
+        chunk.out["weight"].split(rows),
+        strict=True,
+    ):
         if chunk.search:
             own = chunk.scaled[: own.numel()].view(own.shape).copy_(own)
             scale = _swept_blocks(own, scale, columns, chunk.importance)
-        chunk.out["weight_scale"][top // rows].copy_(scale)
-        per_column = scale.repeat_interleave(columns)[:width]
-        _store_float8(own, per_column, chunk.out["weight"][top : top + rows])
+        stored.copy_(scale)
+        _store_float8(own, scale.repeat_interleave(columns)[:width], weight)
 
 
 def _swept_blocks(values: Tensor, scale: Tensor, columns: int, importance: Tensor | None) -> Tensor:

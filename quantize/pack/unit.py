@@ -211,7 +211,7 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
             return None
     shift = _TOP - highest
     found = []
-    global_scale = torch.tensor([2.0**shift], dtype=torch.float32, device=occupied.device)
+    global_scale = occupied.new_full((1,), 2.0**shift, dtype=torch.float32)
     for (packed, _), exponent in zip(members, exponents, strict=True):
         # Powers of two become E4M3 without rounding.
         scale = (exponent + shift).clamp(_BOTTOM, _TOP).float().exp2().to(torch.float8_e4m3fn)

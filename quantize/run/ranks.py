@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -101,23 +101,10 @@ class Ranks:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The same values summed over the ranks, on the CPU."""
-        if self.size == 1:
-            return values.cpu()
-        total = values.to(self.device)
-        dist.all_reduce(total)
+        total = values.to(self.device, copy=True)
+        if self.size > 1:
+            dist.all_reduce(total)
         return total.cpu()
-
-    def add_up(self, values: Iterable[torch.Tensor]) -> None:
-        """Sum each tensor over the ranks, in place."""
-        if self.size > 1:
-            for value in values:
-                dist.all_reduce(value)
-
-    def take_from_first(self, values: Iterable[torch.Tensor]) -> None:
-        """Give each tensor the first rank's values, in place."""
-        if self.size > 1:
-            for value in values:
-                dist.broadcast(value, src=0)
 
 
 def has_others() -> bool:
@@ -142,6 +129,10 @@ def joined() -> Iterator[Ranks]:
         RecipeError: a node has fewer GPUs than processes; inside, wherever another process or this
             one's GPU is gone.
     """
+    # PyTorch reads it when it starts CUDA. Segments that grow leave no holes that nothing fits; who
+    # chose a setting keeps it. On a CPU nobody reads it.
+    if "ALLOC_CONF" not in " ".join(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     place = place_of_process()
     ranks = Ranks(
         rank=place.rank, size=place.size, device=_device_of(place), local_size=place.local_size

@@ -127,6 +127,7 @@ def pretended_gpu() -> Iterator[GPU]:
         "max_memory_allocated": lambda *_: gpu.peak_bytes,
         "memory_allocated": lambda *_: gpu.bytes_now,
         "memory_reserved": lambda *_: gpu.bytes_now,
+        "max_memory_reserved": lambda *_: gpu.peak_bytes,
         "reset_peak_memory_stats": lambda *_: setattr(gpu, "peak_bytes", gpu.bytes_now),
         "empty_cache": lambda *_: None,
         "synchronize": lambda *_: None,

@@ -90,14 +90,14 @@ def rounding_of(module: Any, scale: float) -> Rounding:
 def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
     """E2M1 values [..., K] with an E4M3 scale for each 16, in units of 1 / divisor."""
     groups = value.float().unflatten(-1, (-1, 16))
-    common = torch.full((), divisor, dtype=torch.float32, device=value.device)
+    common = value.new_full((), divisor, dtype=torch.float32)
     scale = (common * (groups.abs().amax(dim=-1, keepdim=True) * (1 / _E2M1_MAX))).clamp(
         max=_E4M3_MAX
     )
     scale = scale.to(torch.float8_e4m3fn).float()
     unit = scale * common.reciprocal()
-    scaled = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
-    return (e2m1(scaled) * (scale / common)).flatten(-2).to(value.dtype)
+    groups = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
+    return (e2m1(groups) * (scale / common)).flatten(-2).to(value.dtype)
 
 
 def int8_tokens(value: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def fp8_groups(value: Tensor, *, group_size: int) -> Tensor:
 
 def fp8_tensor(value: Tensor, *, scale: float) -> Tensor:
     """E4M3 values [..., K] with one scale that is known before."""
-    common = torch.full((), scale, dtype=torch.float32, device=value.device)
+    common = value.new_full((), scale, dtype=torch.float32)
     return (e4m3(value.float() * common.reciprocal()) * common).to(value.dtype)
 
 
@@ -140,9 +140,8 @@ def e2m1(scaled: Tensor) -> Tensor:
     `pack._e2m1_codes`).
     """
     magnitude = scaled.abs().clamp_(max=_E2M1_MAX)
-    power = (
-        (magnitude.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(2.0**22)
-    )
+    power = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+    power = power.view(torch.float32).mul_(2.0**22)
     return magnitude.add_(power).sub_(power).copysign_(scaled)
 
 

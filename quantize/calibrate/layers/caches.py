@@ -109,7 +109,7 @@ def rounded_caches(model: Any) -> AbstractContextManager[None]:
 
 def e4m3_by(scale: float, value: Tensor) -> Tensor:
     """What a cache in E4M3 makes of a value [...], in the value's dtype."""
-    common = torch.full((), scale, dtype=torch.float32, device=value.device)
+    common = value.new_full((), scale, dtype=torch.float32)
     return (e4m3(value.float() / common) * common).to(value.dtype)
 
 

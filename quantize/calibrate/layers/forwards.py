@@ -16,6 +16,7 @@ write that fails), torch 2.13 autograd/grad_mode.py (`inference_mode`).
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.utils import calibration_forward_context
 from llmcompressor.utils.helpers import disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor
+from transformers import AttentionInterface
 
 from .activations import rounded_inputs
 from .caches import rounded_caches
@@ -39,7 +41,7 @@ def calibrating(model: Any) -> Iterator[None]:
     chooses whose output counts.
     """
     with (
-        without_inference_mode(),
+        adapted(),
         moe_calibration_context(),
         calibration_forward_context(model),
     ):
@@ -75,7 +77,7 @@ def released(model: Any) -> Iterator[None]:
     if {value.device.type for value in model.parameters()} <= {"cpu", "meta"}:
         experts = moe_calibration_context()
     with (
-        without_inference_mode(),
+        adapted(),
         disable_cache(model),
         eval_context(model),
         disable_hf_kernels(model),
@@ -85,8 +87,13 @@ def released(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def without_inference_mode() -> Iterator[None]:
-    """A forward that enters `torch.inference_mode` computes under `torch.no_grad` meanwhile."""
+def adapted() -> Iterator[None]:
+    """A forward that enters `torch.inference_mode` computes under `torch.no_grad` meanwhile, and
+    its eager attention takes one sequence of a batch after the other.
+
+    So no more scores are there than those of one, and the weights, which nobody reads, are freed at
+    once. The bits are those of the batch wherever a product's do not depend on how many there are.
+    """
 
     def enter(self: Any) -> None:
         self._inference_mode_context = torch.set_grad_enabled(not self.mode)
@@ -94,9 +101,25 @@ def without_inference_mode() -> Iterator[None]:
     # The class itself is changed, because a forward enters it from its source, or from a
     # decorator's closure that nobody else can reach: a forward on the instance is passed over by
     # `super().forward` and by llm-compressor's wrapper, which look it up on the class (checked
-    # against torch 2.13, compressed-tensors 0.19.0 offload/module.py).
-    with patch_attr(torch.inference_mode, "__enter__", enter):
+    # against torch 2.13, compressed-tensors 0.19.0 offload/module.py). And a function that is
+    # registered with transformers is not handed the model file's own eager attention (5.17).
+    with (
+        patch_attr(torch.inference_mode, "__enter__", enter),
+        patch_attr(
+            AttentionInterface,
+            "get_interface",
+            lambda _registry, _name, eager: partial(_attend_in_turn, eager),
+        ),
+    ):
         yield
+
+
+def _attend_in_turn(eager: Any, module: Any, *states: Any, **given: Any) -> Any:
+    """What eager attention returns of queries, keys, values and their mask, without its weights."""
+    size = len(states[0])
+    # A part that `split` makes has a gradient of its own size, a slice one of the batch's.
+    parts = ([x] * size if x is None or len(x) < size else x.split(1) for x in states)
+    return torch.cat([eager(module, *row, **given)[0] for row in zip(*parts, strict=True)]), None
 
 
 def small_parameters(model: Any) -> dict[str, Tensor]:

@@ -79,10 +79,11 @@ def smoothings_of(
         candidates, calls = _candidates(model, batch, norms_only=work.algorithm == "smoothquant")
         reference = _observe(model, batch, work)
         for candidate in candidates:
-            group = []
-            for each in candidate:
-                if untouchable.isdisjoint(each.touched) and not rewritten.isdisjoint(each.balance):
-                    group.append(each)
+            group = [
+                each
+                for each in candidate
+                if untouchable.isdisjoint(each.touched) and not rewritten.isdisjoint(each.balance)
+            ]
             if not group:
                 continue
             with _powers_of_two(model, group):

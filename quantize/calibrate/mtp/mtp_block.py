@@ -60,7 +60,6 @@ class MtpBlock(PreTrainedModel):
         head: the draft's own head; None where it uses the target's.
     """
 
-    _supports_sdpa = True
     config_class = PreTrainedConfig
 
     def __init__(
@@ -99,10 +98,6 @@ class MtpBlock(PreTrainedModel):
         self._kept = None
         if draft.can_keep_choice and view.text_config.get(_KEEPS_CHOICE, False):
             self._kept = KeptChoice(self)
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -146,8 +141,8 @@ class MtpBlock(PreTrainedModel):
         if self.draft.zeroes_first:
             inputs_embeds = inputs_embeds.masked_fill((positions_T == 0)[None, :, None], 0.0)
         states = self._join(self.embedding_norm(inputs_embeds), hidden)
-        additive = torch.zeros(mask.shape, dtype=inputs_embeds.dtype, device=inputs_embeds.device)
-        additive = additive.masked_fill(~mask, torch.finfo(inputs_embeds.dtype).min)[None, None]
+        lowest = torch.finfo(inputs_embeds.dtype).min
+        additive = inputs_embeds.new_zeros(mask.shape).masked_fill(~mask, lowest)[None, None]
         rotated = self._rotated(inputs_embeds, positions_T)
         for layer in self.layers:
             states = layer(

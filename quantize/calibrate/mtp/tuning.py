@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
@@ -117,8 +118,9 @@ class Training:
             for step in range(first, self.settings.steps):
                 self._step(step)
                 is_last = step + 1 == self.settings.steps
-                if is_last:
-                    ranks.take_from_first(self._masters.values())
+                if is_last and ranks.size > 1:  # all take the first one's
+                    for master in self._masters.values():
+                        dist.broadcast(master, src=0)
                 if ranks.is_first and (is_last or time.monotonic() - saved >= _SAVE_SECONDS):
                     self._save(kept, step + 1)
                     saved = time.monotonic()
@@ -159,7 +161,9 @@ class Training:
                 if parameter.grad is not None:  # an expert that no token is sent to has none
                     gradient += parameter.grad
                     parameter.grad = None
-        ranks.add_up([total, *gradients.values()])
+        if ranks.size > 1:
+            for value in (total, *gradients.values()):
+                dist.all_reduce(value)
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), _LARGEST_GRADIENT)
         if not (total + norm).isfinite():
             raise RecipeError(

@@ -10,7 +10,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers import forwards
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.layers.forwards import without_inference_mode
+from keepmtp.quantize.calibrate.layers.forwards import adapted
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.find import find_recipe
@@ -42,7 +42,7 @@ def test_decorated_code_of_a_checkpoint_calibrates_as_plain_code(form, tmp_path,
     plain, own = (write_foreign(tmp_path / f"mimo_{each}", each) for each in ("plain", form))
     expected = calibrated(plain, tmp_path / "plain")
     assert calibrated(own, tmp_path / "own") == expected and len(expected) == 42
-    monkeypatch.setattr(forwards, "without_inference_mode", nullcontext)
+    monkeypatch.setattr(forwards, "adapted", nullcontext)
     with pytest.raises(RuntimeError, match="nference tensor"):
         calibrated(own, tmp_path / "twin")
 
@@ -64,7 +64,7 @@ def test_each_way_to_begin_it(cls):
     model, x = cls(4, 4), torch.ones(1, 4)
     wanted = model(x)
     assert wanted.is_inference()
-    with torch.no_grad(), without_inference_mode():
+    with torch.no_grad(), adapted():
         result = model(x)
         assert not result.is_inference() and not result.requires_grad
         assert torch.equal(result, wanted)
