@@ -286,8 +286,10 @@ endif
 	@touch $@
 
 # The whole CUDA wheel on a machine without a GPU. An index may have PyTorch's CPU build too, and `===` does not take it.
+# transformers is that of the other environment: what differs is then the stubs' doing.
 $(CUDA_WHEEL)/.vllm:
 	$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(CUDA_WHEEL)/venv
-	$(CUDA_WHEEL)/venv/bin/python -m pip --disable-pip-version-check install -qq vllm==0.33.0 torch===2.14.0
+	$(CUDA_WHEEL)/venv/bin/python -m pip --disable-pip-version-check install -qq vllm==0.33.0 torch===2.14.0 \
+	$$(grep ^transformers= constraints-vllm.txt)
 	@touch $@

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
 from checkpoint_files import Checkpoint, write
 from good import ours
+from keepmtp.recipes.conventions import ALGORITHMS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.vllm import FILE
 from keepmtp.recipes.schemes import SCHEMES
@@ -99,6 +100,9 @@ FAMILIES: dict[Name, Callable[[], Checkpoint]] = {
 }
 OF_SCHEMES: dict[Name, Callable[[], Checkpoint]] = {
     (TABLED, scheme): partial(ours, TABLED, scheme, scheme, "split") for scheme in SCHEMES
+} | {
+    (TABLED, f"modelopt {scheme}"): partial(ours, TABLED, scheme, scheme, "split", "modelopt")
+    for scheme in ALGORITHMS
 }
 
 
@@ -183,7 +187,7 @@ def flat(side: Mapping[str, Any]) -> tuple[dict[tuple[str, ...], str], dict[Row,
 
 
 def differences(sides: Mapping[str, Any]) -> tuple[str, int]:
-    """A page of what differs, and how much."""
+    """A page of what differs, and how much; a load that ends otherwise has no kernels to compare."""
     (verdicts, kernels), (real_verdicts, real_kernels) = (flat(sides[side]) for side in SIDES)
     other = {
         cell: (text, real_verdicts[cell])
@@ -195,6 +199,7 @@ def differences(sides: Mapping[str, Any]) -> tuple[str, int]:
         row: (kernels.get(row, ""), real_kernels.get(row, ""))
         for row in rows
         if kernels.get(row, "") != real_kernels.get(row, "")
+        and (row.model, row.variant, row.gpu) not in other
     }
     kinds = Counter((row.gpu, row.layer, *pair) for row, pair in changed.items())
     lines = [
@@ -214,7 +219,8 @@ def kernels_of(side: Mapping[str, Any]) -> Kernels:
     """Which kernel is picked for each scheme, on which GPUs."""
     found: Kernels = {}
     for row, kernel in flat(side)[1].items():
-        if row.variant in SCHEMES and kernel and "Attention" not in row.layer:
+        of_schemes = (row.model, row.variant) in OF_SCHEMES
+        if of_schemes and kernel and "Attention" not in row.layer:
             layers = "routed experts" if row.layer == "RoutedExperts" else "linear modules"
             gpus = found.setdefault(row.variant, {}).setdefault(layers, {}).setdefault(kernel, [])
             if row.gpu not in gpus:

@@ -270,9 +270,10 @@ class ScratchFolder:
 
         Args:
             prefix: how its name starts.
-            folder: where it is made; default the system's folder for such things.
+            folder: where it is made, and made itself; default the system's folder for such things.
         """
         parent = folder or Path(gettempdir())
+        parent.mkdir(parents=True, exist_ok=True)
         remove_left(prefix, parent)
         made = Path(mkdtemp(prefix=_NEW, dir=parent))
         lock = os.open(made, os.O_RDONLY)

@@ -86,9 +86,11 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     yield ""
     yield f"served by: vLLM {minor(NEWEST)}, {written.line}"
     used = {(each.scheme, each.role == "experts") for each in made.tensors if each.scheme}
+    kernels = KERNELS["kernels"]
     for scheme, is_routed in sorted(used):
         layers = ("linear modules", "routed experts")[is_routed]
-        for kernel, gpus in KERNELS["kernels"][scheme][layers].items():
+        picked = kernels.get(f"{made.recipe.format} {scheme}", kernels[scheme])
+        for kernel, gpus in picked[layers].items():
             yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
     yield ""
     yield from lines(needs)

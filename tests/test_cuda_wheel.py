@@ -4,7 +4,6 @@ import cuda_wheel
 import pytest
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.recipes.runtimes.vllm import KERNELS
-from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.dryload.versions import chosen_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
 
@@ -12,17 +11,22 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 def test_the_page_has_the_kernels_of_every_scheme():
     page = cuda_wheel.PAGE.read_text()
     assert page == cuda_wheel.with_table(page, KERNELS["kernels"]), "run `make cuda-wheel`"
-    assert [*KERNELS["kernels"]] == [*SCHEMES]
+    assert [*KERNELS["kernels"]] == [scheme for _, scheme in cuda_wheel.OF_SCHEMES]
 
 
 def test_what_differs_is_counted_and_named():
     sides = {}
     for side, verdict, kernel in (("stubs", "loads", "Marlin"), ("wheel", "1 faults", "Humming")):
         rows = [["draft", "mtp.fc", "Linear", "FP8", kernel, "ok", 1]]
-        sides[side] = {"sm90": [["glm-4.7", "FP8", {"verdict": verdict, "rows": rows}]]}
+        ended = {"FP8": "loads", "modelopt FP8": verdict}
+        sides[side] = {
+            "sm90": [
+                ["glm-4.7", name, {"verdict": each, "rows": rows}] for name, each in ended.items()
+            ]
+        }
     assert cuda_wheel.differences({**sides, "wheel": sides["stubs"]})[1] == 0
     page, count = cuda_wheel.differences(sides)
-    assert count == 2 and page.startswith("1 cells, 1 verdicts differ; 1 kernel rows, 1 differ")
+    assert count == 2 and page.startswith("2 cells, 1 verdicts differ; 2 kernel rows, 1 differ")
     assert "| sm90 | Linear | Marlin | Humming | 1 |" in page and "| loads | 1 faults |" in page
 
 

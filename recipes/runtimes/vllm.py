@@ -57,7 +57,8 @@ NEWEST = KNOWN[-1]
 
 KERNELS: Raw = json.loads(FILE.with_name("kernels.json").read_text(encoding="utf-8"))
 """`vllm`, the version of a CUDA wheel; `gpus`, on which it was asked; and `kernels`, which it picks
-for GLM-4.7's modules: scheme -> layers -> kernel -> GPUs.
+for GLM-4.7's modules: scheme -> layers -> kernel -> GPUs. The key is `modelopt FP8` for a scheme in
+modelopt's names.
 """
 
 
