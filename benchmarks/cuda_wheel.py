@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
 from checkpoint_files import Checkpoint, write
 from good import ours
-from keepmtp.recipes.conventions import ALGORITHMS
+from keepmtp.recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.vllm import FILE
 from keepmtp.recipes.schemes import SCHEMES
@@ -61,6 +61,7 @@ cuPointerGetAttribute cuTensorMapEncodeTiled cuDriverGetVersion cuDeviceGetCount
 """
 SIDES = ("stubs", "wheel")
 TABLED = "glm-4.7"  # the model of the kernel table: it has linears and routed experts
+DENSE = "mimo-7b"  # for what modelopt has for linears alone
 AT_ONCE = 32  # loads between two writings of the answers
 # vLLM picks one of a set's names.
 ONE_OF = re.compile(r"(?<=Some parameters like )\S+")
@@ -100,10 +101,12 @@ FAMILIES: dict[Name, Callable[[], Checkpoint]] = {
 }
 OF_SCHEMES: dict[Name, Callable[[], Checkpoint]] = {
     (TABLED, scheme): partial(ours, TABLED, scheme, scheme, "split") for scheme in SCHEMES
-} | {
-    (TABLED, f"modelopt {scheme}"): partial(ours, TABLED, scheme, scheme, "split", "modelopt")
-    for scheme in ALGORITHMS
 }
+for _scheme in ALGORITHMS:
+    _model = TABLED if _scheme not in NOT_FOR_EXPERTS else DENSE
+    OF_SCHEMES[_model, f"modelopt {_scheme}"] = partial(
+        ours, _model, _scheme, _scheme, "split", "modelopt"
+    )
 
 
 def made(scratch: Path, builders: Mapping[Name, Callable[[], Checkpoint]]) -> dict[Name, Job]:
