@@ -18,10 +18,10 @@ def test_what_differs_is_counted_and_named():
     sides = {}
     for side, verdict, kernel in (("stubs", "loads", "Marlin"), ("wheel", "1 faults", "Humming")):
         rows = [["draft", "mtp.fc", "Linear", "FP8", kernel, "ok", 1]]
-        ended = {"FP8": "loads", "modelopt FP8": verdict}
         sides[side] = {
             "sm90": [
-                ["glm-4.7", name, {"verdict": each, "rows": rows}] for name, each in ended.items()
+                ["glm-4.7", name, {"verdict": each, "rows": rows}]
+                for name, each in {"FP8": "loads", "modelopt FP8": verdict}.items()
             ]
         }
     assert cuda_wheel.differences({**sides, "wheel": sides["stubs"]})[1] == 0

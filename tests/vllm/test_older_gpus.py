@@ -1,8 +1,7 @@
 """What vLLM picks without FP4 tensor cores: on an A100, an RTX 3090, an L40S or RTX 4090, and an H100.
 
 Before sm90 there is no Machete, no DeepGEMM and no grouped CUTLASS, before sm89 no FP8 tensor cores.
-On sm90 Humming, which vLLM's CUDA wheel requires, comes before Marlin. Every scheme on 0.33.0:
-tests/test_cuda_wheel.py.
+On sm90 Humming, which vLLM's CUDA wheel requires, comes before Marlin.
 """
 
 import foreign_form
@@ -10,14 +9,13 @@ import pytest
 from checkpoint_files import Checkpoint
 from good import cached, ours, outputs_of, released
 from keepmtp.recipes.conventions import FP8_CACHE
+from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from modelopt_form import modelopt
 from printed import printed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
-
-SCHEMES = ["NVFP4", "MXFP4", "FP8", "FP8_BLOCK", "W4A16"]
 
 
 def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
