@@ -404,32 +404,35 @@ def lines(arm: Arm, found: Mapping[str, Any], size: Size) -> Iterator[str]:
 
 
 def play(work: Path) -> None:
-    """How often the guards take each arm's block, and how often where it is no better.
-
-    A game draws some judged sequences of each kind. A block that is no better: each sequence is
-    that of the trained block or that of the untrained one, by a coin.
-    """
+    """How often the guards take each arm's block, and how often where it is no better."""
     rng = random.Random(0)
-    judged = Size().judged
     for path in sorted(work.glob("*-runs/*.json")):
-        if path.parent.name.endswith("-wide-runs"):
-            continue
+        _, of_model = tried(path.parent.name.removesuffix("-runs"))
         found = json.loads(path.read_text())
         sides = [torch.tensor(found[name], dtype=torch.float64) for name in ("before", "all")]
         for size in (16, 32, 64):
-            kinds = {kind: range(at * size, (at + 1) * size) for at, kind in enumerate(KINDS)}
-            taken = [0, 0]
-            for _ in range(GAMES):
-                rows: list[int] = []
-                for at in range(len(KINDS)):
-                    rows += rng.sample(range(at * judged, (at + 1) * judged), size)
-                before, after = (side[rows] for side in sides)
-                coin = torch.tensor([rng.random() < 0.5 for _ in rows]).view(-1, 1, 1, 1)
-                mixed = torch.where(coin, after, before), torch.where(coin, before, after)
-                for number, pair in enumerate(((before, after), mixed)):
-                    taken[number] += gains(*map(Acceptance, pair), kinds, CONFIDENCE, 1)[1]
-            shares = [f"{share / GAMES:.1%}" for share in taken]
-            print(path.parent.name, path.stem, size, *shares, flush=True)
+            if size <= of_model.judged:
+                games = [game(rng, sides, size, of_model.judged) for _ in range(GAMES)]
+                shares = [f"{sum(taken) / GAMES:.1%}" for taken in zip(*games, strict=True)]
+                print(path.parent.name, path.stem, size, *shares, flush=True)
+
+
+def game(rng: random.Random, sides: Sequence[Tensor], size: int, judged: int) -> tuple[bool, bool]:
+    """Whether the guards take a block on some judged sequences of each kind, and whether they do
+    where it is no better: each sequence is the trained block's or the untrained one's, by a coin.
+    """
+    kinds = {kind: range(at * size, (at + 1) * size) for at, kind in enumerate(KINDS)}
+    rows: list[int] = []
+    for at in range(len(KINDS)):
+        rows += rng.sample(range(at * judged, (at + 1) * judged), size)
+    before, after = (side[rows] for side in sides)
+    coin = torch.tensor([rng.random() < 0.5 for _ in rows]).view(-1, 1, 1, 1)
+    mixed = torch.where(coin, after, before), torch.where(coin, before, after)
+
+    def is_taken(*pair: Tensor) -> bool:
+        return gains(*map(Acceptance, pair), kinds, CONFIDENCE, 1)[1]
+
+    return is_taken(before, after), is_taken(*mixed)
 
 
 def main() -> None:
