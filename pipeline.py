@@ -244,15 +244,13 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
     tidy(out, keep_calibration=keep_calibration)
     with suppress(OSError):
         partial_path(out).rmdir()  # empty, or another run's
-    if plan.recipe.is_searched:
-        plan = make_plan(
-            read_recipe(out / RECIPE), plan.source, trust_remote_code=plan.trust_remote_code
-        )
-    elif plan.recipe.mtp == AUTO:
-        chosen = read_record(out / RECORD).recipe.whole["mtp"]
-        plan = make_plan(
-            plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code
-        )
+    recipe = plan.recipe
+    if recipe.is_searched:
+        recipe = read_recipe(out / RECIPE)
+    elif recipe.mtp == AUTO:
+        recipe = recipe.resolved(read_record(out / RECORD).recipe.whole["mtp"])
+    if recipe is not plan.recipe:
+        plan = make_plan(recipe, plan.source, trust_remote_code=plan.trust_remote_code)
     return FinishedRun(plan=plan, out=out, report=_checked(out, plan), was_there=True)
 
 

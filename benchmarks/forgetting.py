@@ -286,7 +286,8 @@ def _code() -> Iterator[tuple[str, str]]:
             yield ".".join(path.parts), ast.unparse(node)
 
 
-def _texts(folder: Path, name: str) -> dict[str, Any]:
+def texts_of(folder: Path, name: str) -> dict[str, Any]:
+    """Of a calibration block: a file of `write_texts`."""
     return {
         "dataset": str(folder / f"{name}.jsonl"),
         "dataset_revision": "local",
@@ -304,17 +305,17 @@ def plan_of(
     """An NVFP4 backbone and block, and all text; of the held-out rows, those of the guard first."""
     recipe, _ = find_recipe("tiny-docs", scheme="nvfp4")
     first, *others = KINDS
-    also = [{"share": 1 / len(KINDS), **_texts(texts, kind)} for kind in others]
+    also = [{"share": 1 / len(KINDS), **texts_of(texts, kind)} for kind in others]
     sizes = {
         "samples": size.samples,
         "held_out": size.guard + size.judged,
         "sequence_length": size.length,
     }
     document = recipe.model_dump(mode="json") | {"mtp": "tuned"}
-    document["calibration"] |= {**_texts(texts, first), "also": also, **sizes}
+    document["calibration"] |= {**texts_of(texts, first), "also": also, **sizes}
     document["mtp_tuned"] = SETTINGS | dict(arm.settings)
     recipe = type(recipe).model_validate(document)
-    guard = [Texts.model_validate(_texts(texts, f"{kind}-judged")) for kind in KINDS]
+    guard = [Texts.model_validate(texts_of(texts, f"{kind}-judged")) for kind in KINDS]
     data = calibration_data(recipe.calibration, open_source(model), guard)
     rows = data.rows_of_kinds
     of_kinds = [rows[texts.title] for texts in guard]

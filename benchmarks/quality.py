@@ -158,7 +158,11 @@ def command(row: Row, model: str, file: Path, out: Path) -> list[str]:
 def run(row: Row, model: str, file: Path, out: Path) -> float:
     """Make the row's checkpoint on one core; the processor seconds that it took."""
     file.write_text(recipe_text(row, model))
-    words, log = command(row, model, file, out), file.with_suffix(".log")
+    return in_child(command(row, model, file, out), file.with_suffix(".log"))
+
+
+def in_child(words: list[str], log: Path) -> float:
+    """Run a command in a process of its own; the processor seconds that it took."""
     print(f"  {' '.join(words)}", flush=True)
     sys.stdout.flush()
     child = os.fork()

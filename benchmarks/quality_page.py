@@ -75,21 +75,21 @@ def figures_of(model: str, counts: Mapping[str, Facts]) -> dict[str, Any]:
         base = counts.get(bases.get(key, ""))
         found[key] = {
             "megabytes": [round(number / 1e6, 3) for number in own["bytes"]],
-            "perplexity": _ratio(own, release, perplexity, digits=6),
-            "divergence": jackknife(_features(own), divergence),
+            "perplexity": ratio(own, release, perplexity, digits=6),
+            "divergence": jackknife(features(own), divergence),
             "flips": jackknife(_flips(own, release), lambda sums: float(sums[0] / sums[1])),
-            "kept": {str(k): _kept(own, release, k) for k in KS},
-            "against_base": _ratio(own, base, divergence) if base and key != "release" else None,
+            "kept": {str(k): kept(own, release, k) for k in KS},
+            "against_base": ratio(own, base, divergence) if base and key != "release" else None,
             "time": round(own["seconds"] / counts["nvfp4"]["seconds"], 2),
         }
         if own["bare"] is not None:
             found[key]["bare"] = round(own["bare"] / counts["nvfp4"]["seconds"], 2)
-    accepted = [accepted_share(_features(release).sum(dim=0), k) for k in KS]
+    accepted = [accepted_share(features(release).sum(dim=0), k) for k in KS]
     return {
         "sequences": len(release["slots"]),
         "slots": sum(release["slots"]),
         "counting_slots": release["num_slots"],
-        "perplexity": round(perplexity(_features(release).sum(dim=0)), 4),
+        "perplexity": round(perplexity(features(release).sum(dim=0)), 4),
         "accepted": [round(share, 4) for share in accepted],
         "rows": found,
     }
@@ -109,7 +109,7 @@ def jackknife(
     return [_short(statistic(total), digits), _short(reach, digits)]
 
 
-def _features(counts: Facts) -> Tensor:
+def features(counts: Facts) -> Tensor:
     """[N, F] float64, by sequence: slots, log likelihood, divergence, known tokens, and the counts
     of acceptance.
     """
@@ -142,10 +142,10 @@ def accepted_share(sums: Tensor, k: int) -> float:
     return float(rates.cumprod(dim=0).mean())
 
 
-def _ratio(
+def ratio(
     own: Facts, other: Facts, statistic: Callable[[Tensor], float], *, digits: int = 4
 ) -> list[float]:
-    pair = torch.cat([_features(own), _features(other)], dim=1)
+    pair = torch.cat([features(own), features(other)], dim=1)
     half = pair.shape[1] // 2
 
     def quotient(sums: Tensor) -> float:
@@ -154,9 +154,9 @@ def _ratio(
     return jackknife(pair, quotient, digits=digits)
 
 
-def _kept(own: Facts, release: Facts, k: int) -> list[float]:
+def kept(own: Facts, release: Facts, k: int) -> list[float]:
     """The share of the release's acceptance, by what is accepted of `k` drafted tokens."""
-    value, reach = _ratio(own, release, lambda sums: accepted_share(sums, k))
+    value, reach = ratio(own, release, lambda sums: accepted_share(sums, k))
     return [value, max(reach, _short(1 - least_share(1.0, own["num_slots"], CONFIDENCE)))]
 
 

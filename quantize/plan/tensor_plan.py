@@ -18,7 +18,7 @@ from ...recipes.conventions import Change
 from ...recipes.family import HFName, Part, Role, VLLMName
 from ...recipes.family_view import Place
 from ...recipes.frozen import Shape
-from ...recipes.schemes import DTYPE_BITS, SCHEMES
+from ...recipes.schemes import DTYPE_BITS, SCHEMES, TensorSpec
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
 IMPORTANCE = "input_importance"
@@ -195,23 +195,20 @@ def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     outputs = _outputs_of(weight.module, scheme, weight.shape)
     if scale is None or scale.dtype not in ("F32", "F16"):
         return outputs
-    dtypes = {"BF16": scale.dtype}
     return tuple(
-        output._replace(dtype=dtypes.get(output.dtype, output.dtype)) for output in outputs
+        output._replace(dtype=scale.dtype) if output.dtype == "BF16" else output
+        for output in outputs
     )
 
 
 def _outputs_of(module: HFName, scheme: str, shape: Shape) -> tuple[Output, ...]:
-    specs = _specs(scheme, *shape)
     return tuple(
-        [Output(HFName(f"{module}.{suffix}"), dtype, size) for suffix, dtype, size in specs]
+        Output(HFName(f"{module}.{spec.suffix}"), spec.dtype, spec.shape)
+        for spec in _specs(scheme, *shape)
     )
 
 
 @cache
-def _specs(scheme: str, num_rows: int, num_columns: int) -> list[tuple[str, str, Shape]]:
-    """Suffix, dtype and shape of a scheme's tensors. A model has a few shapes, and each of its
-    experts has them.
-    """
-    specs = SCHEMES[scheme].tensors(num_rows, num_columns)
-    return [(spec.suffix, spec.dtype, spec.shape) for spec in specs]
+def _specs(scheme: str, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
+    """A model has a few shapes, and each of its experts has them."""
+    return SCHEMES[scheme].tensors(num_rows, num_columns)

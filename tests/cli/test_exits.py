@@ -138,6 +138,9 @@ def test_a_defect_has_a_traceback_and_a_status_of_its_own(error):
 # --- stopped from outside -------------------------------------------------------------------------
 
 
+each_signal = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+
+
 def signalled(code: str, folder: Path, number: signal.Signals) -> tuple[int, str]:
     """The status of a process that gets a signal when the file `begun` is there, and its words."""
     running = subprocess.Popen(
@@ -149,7 +152,7 @@ def signalled(code: str, folder: Path, number: signal.Signals) -> tuple[int, str
     return running.returncode, said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@each_signal
 def test_a_stopped_command_says_how_to_go_on(number, tmp_path):
     code = WAITING.format(doing="open('begun', 'w').close(); time.sleep(60)")
     ended, said = signalled(code, tmp_path, number)
@@ -187,7 +190,7 @@ class Late:
     assert done.stderr.startswith("stopped by ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@each_signal
 def test_a_signal_while_python_leaves_is_not_an_error_of_a_library(number, tmp_path):
     late = "lambda: (open('begun', 'w').close(), time.sleep(60))"
     code = f"import atexit, time\natexit.register({late})\n" + RUN.format(command="lambda: exit(0)")

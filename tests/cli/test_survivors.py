@@ -17,7 +17,7 @@ import pytest
 from commands import ROOT, started
 from shipped import made_of
 from stub_vllm import stub_vllm
-from survivors import MARK, none_left, says, until
+from survivors import MARK, none_left, outright, says, until
 from wheel import stranger
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
@@ -25,7 +25,6 @@ STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 SERVER = "vllm.entrypoints.cli.main serve"
 End = Callable[..., str]
 each_signal = pytest.mark.parametrize("number", STATUS)
-outright = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,12 @@ def converted(folder: Path, out: Path) -> Conversion:
     return planned
 
 
+def assert_back(folder: Path, made: Path) -> None:
+    """Good there, and good and the same again in `back`."""
+    assert_same(folder / "back", made)
+    assert check(folder / "there").findings == check(folder / "back").findings == ()
+
+
 def quantization_in(folder: Path) -> dict:
     """The quantization config, wherever it is."""
     found = json_of(folder / "config.json")
@@ -86,8 +92,7 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
     own = "model.layers.3.self_attn.attn.v_scale"
     assert after[own] == before[own]
     converted(tmp_path / "there", tmp_path / "back")
-    assert_same(tmp_path / "back", made)
-    assert check(tmp_path / "there").findings == check(tmp_path / "back").findings == ()
+    assert_back(tmp_path, made)
 
 
 @pytest.mark.parametrize("first", OTHER)
@@ -95,8 +100,7 @@ def test_there_and_back(twins, first, tmp_path):
     there = converted(twins[first], tmp_path / "there")
     back = converted(tmp_path / "there", tmp_path / "back")
     assert (there.first, there.to, back.to) == (first, OTHER[first], first)
-    assert_same(tmp_path / "back", twins[first])
-    assert check(tmp_path / "there").findings == check(tmp_path / "back").findings == ()
+    assert_back(tmp_path, twins[first])
 
 
 def test_a_converted_checkpoint_is_what_quantize_writes_in_that_format(twins, tmp_path):

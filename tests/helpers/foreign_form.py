@@ -13,6 +13,7 @@ from typing import Any, Literal
 from checkpoint_files import Checkpoint
 from good import ours
 from tables import table
+from tensors import Tensors
 
 Packing = Literal["gptq", "awq"]
 GROUP = 128
@@ -89,7 +90,7 @@ def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -
     return told(checkpoint, SAID["autoround mxfp4"] | entries)
 
 
-def leaves_of(rows: int, columns: int, packing: Packing) -> dict[str, tuple[str, tuple[int, ...]]]:
+def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:
     groups = columns // GROUP
     leaves = {
         "qweight": ("I32", (columns // 8, rows) if packing == "gptq" else (columns, rows // 8)),

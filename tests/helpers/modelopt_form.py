@@ -28,6 +28,7 @@ from keepmtp.quantize.config.written import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.recipes.renamer import renamer
+from tensors import Tensors
 
 # keepmtp's scheme -> modelopt's quant_algo.
 ALGORITHMS = {
@@ -120,11 +121,11 @@ def retell(checkpoint: Checkpoint) -> None:
     FP8: weight F8_E4M3, weight_scale and input_scale F32 []; a channel: weight_scale F32 [N];
     blocks: F32 [N/128, 1, K/128, 1].
     """
-    modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    modules: dict[str, Tensors] = {}
     for name, spec in checkpoint.tensors.items():
         module, _, leaf = name.rpartition(".")
         modules.setdefault(module, {})[leaf] = spec
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tensors: Tensors = {}
     for module, leaves in modules.items():
         if "weight_packed" in leaves:
             leaves["weight"] = leaves.pop("weight_packed")

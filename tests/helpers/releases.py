@@ -67,7 +67,7 @@ def thin_layout(model: str) -> tuple[Config, Tensors]:
 
 
 def write_checkpoint(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]], *,
+    folder: Path, config: Mapping[str, Any], tensors: Tensors, *,
     num_shards: int | None = 2, data: Literal["sparse", "random"] = "sparse", seed: int = 0,
 ) -> Path:  # fmt: skip
     """Write config.json, the shards and their index.
@@ -130,7 +130,7 @@ def _known(config: Config, changes: Config) -> Config:
     return {key: value for key, value in changes.items() if key in config}
 
 
-def _cut(tensors: Mapping[str, tuple[str, tuple[int, ...]]], shard_bytes: int) -> list[list[str]]:
+def _cut(tensors: Tensors, shard_bytes: int) -> list[list[str]]:
     shards = [[]]
     filled = 0
     for name, spec in tensors.items():

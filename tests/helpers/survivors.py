@@ -2,12 +2,16 @@
 inherits.
 """
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
+import pytest
+
 MARK = "KEEPMTP_TEST_MARK"
+outright = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 
 
 def marked(word: str) -> dict[int, str]:

@@ -6,8 +6,8 @@ In: a tool's word. Out: a `Checkpoint`, good as it is; broken.yaml breaks some.
 
 import foreign_form
 from checkpoint_files import Checkpoint
+from tensors import Tensors
 
-Tensors = dict[str, tuple[str, tuple[int, ...]]]
 HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
 _SAID = foreign_form.SAID
 CONFIG = _SAID["llama"]

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from commands import ROOT, captured
 from keepmtp.validate.facts.child import Child, answer, environment
-from survivors import MARK, marked, none_left, only_child, until
+from survivors import MARK, marked, none_left, only_child, outright, until
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
@@ -38,7 +38,7 @@ def mark(monkeypatch) -> str:
     return word
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@outright
 @pytest.mark.parametrize("num_processes", range(1, 6))
 def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
     """Ended as soon as so many of its five processes run: the supervisor, the child, and three of
@@ -51,7 +51,7 @@ def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
     none_left(mark)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@outright
 def test_nothing_is_left_of_a_supervisor_that_is_ended(mark, number):
     """After SIGKILL, its child dies at once and the others of its process group when keepmtp sees
     it.

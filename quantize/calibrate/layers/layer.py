@@ -71,8 +71,9 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
     Args:
         model: experts as linear layers, on one device; modules without weights are ignored.
         batches: keyword arguments of its forward, on its device, at least one for every rank.
-            Iterated twice where the algorithm smooths (the first batch alone, then all), and once
-            more for each group of experts whose statistics need a pass of their own. Unless
+            Iterated twice where the algorithm smooths (the first batch alone, then all), once more
+            where inputs or the cache have static scales then, and once more for each group of
+            experts whose statistics need a pass of their own. Unless
             `work.rewrites`, what the layer returns in the pass that observes is what it returns
             afterwards.
         work: on the layer or block.
@@ -94,30 +95,32 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
             if key != f"{name}.weight" or name not in work.schemes:
                 rescaled[key] = value.detach().clone()
     attach(model, work)
-    observed = Observed(model, work)
-    caches = CacheRanges(model, work.scaled_caches)
     # llm-compressor rounds zero-centred norms to what 1 + weight can hold, for any algorithm. No
     # server does, so here it is only where a norm's weight is rescaled.
     norms = norm_calibration_context(model) if smoothings else nullcontext()
-    with calibrating(model), norms:
-        with (
-            _algorithm(model, work, smoothings, batches),
-            observed.watching(),
-            caches.observing(),
-        ):
-            for batch in batches:
-                observed.end_batch(model(**batch))
-            observed.finish()
-        observed.set_input_scales()
+    with calibrating(model), norms, _algorithm(model, work, smoothings, batches):
+        observed, caches = _observe(model, work, batches)
     restore(model, before)
-    if smoothings and work.scaled_caches:
-        # Attention hands its cache something else than was seen.
-        caches = CacheRanges(model, work.scaled_caches)
-        with calibrating(model), caches.observing():
-            for batch in batches:
-                model(**batch)
+    if smoothings and (work.scaled_caches or any(SCHEMES[s].extra for s in work.schemes.values())):
+        # Modules are handed something else than was seen, and so is the cache.
+        with calibrating(model):
+            observed, caches = _observe(model, work, batches)
+    observed.set_input_scales()
     tensors = _tensors(model, work, rescaled) | caches.scales() | observed.importances()
     return Calibrated(tensors=tensors, coverage=observed.coverage(), smoothings=smoothings)
+
+
+def _observe(
+    model: Any, work: LayerWork, batches: Iterable[Mapping[str, Tensor]]
+) -> tuple[Observed, CacheRanges]:
+    """A pass over the batches, and what it has seen."""
+    observed = Observed(model, work)
+    caches = CacheRanges(model, work.scaled_caches)
+    with observed.watching(), caches.observing():
+        for batch in batches:
+            observed.end_batch(model(**batch))
+        observed.finish()
+    return observed, caches
 
 
 def _algorithm(

@@ -76,7 +76,7 @@ def smoothings_of(
     rewritten = {*work.rewritten}
     untouchable = {*work.frozen, *work.schemes.keys() - rewritten}
     with calibrating(model), norm_calibration_context(model):
-        candidates, calls = _candidates(model, batch, norms_only=work.algorithm == "smoothquant")
+        candidates, calls = _candidates(model, batch, work)
         reference = _observe(model, batch, work)
         for candidate in candidates:
             group = [
@@ -130,15 +130,17 @@ def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Te
 
 
 def _candidates(
-    model: Any, batch: Arguments, *, norms_only: bool
+    model: Any, batch: Arguments, work: LayerWork
 ) -> tuple[list[list[Smoothing]], dict[str, int]]:
     """Groups of smoothings to be probed together, and the order of calls: a norm alone, pairs by
     their kind.
 
-    `norms_only` is SmoothQuant's choice: no pairs of projections, no norms inside attention, and no
-    norm in front of routed experts (one scale for all experts unbalances them; llm-compressor
-    0.14.0.1, smoothquant/utils.py).
+    SmoothQuant has no pairs of projections, and before INT8 no norms inside attention and none in
+    front of routed experts (one scale for all experts unbalances them; llm-compressor 0.14.0.1,
+    smoothquant/utils.py). NVFP4's groups have scales of their own.
     """
+    norms_only = work.algorithm == "smoothquant"
+    is_int8 = norms_only and "W8A8" in work.schemes.values()
     matrices = _owners(model, 2)
     fed, calls = _consumers(model, batch, matrices)
     groups = []
@@ -147,7 +149,7 @@ def _candidates(
         # A norm inside a low-rank projection has the parent of a module that it feeds.
         is_inner = norm.rpartition(".")[0] in parents
         is_routed = ".experts." in " ".join(consumers)
-        if consumers and not (norms_only and (is_routed or is_inner)):
+        if consumers and not (is_int8 and (is_routed or is_inner)):
             groups.append([Smoothing(smooth=norm, balance=tuple(consumers))])
     if norms_only:
         return groups, calls

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from compressed_tensors.quantization.utils import generate_gparam
 from keepmtp.quantize.calibrate.layers.forwards import calibrating, serving
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
@@ -26,6 +27,7 @@ from layerwise import (
     Skeleton,
     assert_same,
     both_models,
+    found_in,
     keeping,
     layerwise,
     outliers,
@@ -91,10 +93,15 @@ def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, kno
         # Qwen3.5's own table is right; GLM's forgets the shared experts.
         own = None if folder == QWEN else [AWQMapping(smooth, balance) for smooth, balance in pairs]
         smoother = AWQModifier(mappings=own, **given)
-    else:
+    else:  # one scale would unbalance INT8's experts
+        routed = "model.layers.1.post_attention_layernorm"
+        assert (routed in dict(pairs)) == (scheme == "NVFP4" or folder == QWEN)
         smoother = SmoothQuantModifier(mappings=[(balance, smooth) for smooth, balance in pairs])
     rounding = QuantizationModifier(config_groups=group_of(scheme), ignore=IGNORE)
     model = sequential(folder, ids, [smoother, rounding], smooths=True)
+    for name, value in found_in(results).items():
+        if name.endswith("input_global_scale"):  # llm-compressor's are of inputs before smoothing
+            model.get_parameter(name).data.copy_(value)
     # Qwen3.5's norms are zero-centred, and what of a rescaled one survives the subtraction of its 1
     # is what the checkpoint holds: later layers see that here, and the norm before the subtraction
     # in the sequential pipeline.
@@ -198,6 +205,17 @@ def test_what_may_be_smoothed(toy, schemes, smoothed):
     assert {s.smooth for s in result.smoothings} == {*smoothed}
     assert any(name.startswith("norm") for name in result.tensors) == ("norm" in smoothed)
     assert not any(name.startswith("in_proj_z") for name in result.tensors) or not schemes
+
+
+@pytest.mark.parametrize("algorithm", ["awq", "smoothquant"])
+def test_input_scales_are_of_smoothed_inputs(algorithm):
+    toy, seen = Toy(), []
+    scale = of_toy(toy, "NVFP4", algorithm).tensors["in_proj_z.input_global_scale"]
+    with hooked([toy.norm.register_forward_hook(keeping(seen))]), calibrating(toy):
+        for batch in toy_batches():
+            toy(**batch)
+    largest = torch.stack(seen).abs().amax()
+    assert scale == generate_gparam(-largest, largest)
 
 
 def test_fused_modules_share_global_scales():

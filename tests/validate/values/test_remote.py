@@ -43,6 +43,11 @@ def quantized(tmp_path_factory) -> Path:
     return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("made") / "fp8", scheme="fp8-dynamic")
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+
+
 def ranges(hub: Hub) -> list[tuple[int, int]]:
     """Those of the tensors, where the bytes are: each header is asked for from byte 0."""
     asked = [re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests]
@@ -50,8 +55,7 @@ def ranges(hub: Hub) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("level", ["scalars", "scales", "unpacked", "all"])
-def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(level, hub, tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(level, hub, folder):
     fill(folder)
     poke(folder, f"{DOWN}.input_global_scale", math.inf)
     hub.mirror("org/model", folder)
@@ -64,8 +68,7 @@ def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(le
     )
 
 
-def test_a_cut_in_the_middle_of_a_range_changes_nothing(hub, tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+def test_a_cut_in_the_middle_of_a_range_changes_nothing(hub, folder):
     fill(folder)
     poke(folder, f"{DOWN}.weight_scale", math.nan, at=5)
     hub.mirror("org/model", folder)
@@ -117,8 +120,7 @@ def test_the_command_names_the_tensor(hub, quantized, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.full
-def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, folder, tmp_path):
     hub.mirror("org/model", folder)
     held, asked = threading.Event(), threading.Event()
     hub.faults.append(

@@ -21,6 +21,11 @@ NVFP4 = "glm nvfp4"
 VALUES = table("validate/values/values")
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return write(tmp_path / "checkpoint", GOOD[NVFP4]())
+
+
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name", GOOD)
 def test_good_values_pass_without_a_word(name, tmp_path):
@@ -45,19 +50,17 @@ def test_each_wrong_value_is_named(name, tmp_path):
 
 
 @cases
-def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, tmp_path):
+def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, folder):
     """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit
     codes never are.
     """
-    folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
     entry = fill(folder).source.entries[name]
     overwrite(folder, entry, random.Random(0).randbytes(min(entry.num_bytes, 4096)))
     findings = check_values(opened(folder), "scales").findings
     assert ("finite", name) in {(finding.rule, finding.where) for finding in findings}
 
 
-def test_a_level_reads_what_it_says(tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
+def test_a_level_reads_what_it_says(folder):
     runtime = fill(folder)
     scalars, scales, everything = (chosen(runtime, level) for level in ("scalars", "scales", "all"))
     assert {entry.num_bytes for entry in scalars} == {4}
@@ -71,8 +74,8 @@ def test_a_level_reads_what_it_says(tmp_path):
     assert read.num_bytes == sum(entry.num_bytes for entry in runtime.source.entries.values())
 
 
-def test_neighbours_are_read_together_and_in_order(tmp_path):
-    runtime = fill(write(tmp_path / "checkpoint", GOOD[NVFP4]()))
+def test_neighbours_are_read_together_and_in_order(folder):
+    runtime = fill(folder)
     entries = chosen(runtime, "all")
     runs = joined(runtime.source, entries)
     assert [entry for run in runs for entry in run.entries] == entries
@@ -80,8 +83,7 @@ def test_neighbours_are_read_together_and_in_order(tmp_path):
     assert all(run.num_bytes <= 32 * 2**20 or len(run.entries) == 1 for run in runs)
 
 
-def test_a_file_that_got_shorter_is_refused(tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
+def test_a_file_that_got_shorter_is_refused(folder):
     runtime = fill(folder)
     file = max(folder.glob("*.safetensors"))
     with open(file, "r+b") as shard:
