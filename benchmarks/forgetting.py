@@ -478,10 +478,15 @@ def main() -> None:
             print(found["seconds"], found["losses"][:4], found["losses"][-4:])
             print(*lines(arm, found, size), sep="\n", flush=True)
     if arguments.page:
-        page = ROOT / "docs" / "quality.md"
-        before, _, rest = page.read_text().partition(BEGIN)
-        rows = "\n".join(table(arguments.work))
-        page.write_text(f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.partition(END)[2]}")
+        put_table(table(arguments.work), BEGIN, END)
+
+
+def put_table(lines: Iterator[str], begin: str, end: str) -> None:
+    """Write a table's lines between its marks in docs/quality.md."""
+    page = ROOT / "docs" / "quality.md"
+    before, _, rest = page.read_text().partition(begin)
+    rows = "\n".join(lines)
+    page.write_text(f"{before}{begin}\n\n{rows}\n\n{end}{rest.partition(end)[2]}")
 
 
 def tried(model: str) -> tuple[Sequence[Arm], Size]:

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,21 +25,19 @@ from typing import Any
 import torch
 import yaml
 from f32_products import multiply_in_f32
-from forgetting import texts_of, write_texts
+from forgetting import put_table, texts_of, write_texts
 from judge import Judge
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.plan.choices import choices_of
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
+from outliers import with_outliers
 from quality import counts, in_child
 from quality_page import divergence, features, jackknife, kept, ratio
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "models" / "train"))
-from outliers import with_outliers  # noqa: E402 - of a folder without a package
-
 TEXTS = ROOT / "build" / "forgetting" / "texts"
 JUDGED = ("docs", "code")
 SEQUENCES = 48
@@ -99,11 +96,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page, of what is there")
     arguments = parser.parse_args()
     if arguments.page:
-        page = ROOT / "docs" / "quality.md"
-        before, _, rest = page.read_text().partition(BEGIN)
-        rows = "\n".join(table(arguments.work))
-        page.write_text(f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.partition(END)[2]}")
-        return
+        return put_table(table(arguments.work), BEGIN, END)
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     multiply_in_f32()
@@ -119,6 +112,9 @@ def main() -> None:
 
 def run(model: Path, shape: str, work: Path) -> None:
     """Every arm on a model with outliers of this shape."""
+    missing = [key for key in ARMS if not (work / f"{key}.json").is_file()]
+    if not missing:
+        return
     work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as name:
         folder = Path(name)
@@ -130,14 +126,12 @@ def run(model: Path, shape: str, work: Path) -> None:
             judges[text] = Judge(release, recipe, data, folder / f"states-{text}")
         whole = {text: counts(judge.release) for text, judge in judges.items()}
         (work / "release.json").write_text(json.dumps(whole | {"shape": shape}))
-        for key, arm in ARMS.items():
-            kept = work / f"{key}.json"
-            if not kept.is_file():
-                seconds = written(arm, release, folder / key)
-                found = {text: counts(judge.read(folder / key)) for text, judge in judges.items()}
-                kept.write_text(json.dumps(found | {"seconds": seconds}))
-                shutil.rmtree(folder / key)
-                print(model.name, shape, key, f"{seconds:.0f} s", flush=True)
+        for key in missing:
+            seconds = written(ARMS[key], release, folder / key)
+            found = {text: counts(judge.read(folder / key)) for text, judge in judges.items()}
+            (work / f"{key}.json").write_text(json.dumps(found | {"seconds": seconds}))
+            shutil.rmtree(folder / key)
+            print(model.name, shape, key, f"{seconds:.0f} s", flush=True)
 
 
 def shaped(model: Path, outliers: tuple[float, int] | None, out: Path) -> Path:

@@ -66,13 +66,10 @@ def rescaling(
         smoothings: what is rescaled; without any, modules are rounded to nearest.
         batches: for further passes.
     """
-    modifier: Any = SmoothQuantModifier()
+    modifier: Any = SmoothQuantModifier(resolved_mappings_=[], scales_={})
     if work.algorithm == "awq":
         modifier = BoundedAWQ(**work.knobs)
         modifier._batches = batches
-    else:
-        modifier.resolved_mappings_ = []
-        modifier.scales_ = {}
     for each in smoothings:
         smooth = model.get_submodule(each.smooth)
         balance = list(map(model.get_submodule, each.balance))
@@ -207,7 +204,7 @@ class _Cache(IntermediatesCache):
 
 def _summed(values: list[Tensor]) -> list[Tensor]:
     """Over the ranks, where they can be summed."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator() or "cpu"
     found = [value.to(device) for value in values]
     for value in found:
         dist.all_reduce(value)

@@ -73,9 +73,8 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
         batches: keyword arguments of its forward, on its device, at least one for every rank.
             Iterated twice where the algorithm smooths (the first batch alone, then all), once more
             where inputs or the cache have static scales then, and once more for each group of
-            experts whose statistics need a pass of their own. Unless
-            `work.rewrites`, what the layer returns in the pass that observes is what it returns
-            afterwards.
+            experts whose statistics need a pass of their own. Unless `work.rewrites`, what the
+            layer returns in the pass that observes is what it returns afterwards.
         work: on the layer or block.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.

@@ -155,19 +155,19 @@ class Observed:
         differ.
         """
         for group in (*self._work.fused, *self._work.experts):
-            common = torch.stack([self.ends[name] for name in group]).amax(0)
-            self.ends |= dict.fromkeys(group, common)
+            self.ends |= dict.fromkeys(
+                group, torch.stack([self.ends[name] for name in group]).amax(0)
+            )
         for name, module in self.modules.items():
             args: QuantizationArgs = module.quantization_scheme.input_activations
-            low = -self.ends[name][:1]
-            high = self.ends[name][1:]
+            ends = self.ends[name]
             if not SCHEMES[self._work.schemes[name]].extra:
                 continue
             if args.strategy == QuantizationStrategy.TENSOR_GROUP:
-                largest = torch.maximum(-low, high)
+                largest = ends.amax(0, keepdim=True)
                 module.input_global_scale.data.copy_(generate_gparam(-largest, largest))
             else:
-                module.input_scale.data.copy_(calculate_qparams(low, high, args)[0])
+                module.input_scale.data.copy_(calculate_qparams(-ends[:1], ends[1:], args)[0])
 
     def importances(self) -> dict[str, Tensor]:
         """`<module>.input_importance` of the weighted modules: F32 [K] on the CPU."""
