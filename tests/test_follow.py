@@ -75,8 +75,7 @@ def test_from_0_31_over_0_32_to_0_33(monkeypatch, capsys, tmp_path):
         monkeypatch.delitem(MODELS, model)
     told = list[str]()
     for old, new in pairwise(vllm.version for vllm in found):
-        words = ["follow", new, "--since", old, "--no-corpus"]
-        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "argv", ["follow", new, "--since", old, "--no-corpus"])
         follow.main()
         told.append(capsys.readouterr().out)
     for name in ("nemotron_h_mtp.py", "inkling/nvidia/mtp.py", "models/step3p7.py"):

@@ -37,8 +37,7 @@ def gpu_test(folder, python, *words, **settings):
 
 
 def test_without_a_gpu_it_is_one_sentence(tmp_path):
-    done = gpu_test(tmp_path, sys.executable, status=2)
-    sentence, *rest = done.stderr.splitlines()
+    sentence, *rest = gpu_test(tmp_path, sys.executable, status=2).stderr.splitlines()
     assert sentence.startswith("error: gpu-test: PyTorch must see the device cuda; got PyTorch ")
     assert sentence.endswith("or try the program itself with make gpu-test DEVICE=cpu SMALL=1.")
     assert len(rest) == 1 and rest[0].startswith("make: ")

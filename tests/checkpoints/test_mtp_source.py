@@ -78,8 +78,7 @@ def test_a_finished_output_is_of_this_block_and_no_other(made):
     assert quantize(plan, text, out=out).was_there
     (block / "config.json").touch()  # its config makes no byte
     assert quantize(plan, text, out=out).was_there
-    shard = open_source(block).entries["model.mtp.layers.0.hnorm.weight"].file
-    (block / shard).touch()
+    (block / open_source(block).entries["model.mtp.layers.0.hnorm.weight"].file).touch()
     plan, text = planned(release, block)
     with pytest.raises(RecipeError, match="an existing output is never overwritten"):
         quantize(plan, text, out=out)

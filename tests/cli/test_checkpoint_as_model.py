@@ -66,8 +66,7 @@ def test_a_recipes_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch
 def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path):
     said = ran(f"quantize '{fine_tune}' --scheme NVFP4A16_fp8", cwd=tmp_path)
     assert "check passed" in said
-    out = tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8"
-    record = json_of(out / "keepmtp.json")
+    record = json_of(tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8" / "keepmtp.json")
     assert record["source"].items() >= {"name": fine_tune.name, "revision": "local"}.items()
     recipe = record["recipe"]
     assert recipe["family"] == "glm4_moe" and recipe["backbone"]["experts"] == "NVFP4A16"
@@ -78,8 +77,7 @@ def test_any_scheme_and_policy_can_be_named(fine_tune):
     plan, _ = plan_for(str(fine_tune), scheme="nvfp4", mtp="NVFP4")
     assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4"
     assert plan.needs_calibration == ["NVFP4"]
-    unchosen = ran("plan './My Tune-v1.2'", cwd=fine_tune.parent)
-    printed("plan_without_a_scheme.txt", unchosen)
+    printed("plan_without_a_scheme.txt", ran("plan './My Tune-v1.2'", cwd=fine_tune.parent))
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --mtp NVFP4")
     assert "minmax on 256 sequences" in shown
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --calibration problems-32x128")

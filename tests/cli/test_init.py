@@ -34,8 +34,7 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
     """The lines that begin with `#` at the end, uncommented, are keys of a model file."""
     ran(f"init {TINY}", cwd=tmp_path)
     assert '"variant": "nvfp4a16-fp8"' in ran("plan recipe.yaml --json", cwd=tmp_path)
-    text = (tmp_path / "recipe.yaml").read_text()
-    head, _, tail = text.partition("in one of them:\n")
+    head, _, tail = (tmp_path / "recipe.yaml").read_text().partition("in one of them:\n")
     raw = yaml.safe_load(
         head + "in one of them:\n" + tail.replace("# ", "", 1).replace("\n# ", "\n")
     )

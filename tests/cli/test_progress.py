@@ -41,7 +41,7 @@ class Screen(Console):
 
     @property
     def text(self) -> str:
-        assert not self._live_stack if hasattr(self, "_live_stack") else self._live is None
+        assert not self._live_stack
         return self.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -138,8 +138,7 @@ def test_a_log_of_bytes_has_a_line_each_half_minute():
 
 def test_a_server_that_starts_for_ten_minutes_has_a_line_each_half_minute():
     """It says four times a second how long it has been starting, and then the questions go on."""
-    times = (number / 4 for number in range(10_000))
-    paced = Paced(times.__next__)
+    paced = Paced((number / 4 for number in range(10_000)).__next__)
     due = [paced.is_due(0, 1319, "source") for _ in range(2400)]
     assert due[0] and sum(due) == 20
     assert paced.is_due(1319, 1319, "source") and not paced.is_due(1319, 1319, "source")

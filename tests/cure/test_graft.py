@@ -97,8 +97,7 @@ def test_a_kill_at_any_moment_and_the_same_command_give_the_same_bytes(lost, tmp
     if not (tmp_path / "new").exists():
         grafted(lost, tmp_path / "new", mtp="FP8_DYNAMIC")
     assert digests(tmp_path / "new") == wanted and not partial_path(tmp_path / "new").exists()
-    made = planned(lost, mtp="FP8_DYNAMIC")
-    assert carry_out(made, tmp_path / "new").is_from_before
+    assert carry_out(planned(lost, mtp="FP8_DYNAMIC"), tmp_path / "new").is_from_before
 
 
 def test_another_release_of_the_same_name_is_no_graft_from_before(lost, tmp_path):
@@ -115,8 +114,7 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     broken = tmp_path / "broken"
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in tensors_of(whole).items()}
     del tensors["model.layers.3.eh_proj.weight"]
-    config = json_of(whole / "config.json")
-    write_checkpoint(broken, config, tensors, num_shards=1)
+    write_checkpoint(broken, json_of(whole / "config.json"), tensors, num_shards=1)
     values, block = tensors_of(broken), tensors_of(RELEASE)
     out = grafted(broken, tmp_path / "new")
     for name, value in tensors_of(out).items():

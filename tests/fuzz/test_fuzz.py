@@ -162,8 +162,7 @@ def test_some_hostile_files_break_no_promise(capsys):
     """As many as a few seconds allow; FUZZ_SECONDS is their length."""
     seconds = os.environ.get("FUZZ_SECONDS", "6")
     campaign = str(Path(__file__).with_name("campaign.py"))
-    words = [sys.executable, "-P", campaign, "--seconds", seconds]
-    done = captured(words, status=0)
+    done = captured([sys.executable, "-P", campaign, "--seconds", seconds], status=0)
     with capsys.disabled():  # a run that passed can be repeated too
         print(f"\n{done.stdout.partition(chr(10))[0]} {done.stdout.strip().rpartition(chr(10))[2]}")
     assert int(done.stdout.split()[-7])

@@ -86,8 +86,7 @@ def quark_mxfp4(
 
 def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
     """MXFP4 as AutoRound writes it: compressed-tensors' names and bytes."""
-    checkpoint = ours(model, "MXFP4", mtp)
-    return told(checkpoint, SAID["autoround mxfp4"] | entries)
+    return told(ours(model, "MXFP4", mtp), SAID["autoround mxfp4"] | entries)
 
 
 def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:

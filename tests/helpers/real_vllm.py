@@ -63,8 +63,7 @@ def in_vllm(script: str, jobs: list[dict[str, Any]], *paths: Path) -> list[Any]:
     """
     words = [VLLM_PYTHON, ROOT / "tests" / "vllm" / script, *map(json.dumps, jobs)]
     path = os.pathsep.join(map(str, (*paths, PLUGIN / "stubs")))
-    environment = os.environ | QUIET | {"PYTHONPATH": path}
-    done = captured(words, env=environment)
+    done = captured(words, env=os.environ | QUIET | {"PYTHONPATH": path})
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(jobs), done.stdout[-3000:] + done.stderr[-6000:]
     return [json.loads(line[7:]) for line in lines]

@@ -126,8 +126,7 @@ def accepting(mine: int, theirs: int, of: int) -> ServeCheck:
     found, changed = served(is_copy=False), {}
     for role, kept in (("checkpoint", mine), ("source", theirs)):
         drafting = run(1, shares=(kept / of,), num_drafts=of, speed_up=1.0, partings=())
-        model = getattr(found, role)
-        changed[role] = model.model_copy(update={"runs": (run(0), drafting)})
+        changed[role] = getattr(found, role).model_copy(update={"runs": (run(0), drafting)})
     return found.model_copy(update=changed)
 
 

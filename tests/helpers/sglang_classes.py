@@ -65,13 +65,9 @@ def _class(answer: Mapping[str, Any]) -> Class:
     modules = {
         module["prefix"]: _built(module)
         for module in answer.get("modules", ())
-        if _is_asked(module)
+        if module["class"] not in ("VocabParallelEmbedding", "RadixAttention")
     }
     return Class(answer.get("class", ""), modules, error)
-
-
-def _is_asked(module: Mapping[str, Any]) -> bool:
-    return module["class"] not in ("VocabParallelEmbedding", "RadixAttention")
 
 
 def _built(module: Mapping[str, Any]) -> Built:

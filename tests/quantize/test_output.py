@@ -56,8 +56,7 @@ def quantized(source: Path, out: Path, scheme: str = ONE) -> dict[str, str]:
 
 def shard_of(source: Path) -> Path:
     """Where TENSOR is."""
-    index = json_of(source / "model.safetensors.index.json")
-    return source / index["weight_map"][TENSOR]
+    return source / json_of(source / "model.safetensors.index.json")["weight_map"][TENSOR]
 
 
 def wait(process, out: Path, num_shards: int) -> None:
@@ -94,8 +93,7 @@ def test_simultaneous_runs_never_mix(unbroken, tmp_path, source):
         chance.choice((first, second)).kill()
         assert {end(first), end(second)} <= {0, 2, -signal.SIGKILL}
         for scheme in chance.sample((ONE, OTHER), 2):
-            again = end(start(source, out, scheme))
-            assert again in (0, 2)
+            assert end(start(source, out, scheme)) in (0, 2)
             if out.exists():
                 assert digests(out) in unbroken.values(), f"round {number}: a mixture"
                 break
@@ -162,8 +160,7 @@ def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, s
         shutil.copy2(shard, tmp_path / "copy")
         os.replace(tmp_path / "copy", shard)
     overwrite(shard, TENSOR, keep_times=True)
-    made = quantized(source, out)
-    assert made == quantized(source, tmp_path / "new") != old
+    assert quantized(source, out) == quantized(source, tmp_path / "new") != old
 
 
 # --- a finished shard is what was written ---------------------------------------------------------

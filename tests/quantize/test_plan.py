@@ -154,8 +154,7 @@ def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     mtp = {name: spec for name, spec in tensors.items() if name not in rest}
     folder = write_checkpoint(tmp_path / "source", config, rest)
     write_shard(folder / "mtp.safetensors", mtp)
-    source = open_source(folder)
-    plan = make_plan(find_recipe("glm-4.7")[0], source)
+    plan = make_plan(find_recipe("glm-4.7")[0], open_source(folder))
     assert {name for t in plan.tensors if t.part == "mtp" for name in t.inputs} == set(mtp)
 
 

@@ -189,8 +189,7 @@ def by_observer(
 def test_chunks_and_batches_change_no_byte(name, monkeypatch):
     """Rows, blocks at the edges and fused groups; a sum of integers has no order."""
     scheme, search = (SCHEMES["NVFP4"], name) if name in SEARCHES else (SCHEMES[name], "mse")
-    shape = (130, 384 + (0 if scheme.k_multiple() > 1 else 72))
-    group = [*weights(shape).values()]
+    group = [*weights((130, 384 + (0 if scheme.k_multiple() > 1 else 72))).values()]
     whole = pack(scheme, group, search=search)
     monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
     for one, other in zip(whole, pack(scheme, group, search=search), strict=True):

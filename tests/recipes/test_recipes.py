@@ -138,8 +138,7 @@ def test_knobs_of_an_algorithm():
 
 
 def test_every_algorithm_of_a_recipe_has_its_schemes():
-    algorithms = Calibration.model_fields["algorithm"].annotation.__args__
-    assert set(REWRITES) == set(algorithms)
+    assert set(REWRITES) == set(Calibration.model_fields["algorithm"].annotation.__args__)
     assert set().union(*REWRITES.values()) <= set(SCHEMES)
 
 
@@ -375,8 +374,7 @@ def test_the_text_of_a_variant_is_a_flat_recipe_that_says_the_same(tmp_path):
 
 
 def test_the_flat_text_reads_like_a_file_that_a_person_wrote():
-    file = read_file(HERE / "mine.yaml")
-    printed("recipe_of_a_variant.yaml", file.recipe_text("auto"))
+    printed("recipe_of_a_variant.yaml", read_file(HERE / "mine.yaml").recipe_text("auto"))
 
 
 def test_shipped_files_are_named_like_their_models_and_name_every_calibration():

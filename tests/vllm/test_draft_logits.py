@@ -251,8 +251,7 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
         return forward(self, embeds, hidden, torch.arange(len(positions)), *args)
 
     monkeypatch.setattr(MtpBlock, "forward", unmoved)
-    apart = parted(drafted[name])[1]
-    assert apart > LEEWAY * base[name][1][1]
+    assert parted(drafted[name])[1] > LEEWAY * base[name][1][1]
 
 
 @pytest.mark.full

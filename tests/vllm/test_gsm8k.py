@@ -251,8 +251,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     template = tmp_path / "chat.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     started = []
-    source = open_source(GLM)
-    model = Model(role="checkpoint", source=source, identity=identify(GLM))
+    model = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
     setup = Setup(
         vllm=find_vllm(),
         out=tmp_path,

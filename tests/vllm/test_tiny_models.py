@@ -70,8 +70,7 @@ def test_the_shipped_models_draft(served, name):
 )
 def test_quantized_models_keep_their_draft(served, name):
     """At least 97 % of the source's acceptance, and the same answers."""
-    source = served[MADE[name][0]]
-    assert acceptance(served[name]) >= 0.97 * acceptance(source)
+    assert acceptance(served[name]) >= 0.97 * acceptance(served[MADE[name][0]])
     assert answers(served[name]) == ANSWERS
 
 

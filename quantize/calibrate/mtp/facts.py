@@ -266,6 +266,7 @@ class TriedPlanFact(Fact):
         divergence: of the answers from the released model's, nats a slot.
         kept: part of the released model's acceptance; None where no block can be run.
         kept_at_least: its lower limit at the confidence of the recipe's gates.
+        lost: of acceptance, what it is shown to lose against another of these plans, in nats.
         chosen: it is what was calibrated and written.
     """
 
@@ -276,6 +277,7 @@ class TriedPlanFact(Fact):
     divergence: Figure
     kept: Figure | None = None
     kept_at_least: Figure | None = None
+    lost: Figure = 0.0
     chosen: bool = False
 
 

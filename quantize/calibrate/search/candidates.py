@@ -200,12 +200,10 @@ def largest_inputs(seen: Mapping[str, Seen], binding: Binding) -> dict[str, floa
     own = [max(map(float, each.largest), default=0.0) for each in seen.values()]
     of_ranks = torch.tensor(gathered(own), dtype=torch.float64)
     found = dict(zip(seen, of_ranks.amax(dim=0).tolist(), strict=True))
-    groups: dict[bool, list[str]] = {False: [], True: []}
-    for module in seen:
-        if binding[f"{module}.weight"][0].tensor.role == "experts":
-            groups[module.endswith("down_proj")].append(module)
-    for modules in groups.values():
-        found |= dict.fromkeys(modules, max((found[module] for module in modules), default=0.0))
+    experts = [each for each in seen if binding[f"{each}.weight"][0].tensor.role == "experts"]
+    for is_second in (False, True):
+        group = [each for each in experts if each.endswith("down_proj") is is_second]
+        found |= dict.fromkeys(group, max((found[each] for each in group), default=0.0))
     return found
 
 

@@ -9,7 +9,9 @@ Measured are the plan that the knapsack found, the best of one word for all unit
 where the block is searched, the best plans with the block as large and as small as it can be: each
 on the held-out text, as a server would compute it, a layer at a time. Of those that keep
 `min_acceptance`, the one with the smallest sum is taken: divergence of the answers, and
-`draft_weight` times the logarithm of what is lost of the release's acceptance, both in nats.
+`draft_weight` times the logarithm of the acceptance that it is shown to lose, both in nats. What is
+lost is of another plan's, on the same sequences, and at the confidence of the gates: acceptance is
+known to a few percent, divergence to a few percent of itself, and noise would decide otherwise.
 
 Easy to get wrong: the search must find the same again after a kill, or the pass after it would
 refuse its own folder. So what was found is on disk before that pass begins. And these figures
@@ -25,6 +27,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -101,17 +104,21 @@ def search(
 
 def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     choices = run.choices
-    recipe = run.choices.recipe
+    recipe = choices.recipe
     sensitivities = run.sensitivities()
     tried = plans_to_try(choices, sensitivities)
     plans = list(map(choices.plan, tried.values()))
     (_, released), *measured = measure_plans(run, plans, folder, sensitivities.largest)
+    confidence = recipe.gates.confidence
+    others = [drafts for _, drafts in measured if drafts is not None]
     facts = []
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
         kept: Json = {}
         if drafts is not None and released is not None:
-            value, low = drafts.kept_of(released, recipe.gates.confidence)
+            value, low = drafts.kept_of(released, confidence)
             kept = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
+            at_most = min(max(map(add, *drafts.compared(o, confidence))) for o in others)
+            kept["lost"] = abs(round(math.log(min(1.0, max(at_most, 1e-9))), 7))
         facts.append(
             TriedPlanFact(
                 title=title,
@@ -137,13 +144,10 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
 def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, Assignment]:
     """Title -> plan, each plan once, and only those that fit."""
     wanted: list[tuple[str, Assignment]] = [("found", packed(choices, sensitivities, {}))]
-    uniform = []
-    for word in auto_of(choices.recipe).candidates:
-        assignment = choices.uniform(word)
-        if choices.fits(assignment):
-            uniform.append((f"{word} for all", assignment))
-    if uniform:
-        wanted.append(min(uniform, key=lambda each: sensitivities.predicted(each[1])))
+    words = auto_of(choices.recipe).candidates
+    uniform = [(f"{word} for all", choices.uniform(word)) for word in words]
+    uniform = [each for each in uniform if choices.fits(each[1])]
+    wanted += sorted(uniform, key=lambda each: sensitivities.predicted(each[1]))[:1]
     extremes = {"largest block": choices.largest, "smallest block": choices.smallest}
     for title, extreme in extremes.items():
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
@@ -160,19 +164,15 @@ def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
 ) -> dict[str, str]:
     """The best words by sensitivities, with these for some units."""
-    words = []
+    words = {}
     units = []
     for unit in choices.units:
         own = [o for o in unit.options if fixed.get(unit.name, o.word) == o.word]
-        words.append([option.word for option in own])
-        losses = [sensitivities.losses.get((unit.name, word), 0.0) for word in words[-1]]
+        words[unit.name] = [option.word for option in own]
+        losses = [sensitivities.losses.get((unit.name, o.word), 0.0) for o in own]
         units.append([*zip(map(choices.cost, own), losses, strict=True)])
-    found = {}
-    for unit, own, number in zip(
-        choices.units, words, best_packing(units, choices.room), strict=True
-    ):
-        found[unit.name] = own[number]
-    return found
+    numbers = best_packing(units, choices.room)
+    return {name: words[name][number] for name, number in zip(words, numbers, strict=True)}
 
 
 def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
@@ -283,26 +283,29 @@ def measure_plans(
 
 
 def _best(run: SearchRun, facts: Sequence[TriedPlanFact]) -> TriedPlanFact:
-    """The plan to be taken, of those that keep enough: the one that loses the fewest nats."""
+    """The plan to be taken, of those that keep enough: the one that is shown to lose the fewest
+    nats.
+    """
     recipe = run.choices.recipe
     least = run.auto.min_acceptance or 0.0
-    enough = [each for each in facts if (each.kept_at_least or 0.0) >= least]
+
+    def kept(fact: TriedPlanFact) -> float:
+        return fact.kept_at_least or 0.0
+
+    enough = [each for each in facts if kept(each) >= least]
     if not enough:
-        best = max(facts, key=lambda each: each.kept_at_least or 0.0)
+        best = max(facts, key=kept)
         raise GateError(
             recipe.name,
             f"a plan under the budget must keep {least:.1%} of acceptance, at "
             f"{recipe.gates.confidence:.0%} confidence",
-            got=f"at least {best.kept_at_least or 0.0:.1%} at best, by {best.title}",
+            got=f"at least {kept(best):.1%} at best, by {best.title}",
             cure="Raise budget, draft_weight or calibration.held_out, or lower "
             "backbone_auto.min_acceptance",
         )
 
     def score(fact: TriedPlanFact) -> tuple[float, float]:
-        lost = 0.0
-        if fact.kept is not None:
-            lost = -math.log(min(1.0, max(fact.kept, 1e-9)))
         # Text that cannot tell two plans apart leaves it to the sensitivities.
-        return fact.divergence + run.auto.draft_weight * lost, fact.predicted
+        return fact.divergence + run.auto.draft_weight * fact.lost, fact.predicted
 
     return min(enough, key=score)

@@ -163,22 +163,22 @@ class SearchRun:
         """The gradient at the states after the last layer, and the sums of the block's units."""
         model = self.skeleton.model
         blocks = self.blocks()
-        bindings = list[Binding]()
+        sides = []
         with ExitStack() as stack:
             stack.enter_context(self.skeleton.head())
             model.requires_grad_(False)
-            seen = []
             for block in blocks:
-                bindings.append(bind_block(block, self.choices.base))
+                binding = bind_block(block, self.choices.base)
                 stack.enter_context(released(block))
-                seen.append(stack.enter_context(watching(block, self.choices, bindings[-1], "")))
+                seen = stack.enter_context(watching(block, self.choices, binding, ""))
+                sides.append((block, binding, "", seen))
             outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
             stack.enter_context(released(model))
             for first, arguments, leaves in self._batches(len(self.skeleton)):
                 self._draw(first, arguments, leaves, blocks)
                 outputs.put("calibration", first, _gradients(leaves))
-            for number, block in enumerate(blocks):
-                self._judge(-1 - number, block, bindings[number], "", seen[number])
+            for number, side in enumerate(sides):
+                self._judge(-1 - number, *side)
 
     def _draw(
         self, row: int, arguments: dict[str, Tensor], leaves: LayerState, blocks: Sequence[MtpBlock]
@@ -221,8 +221,7 @@ class SearchRun:
 
     def _backward(self, index: int) -> None:
         skeleton = self.skeleton
-        model = self.skeleton.model
-        device = self.skeleton.device
+        model = skeleton.model
         binding = skeleton.bind_layer(index)
         path = f"{skeleton.layer_path}.{index}."
         begin = []
@@ -241,7 +240,9 @@ class SearchRun:
                 for first, arguments, leaves in self._batches(index):
                     model(**arguments, use_cache=False)
                     last = first + len(arguments["input_ids"])
-                    above = self._gradients.read(index + 1, "calibration", first, last, device)
+                    above = self._gradients.read(
+                        index + 1, "calibration", first, last, skeleton.device
+                    )
                     outputs = []
                     gradients = []
                     for output, gradient in zip(returned.pop(), above, strict=True):

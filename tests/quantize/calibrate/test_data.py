@@ -219,8 +219,7 @@ def answers(ids: torch.Tensor, above: int = 100) -> torch.Tensor:
 
 
 def talked(tmp_path: Path, **changes) -> Calibration:
-    place = write(tmp_path / "chat.jsonl", talks())
-    return calibration(place, **{"held_out": 9} | changes)
+    return calibration(write(tmp_path / "chat.jsonl", talks()), **{"held_out": 9} | changes)
 
 
 def asked(tmp_path: Path) -> Path:

@@ -53,8 +53,7 @@ def starved_runs(folder: Path) -> tuple[dict[str, str], str, tuple[str, ...]]:
     """The sentences of a full GPU and of one that fails, and the files that then differ from the
     CPU's.
     """
-    layout = source_layout("glm-4.7")
-    source = write_checkpoint(folder / "source", *layout, data="random")
+    source = write_checkpoint(folder / "source", *source_layout("glm-4.7"), data="random")
     recipe = nvfp4_recipe(find_recipe("glm-4.7")[0], source)
     line(recipe, source, DATA, folder / "cpu", CPU)
     with pretended_gpu() as gpu:

@@ -80,8 +80,7 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     with pytest.raises(RecipeError, match=match):
         of_source(silent, block)
     assert of_source(backbone, block_of(backbone, hidden_first=True)).by_position(1)[0] < 0.5
-    noise = seeded(0)
-    torch.nn.init.normal_(block.projection.weight, std=0.02, generator=noise)
+    torch.nn.init.normal_(block.projection.weight, std=0.02, generator=seeded(0))
     assert of_source(backbone, block).by_position(1)[0] < 0.5
 
 

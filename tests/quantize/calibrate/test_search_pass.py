@@ -7,6 +7,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from json_files import json_of, put_json
@@ -27,7 +28,7 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, GateError
 from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
-from passes import ALONE, ROOT, plan_over
+from passes import ALONE, ROOT, even, plan_over
 from scipy.stats import spearmanr
 from tables import cases
 from typer.testing import CliRunner
@@ -176,6 +177,19 @@ def test_the_whole_line(tmp_path, monkeypatch):
     plan = replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         search(plan, data, folder, ranks=ALONE)
+
+
+@pytest.mark.parametrize("slots", [100, 10_000])
+def test_acceptance_decides_where_its_loss_is_shown(slots, swept, tmp_path, monkeypatch):
+    """Two drafts fewer of 90 are luck, and the divergence decides; 200 of 9,000 are a loss."""
+    rates = (0.0, 0.9), (0.009, 0.88), (0.012, 0.9)
+    measured = [(SimpleNamespace(divergence=apart), even(r, slots=slots)) for apart, r in rates]
+    monkeypatch.setattr(search_pass, "measure_plans", lambda *_: measured)
+    monkeypatch.setattr(
+        search_pass, "plans_to_try", lambda own, _: {"found": own.largest, "other": own.smallest}
+    )
+    found, other = search_pass._found(swept[0], tmp_path)[1].plans
+    assert other.chosen is (slots > 100) is (found.lost > 0)
 
 
 @pytest.mark.full

@@ -168,8 +168,7 @@ def test_each_byte_of_a_layer_is_read_once_and_of_the_next_one_meanwhile(plan, m
 
 def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
     """Gate and up of a stack are views of what was read for both."""
-    plan = planned(tmp_path / "source", model="qwen3.5-397b")
-    skeleton = Skeleton(plan, device=CPU)
+    skeleton = Skeleton(planned(tmp_path / "source", model="qwen3.5-397b"), device=CPU)
     with skeleton.layer(0) as layer:
         storages = {each.untyped_storage() for each in layer.parameters()}
         found = {each.data_ptr(): each.nbytes() for each in storages}

@@ -204,8 +204,7 @@ def by_kind(**gains: float) -> Acceptance:
     """
     counts = torch.full((40, 3, 1, 1), 100.0, dtype=torch.float64)
     for place, gain in enumerate(gains.values()):
-        noise = torch.arange(20) % 3 - 1
-        counts[place::2, 2, 0, 0] = 50 * gain + noise
+        counts[place::2, 2, 0, 0] = 50 * gain + torch.arange(20) % 3 - 1
     return Acceptance(counts)
 
 

@@ -68,8 +68,7 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
 def test_other_requests_are_another_matrix_and_a_further_k_is_none(vllm, tmp_path):
     setup = Setup(vllm=vllm, out=tmp_path / "out")
     kept = measured(setup, plan(), "checkpoint", 100.0)
-    other = matrix.open_matrix(model("checkpoint"), plan(output_tokens=32), setup)
-    assert not other.lines
+    assert not matrix.open_matrix(model("checkpoint"), plan(output_tokens=32), setup).lines
     again = matrix.open_matrix(model("checkpoint"), plan(ks=(0, 1, 2, 3)), setup)
     assert again.lines == kept.lines
 

@@ -144,8 +144,7 @@ def some_entries(modules: list[Module], rng: random.Random, *, kind: str) -> lis
     entries: list[str] = []
     for module in rng.sample(modules, min(6, len(modules))):
         disk = [str(member.weight.module) for member in module.members]
-        names = [module.name, *module.shards, *disk[:3]]
-        name = rng.choice(names)
+        name = rng.choice([module.name, *module.shards, *disk[:3]])
         parent, _, last = name.rpartition(".")
         words = [
             [name],

@@ -176,8 +176,7 @@ def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, nam
         {"config": said("ignore", entries)},
         {"tensors": {f"model.{name}": ("F32", (1,))}},
     ):
-        folder = tmp_path / "".join(changes)
-        report = checked(folder, "glm fp8", **changes)
+        report = checked(tmp_path / "".join(changes), "glm fp8", **changes)
         text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
         assert all(char.isprintable() for char in text) and len(text) < 20_000
 

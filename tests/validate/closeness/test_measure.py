@@ -43,8 +43,7 @@ class Toy:
     def __init__(
         self, seed: int, noise: float, *, dies_after: int | None = None, raw: bool = False
     ) -> None:
-        rng = np.random.default_rng(0)
-        self.logits = 3 * rng.standard_normal((VOCABULARY, VOCABULARY))
+        self.logits = 3 * np.random.default_rng(0).standard_normal((VOCABULARY, VOCABULARY))
         self.logits = self.logits + noise * np.random.default_rng(seed).standard_normal(
             self.logits.shape
         )

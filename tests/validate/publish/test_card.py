@@ -347,8 +347,7 @@ def test_what_lies_in_it_is_what_the_run_decided(mtp, decided, tmp_path):
 
 def test_every_scheme_says_where_it_runs(made):
     group = groups_of(open_source(made), read_record(made / RECORD))[0]
-    all_of_them = replace(group, schemes=tuple(SCHEMES))
-    text = card_of(made, reports.bare(), groups=(all_of_them,))
+    text = card_of(made, reports.bare(), groups=(replace(group, schemes=tuple(SCHEMES)),))
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(SCHEMES)
 
 
@@ -629,8 +628,7 @@ def test_all_asks_before_the_work(finetune, tmp_path):
     refuse_unknown(open_source(reports.MODEL))
     out = tmp_path / "out"
     words = [KEEPMTP, "all", "tiny-glm4-moe", "--source", finetune, "--out", out]
-    done = captured(words, status=2)
-    assert "--base-model" in done.stderr and not out.exists()
+    assert "--base-model" in captured(words, status=2).stderr and not out.exists()
     dry = captured([*words, "--base-model", "me/Base", "--dry-run"])
     assert dry.stdout.splitlines()[-1].endswith("--base-model me/Base"), dry.stderr
 

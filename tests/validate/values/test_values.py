@@ -29,9 +29,7 @@ def folder(tmp_path):
 @pytest.mark.few(20)
 @pytest.mark.parametrize("name", GOOD)
 def test_good_values_pass_without_a_word(name, tmp_path):
-    folder = write(tmp_path / "checkpoint", GOOD[name]())
-    runtime = fill(folder)
-    assert check_values(runtime, "all").findings == ()
+    assert check_values(fill(write(tmp_path / "checkpoint", GOOD[name]())), "all").findings == ()
 
 
 @pytest.mark.parametrize("name", VALUES)
