@@ -706,9 +706,8 @@ class Recipe(Frozen):
         elif made.calibration is None:
             made = made.model_copy(update={"calibration": batches})
         summary = summary_of(made.backbone, made.mtp, is_calibrated=made.calibration is not None)
-        made = made.model_copy(update={"summary": summary})
         words = [f"--scheme {scheme}"] * bool(scheme) + [f"--mtp {mtp}"] * bool(mtp)
-        return validated(made.model_dump(), " ".join(words) or self.name)
+        return validated(made.model_dump() | {"summary": summary}, " ".join(words) or self.name)
 
     def uses_batches(self) -> bool:
         """Whether a run of this recipe computes with text."""
@@ -750,15 +749,19 @@ def validated(raw: Raw, where: object) -> Recipe:
         # A misspelled key shows up as unknown and as missing; the first says more.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     aside = ("word", "groups", "number", "[key]")
-    loc = [str(part) for part in first["loc"] if part not in aside]
+    is_unknown = first["type"] == "extra_forbidden"  # its last part may be any word
+    end = len(first["loc"]) - is_unknown
+    loc = [str(part) for at, part in enumerate(first["loc"]) if at >= end or part not in aside]
     key = ".".join(loc) or "recipe"
-    if first["type"] == "extra_forbidden":
-        parts = [_PARTS[part] for part in loc[:-1] if part in _PARTS]
+    if is_unknown:
+        owner = Recipe
+        for part in loc[:-1]:
+            owner = _PARTS.get(part, owner)
         raise RecipeError(
             where,
             f"{key} is not a key of a recipe",
             got=repr(first["input"]),
-            cure=cure_of_key(loc[-1], [Recipe, *parts][-1].model_fields),
+            cure=cure_of_key(loc[-1], owner.model_fields),
         )
     if first["type"] == "missing":
         raise RecipeError(
