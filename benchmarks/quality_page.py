@@ -184,8 +184,6 @@ def tables(figures: Facts) -> str:
             "",
             _told_apart(model, found),
         ]
-        if older := sorted({own["older"] for own in found["rows"].values() if "older" in own}):
-            parts[-1] += f" *: of an older keepmtp, {', '.join(older)}."
     words = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     return "\n".join([*parts, f"\nMade with {words}.", END])
 
@@ -220,7 +218,7 @@ def _table(model: str, found: Facts) -> list[str]:
     for number, row in enumerate(rows_of(model), start=1):
         own = found["rows"][row.key]
         cells = [
-            f"{number}{'*' * ('older' in own)}",
+            str(number),
             row.title,
             f"{own['megabytes'][0]:.2f}",
             f"{own['megabytes'][1]:.2f}" if own["megabytes"][1] else "none",
