@@ -161,7 +161,8 @@ def found(fact: "CalibrationFact") -> Iterator[RenderableType]:
             "without a search."
         )
         yield (
-            "bits: of weights and scales, for each weight; kept: part of the release's acceptance."
+            "bits: of weights and scales, for each weight; kept: part of the release's acceptance; "
+            "lost: nats of it, where a loss against another plan is shown."
         )
         yield ""
     if fact.candidates:

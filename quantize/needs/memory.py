@@ -227,9 +227,11 @@ class _Batch:
 
         A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
         """
-        own = (each.shape for each in tensors if len(each.shape) > 1 and each.role != "experts")
         narrow = min((min(shape[-2:]) for shape in _matrices(tensors, "experts")), default=0)
-        wide = sum(sum(shape[-2:]) for shape in own) + 6 * num_experts * narrow
+        wide = 6 * num_experts * narrow
+        for tensor in tensors:
+            if len(tensor.shape) > 1 and tensor.role != "experts":
+                wide += sum(tensor.shape[-2:])
         states = self.channels * (12 * BF16 + 4 * F32)
         scores = self.scores(keys) * (2 * BF16 + F32)
         return self.tokens * (wide * copies * BF16 + states) + self.size * scores

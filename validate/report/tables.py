@@ -65,10 +65,12 @@ def plans(search: SearchFact) -> Table:
     """The plans that a search under a budget measured."""
     rows = []
     for plan in search.plans:
-        losses = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", percent(plan.kept)
         title = f"{plan.title}{', chosen' * plan.chosen}"
-        rows.append((title, f"{plan.bytes:,}", f"{plan.bits:.2f}", *losses))
-    return Table(columns=("", ">bytes", ">bits", ">predicted", ">divergence", ">kept"), rows=rows)
+        nats = f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", f"{plan.lost:.4f}"
+        rows.append((title, f"{plan.bytes:,}", f"{plan.bits:.2f}", *nats, percent(plan.kept)))
+    return Table(
+        columns=("", ">bytes", ">bits", ">predicted", ">divergence", ">lost", ">kept"), rows=rows
+    )
 
 
 def candidates(fact: CalibrationFact) -> Table:

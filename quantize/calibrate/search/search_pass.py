@@ -107,7 +107,7 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     recipe = choices.recipe
     sensitivities = run.sensitivities()
     tried = plans_to_try(choices, sensitivities)
-    plans = list(map(choices.plan, tried.values()))
+    plans = [*map(choices.plan, tried.values())]
     (_, released), *measured = measure_plans(run, plans, folder, sensitivities.largest)
     confidence = recipe.gates.confidence
     others = [drafts for _, drafts in measured if drafts is not None]
@@ -144,10 +144,11 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
 def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, Assignment]:
     """Title -> plan, each plan once, and only those that fit."""
     wanted: list[tuple[str, Assignment]] = [("found", packed(choices, sensitivities, {}))]
-    words = auto_of(choices.recipe).candidates
-    uniform = [(f"{word} for all", choices.uniform(word)) for word in words]
-    uniform = [each for each in uniform if choices.fits(each[1])]
-    wanted += sorted(uniform, key=lambda each: sensitivities.predicted(each[1]))[:1]
+    uniform = []
+    for word in auto_of(choices.recipe).candidates:
+        uniform.append((f"{word} for all", choices.uniform(word)))
+    uniform.sort(key=lambda each: sensitivities.predicted(each[1]))
+    wanted += [each for each in uniform if choices.fits(each[1])][:1]
     extremes = {"largest block": choices.largest, "smallest block": choices.smallest}
     for title, extreme in extremes.items():
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
@@ -171,8 +172,10 @@ def packed(
         words[unit.name] = [option.word for option in own]
         losses = [sensitivities.losses.get((unit.name, o.word), 0.0) for o in own]
         units.append([*zip(map(choices.cost, own), losses, strict=True)])
-    numbers = best_packing(units, choices.room)
-    return {name: words[name][number] for name, number in zip(words, numbers, strict=True)}
+    return {
+        name: words[name][number]
+        for name, number in zip(words, best_packing(units, choices.room), strict=True)
+    }
 
 
 def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
