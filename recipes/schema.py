@@ -721,6 +721,8 @@ class Recipe(Frozen):
 
 _PARTS: Mapping[str, type[BaseModel]] = {
     "calibration": Calibration,
+    "also": TextsOfMix,
+    "guard": Texts,
     **KNOBS,
     "overrides": Override,
     "mtp_auto": MtpAuto,

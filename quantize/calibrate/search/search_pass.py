@@ -98,8 +98,8 @@ def search(
             write_whole(kept, json.dumps(found, indent=1))
             shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
-    fact = SearchFact.model_validate(found["fact"])
-    return found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes), fact
+    made = found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes)
+    return made, SearchFact.model_validate(found["fact"])
 
 
 def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
