@@ -135,13 +135,13 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
         # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes
         # of them.
         trained = _elements(tensor for tensor in block if tensor.tuned) * (5 * F32 + BF16)
-        trained += min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
+        loss = min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
         chosen = plan.view.number("num_experts_per_tok") or 1
         steps = (
             alone.gradients(block, step * length, chosen, copies=2)
             for step in range(1, tuned.draft_steps + 1)
         )
-        add("training of the MTP block", [*head, *block], trained + sum(steps), states)
+        add("training of the MTP block", [*head, *block], trained + loss + sum(steps), states)
     return found
 
 

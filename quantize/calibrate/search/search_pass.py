@@ -118,7 +118,7 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
             value, low = drafts.kept_of(released, confidence)
             kept = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
             at_most = min(max(map(add, *drafts.compared(o, confidence))) for o in others)
-            kept["lost"] = abs(round(math.log(min(1.0, max(at_most, 1e-9))), 7))
+            kept["lost"] = max(0.0, round(-math.log(max(at_most, 1e-9)), 7))
         facts.append(
             TriedPlanFact(
                 title=title,
@@ -146,9 +146,11 @@ def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, As
     wanted: list[tuple[str, Assignment]] = [("found", packed(choices, sensitivities, {}))]
     uniform = []
     for word in auto_of(choices.recipe).candidates:
-        uniform.append((f"{word} for all", choices.uniform(word)))
-    uniform.sort(key=lambda each: sensitivities.predicted(each[1]))
-    wanted += [each for each in uniform if choices.fits(each[1])][:1]
+        assignment = choices.uniform(word)
+        if choices.fits(assignment):
+            uniform.append((f"{word} for all", assignment))
+    if uniform:
+        wanted.append(min(uniform, key=lambda each: sensitivities.predicted(each[1])))
     extremes = {"largest block": choices.largest, "smallest block": choices.smallest}
     for title, extreme in extremes.items():
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
@@ -170,12 +172,10 @@ def packed(
     for unit in choices.units:
         own = [o for o in unit.options if fixed.get(unit.name, o.word) == o.word]
         words[unit.name] = [option.word for option in own]
-        losses = [sensitivities.losses.get((unit.name, o.word), 0.0) for o in own]
+        losses = [sensitivities.predicted({unit.name: o.word}) for o in own]
         units.append([*zip(map(choices.cost, own), losses, strict=True)])
-    return {
-        name: words[name][number]
-        for name, number in zip(words, best_packing(units, choices.room), strict=True)
-    }
+    numbers = best_packing(units, choices.room)
+    return {name: words[name][number] for name, number in zip(words, numbers, strict=True)}
 
 
 def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
