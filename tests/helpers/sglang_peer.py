@@ -263,13 +263,22 @@ class StandIn(types.ModuleType):
             raise AttributeError(name)
         if name in ANSWERS:
             return ANSWERS[name]
-        if found := sys.modules.get(f"{self.__name__}.{name}"):
-            return found
+        full = f"{self.__name__}.{name}"
+        if full in sys.modules or real_file(full):
+            return importlib.import_module(full)
         bare = name.lstrip("_")
         is_class = bare[:1].isupper() and not bare.isupper()
         value = Asked(name, (Empty,), CLASS_MEMBERS) if is_class else Number(0)
         setattr(self, name, value)
         return value
+
+
+def real_file(name: str) -> Path | None:
+    """The file of SGLang that is run for a module; None for a stand-in."""
+    place = ROOT / name.replace(".", "/")
+    files = place / "__init__.py", place.with_suffix(".py")
+    is_real = name.startswith(REAL) and name not in EMPTY
+    return next(filter(Path.is_file, files), None) if is_real else None
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -278,14 +287,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] not in TABLE["absent"]:
             return None
-        place = ROOT / name.replace(".", "/")
-        if name.startswith(REAL) and name not in EMPTY:
-            if (place / "__init__.py").is_file():
-                return importlib.util.spec_from_file_location(
-                    name, place / "__init__.py", submodule_search_locations=[str(place)]
-                )
-            if place.with_suffix(".py").is_file():
-                return importlib.util.spec_from_file_location(name, place.with_suffix(".py"))
+        if file := real_file(name):
+            return importlib.util.spec_from_file_location(name, file)
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -342,8 +345,6 @@ ALIASES = {"deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v3"}
 """As SGLang has them (utils/hf_transformers/common.py): a class of transformers with another
 model_type.
 """
-DEFAULTS = TABLE["config"]
-"""What a release's own config class would fill in."""
 
 
 def config_of(values: dict[str, Any]) -> Any:
@@ -361,7 +362,7 @@ def config_of(values: dict[str, Any]) -> Any:
         getattr(config, "vision_config", None),
         getattr(config, "text_config", None),
     ):
-        for key, value in DEFAULTS.items():
+        for key, value in TABLE["config"].items():
             if isinstance(part, PretrainedConfig) and getattr(part, key, None) is None:
                 setattr(part, key, value)
     for key, value in (values.get("text_config") or {}).items():
@@ -371,12 +372,13 @@ def config_of(values: dict[str, Any]) -> Any:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs import model_config as configs
 
+    configs.load_joint_head_config = lambda *_: None  # a file of other releases, asked of the Hub
     loader = importlib.import_module("sglang.srt.model_loader.loader")
 
     config = config_of(question["config"])
-    model_config = object.__new__(ModelConfig)
+    model_config = object.__new__(configs.ModelConfig)
     text = getattr(config, "text_config", None) or getattr(config, "llm_config", None) or config
     vars(model_config).update(
         hf_config=config,
@@ -401,12 +403,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"class": architecture, "config_error": f"{type(error).__name__}: {error}"}
     with torch.device("meta"):
         model = built(config=model_config.hf_config, quant_config=quant_config)
-    modules = [module for module in model.modules() if isinstance(module, Layer)]
     return {
         "class": architecture,
         "modules": [
             {"prefix": each.prefix, "class": type(each).__name__, "answer": each.answer}
-            for each in modules
+            for each in model.modules()
+            if isinstance(each, Layer)
         ],
     }
 
