@@ -23,7 +23,6 @@ it; but nobody wants it put into another checkpoint.
 import json
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -135,8 +134,8 @@ def plan_graft(
     _count_mtp_layers(proposal, source.config, family)
     view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
     runtime = RuntimeView(source=quantized, view=view)
-    both = (*quantized.entries.values(), *quantized.unindexed.values())
     # Whole or not, also under a wrong prefix.
+    both = (*quantized.entries.values(), *quantized.unindexed.values())
     old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
     is_whole = ours.found and ours.found == {*range(ours.promised)}
     is_good = not any(_is_about_the_block(each, ours) for each in checked.data.findings)
@@ -162,11 +161,13 @@ def plan_graft(
             got=f"{word}, so {packed.scheme} for {packed.name}",
             cure="Use --mtp bf16",
         )
-    made: dict[str, list[Entry]] = defaultdict(list)
-    for shard in plan.shards:
-        for output in shard.outputs:
-            entry = Entry(**output._asdict(), file=shard.file, start=0, num_bytes=output.num_bytes)
-            made[shard.file].append(entry)
+    made = {
+        shard.file: [
+            Entry(**output._asdict(), file=shard.file, start=0, num_bytes=output.num_bytes)
+            for output in shard.outputs
+        ]
+        for shard in plan.shards
+    }
     proposal.put_shards(old, made)
     if proposal.shards_again and quantized.folder is None:
         raise CheckpointError(
@@ -352,7 +353,7 @@ def _count_mtp_layers(proposal: Proposal, released: Raw, family: Family) -> None
                 continue
             now = proposal.value(CONFIG, (*path, key))
             why = ""
-            is_shorter = isinstance(now, list) and isinstance(value, list) and now and now != value
+            is_shorter = isinstance(now, list) and isinstance(value, list) and now
             if key in counts or _ABOUT_MTP.search(key):
                 why = "the release describes its MTP block so"
             elif is_shorter and value[: len(now)] == now:
@@ -372,7 +373,7 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     why = "vLLM builds these modules of the MTP block plain"
     ignore = dict.fromkeys([*(raw.get("ignore") or ()), *made["ignore"]])
     proposal.set_quantization(("ignore",), [*ignore], why)
-    groups = {**(raw.get("config_groups") or {})}
+    groups = dict(raw.get("config_groups") or {})
     for number, group in enumerate(made["config_groups"].values()):
         groups[f"mtp_{number}"] = group
     # A group without a format of its own has that of the whole.

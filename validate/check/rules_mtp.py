@@ -43,7 +43,7 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
     """
     view = runtime.view
     promised = runtime.promised
-    key = runtime.view.mtp_count_key
+    key = view.mtp_count_key
     where = f"config.json: {key}"
     way_back = _way_to_a_block(runtime)
     effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
@@ -82,17 +82,12 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
                 error = "ZeroDivisionError"
             says = f"is {count}, but {first} exists: with method=mtp vLLM raises {error}"
             yield objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
-        elif view.layout.mtp is None:
-            says = (
-                f"exists beyond {key}={promised}: with num_hidden_layers={view.num_layers} the "
-                "target model itself fails to load it"
-            )
-            yield objection("mtp-not-promised", first, says, cure)
         else:
-            says = (
-                f"exists beyond {key}={promised}: the draft's loader meets a name it does not "
-                "know and raises"
-            )
+            effect = "the draft's loader meets a name it does not know and raises"
+            if view.layout.mtp is None:
+                layers = f"num_hidden_layers={view.num_layers}"
+                effect = f"with {layers} the target model itself fails to load it"
+            says = f"exists beyond {key}={promised}: {effect}"
             yield objection("mtp-not-promised", first, says, cure)
     elif promised == 0:
         says = "no MTP block is promised and none is there: method=mtp has nothing to draft with"
@@ -276,12 +271,13 @@ def _is_of_a_weight(leaf: str) -> bool:
 def names_are_known(runtime: RuntimeView) -> Objections:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     known = runtime.loader.mtp_leaves
+    alike = dict[str, Objection]()
     for key, weight in runtime.weights.items():
         place = runtime.placed.get(key)
         name = weight.weight.name
         others = [leaf for leaf in weight.parts if known and leaf not in known]
         if _is_nested(runtime, name) or place is None or place.leaf != "weight":
-            yield _unknown(runtime, name)
+            yield _unknown(runtime, name, alike)
         elif place.part == "mtp" and others:
             says = (
                 "is not among the names that this draft's loader renames "
@@ -297,7 +293,7 @@ def names_are_known(runtime: RuntimeView) -> Objections:
         if place is not None:
             is_known = is_known or place.role == "vision" or leaf in OTHER_LEAVES
         if _is_nested(runtime, entry.name) or not is_known:
-            yield _unknown(runtime, entry.name)
+            yield _unknown(runtime, entry.name, alike)
 
 
 def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
@@ -305,7 +301,8 @@ def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
     return _NESTED_MTP.match(name) is not None and not runtime.is_mtp_name(name)
 
 
-def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
+def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) -> Objection:
+    """Names that differ in numbers alone share an objection: they may be hundreds of thousands."""
     if _is_nested(runtime, name):
         says = (
             "carries the vision-language model's prefix, which the draft's loader does not strip: "
@@ -320,13 +317,15 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
     at = runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
     if runtime.is_mtp_name(name):
-        severity = "error"
+        severity, cause = "error", f"MTP {cause}"
         effect = "the draft's loader raises KeyError or ValueError on names it does not know"
     elif at is not None and name.startswith(runtime.view.disk_stem("backbone", at)):
         cause = "counted as a decoder layer"
-    cure = "Rename it to the original release's name, or remove it"
-    says = f"has no place in this family: {effect}"
-    return objection("unknown-tensor", name, says, cure, cause, severity)
+    if cause not in alike:
+        cure = "Rename it to the original release's name, or remove it"
+        says = f"has no place in this family: {effect}"
+        alike[cause] = objection("unknown-tensor", name, says, cure, cause, severity)
+    return alike[cause]
 
 
 def aliases_are_present(runtime: RuntimeView) -> Objections:

@@ -99,7 +99,6 @@ def test_each_module_is_built_as_by_sglangs_own_classes():
                 agreed += 1
     assert unconstructed.keys() <= NOT_CONSTRUCTED, unconstructed
     assert not differing, (len(differing), differing[:12])
-    print(agreed, len(families), len(unconstructed))
     assert agreed > 1550 and len(families) >= 24
 
 
