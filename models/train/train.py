@@ -278,6 +278,8 @@ def _main() -> None:
     )
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
+    if args.model != "tiny-docs" and (args.width or args.text):
+        parser.error(f"--width, --text: only tiny-docs has them; got {args.model}. Leave them out.")
     lines = (line for path in args.text or () for line in path.read_text().splitlines())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     out = args.out or Path("out") / args.model
