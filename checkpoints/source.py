@@ -83,6 +83,24 @@ class Source:
         return self.config.get("text_config") or self.config
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Search for no cycles inside of this block, which reads the headers of a large checkpoint; on
+    in the end if it was on before.
+
+    A plan makes half a million small values that stay, and none of them is in a cycle; going
+    through them again and again took a quarter of its time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@uncollected()
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
     """Read the headers of a local folder or, by range requests, of a Hub repository.
 
@@ -141,23 +159,6 @@ def is_repo_id(name: str) -> bool:
     except HFValidationError:
         return False
     return name.count("/") == 1
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Search for no cycles inside of this block, which reads the headers of a large checkpoint; on
-    in the end if it was on before.
-
-    A plan makes half a million small values that stay, and none of them is in a cycle; going
-    through them again and again took a quarter of its time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def download(source: Source, *, bars: type[Any] | None = None) -> Source:

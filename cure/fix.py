@@ -17,7 +17,7 @@ from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
 from ..validate.check.check import Checked, examine
 from ..validate.check.dialects.patterns import time_limit
-from ..validate.facts.findings import Finding
+from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists
 from .proposal import Faulty, Proposal
@@ -175,10 +175,8 @@ def with_commands(checked: Checked) -> Checked:
     # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
     # the right one. And no fix that brings other errors.
     known = {each.key for each in own}
-    is_good = True
-    for each in outcome.after.data.findings:
-        is_new = each.key not in known or each.rule == "layer-missing"
-        is_good &= each.severity != "error" or not is_new
+    errors = errors_of(outcome.after.data.findings)
+    is_good = all(each.key in known and each.rule != "layer-missing" for each in errors)
     for each in static:
         commands[each] = cure_elsewhere(each, outcome)
         if is_good and each in outcome.cured:
@@ -204,8 +202,7 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
     # What is wrong with the backbone as well is wrong in config.json, and a new block would be
     # wrong there too.
     rule = finding.rule.removeprefix("sglang-")
-    errors = outcome.after.data.findings
-    of_rule = [each for each in errors if (each.rule, each.severity) == (rule, "error")]
+    of_rule = [each for each in errors_of(outcome.after.data.findings) if each.rule == rule]
     is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
     if rule in _OF_BLOCKS or (rule in _OF_TENSORS and is_of_block):
         where = shlex.quote(name or outcome.proposal.source.where)

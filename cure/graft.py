@@ -34,7 +34,7 @@ from ..checkpoints.files import WORK, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.safetensors_file import Entry, total_bytes
-from ..checkpoints.source import Source, view_of
+from ..checkpoints.source import Source, uncollected, view_of
 from ..checkpoints.source_of import refuse_stranger
 from ..checkpoints.stored import FLOATS, stored_weights
 from ..quantize.config.written import config_of
@@ -100,6 +100,7 @@ class Graft:
         return total_bytes(joined(self.plan.source, self.entries))
 
 
+@uncollected()
 def plan_graft(
     quantized: Source, source: Source, *, mtp: str | None = None, is_replaced: bool = False
 ) -> Graft:
@@ -151,8 +152,8 @@ def plan_graft(
     word = mtp or "bf16"
     if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
         word = "source"
-    is_released = word == "source" and isinstance(dialect, Fp8)
-    plan = plan_mtp_alone(source, view, word, as_released=is_released)
+    as_released = word == "source" and isinstance(dialect, Fp8)
+    plan = plan_mtp_alone(source, view, word, as_released=as_released)
     packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
     if packed is not None and not isinstance(dialect, CompressedTensors):
         raise RecipeError(
@@ -268,11 +269,9 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
     for line in lines.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
-    files = dict[str, None]()
     left = list[tuple[str, int, int]]()
     for stretch in joined(source, graft.entries):
         first = stretch.entries[0]
-        files[first.file] = None
         end = first.start + stretch.num_bytes
         size = -(-stretch.num_bytes // max(1, stretch.num_requests))
         for start in range(first.start, end, size or 1):
@@ -300,6 +299,7 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for _ in pool.map(bring, left):
             pass
+    files = {entry.file for entry in graft.entries}
     return replace(source, folder=folder, states=states_of(folder, files))
 
 

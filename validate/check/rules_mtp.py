@@ -31,8 +31,10 @@ from .runtime_view import RuntimeView, StoredView
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
+_DIGITS = re.compile(r"[0-9]+")
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 _MOST_LAYERS = 1000
+_OF_WEIGHTS = {*SCALE_LEAVES, *TRANSPOSED_LEAVES}
 _AGAIN = "Quantize the checkpoint again"
 _BLOCK_BACK = "Put the release's block in"
 
@@ -265,7 +267,7 @@ def scales_have_weights(view: StoredView) -> Objections:
 
 
 def _is_of_a_weight(leaf: str) -> bool:
-    return leaf in (*SCALE_LEAVES, *TRANSPOSED_LEAVES) and not is_kv_scale(leaf)
+    return leaf in _OF_WEIGHTS and not is_kv_scale(leaf)
 
 
 def names_are_known(runtime: RuntimeView) -> Objections:
@@ -313,7 +315,7 @@ def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) ->
             "mtp-prefix", name, says, f"Rename it to start with {stem or 'mtp.'}", "nested"
         )
     severity = "warning"
-    cause = re.sub(r"[0-9]+", "*", name)
+    cause = _DIGITS.sub("*", name)
     at = runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
     if runtime.is_mtp_name(name):
