@@ -338,7 +338,9 @@ def _model_types(node: ast.ClassDef) -> Iterator[str]:
 
 def class_of(folder: str, name: str) -> Any:
     module, name = classes_of(folder)[name]
-    return getattr(importlib.import_module(module), name)
+    found = importlib.import_module(module)
+    assert not isinstance(found, StandIn), f"{module} is a stand-in"
+    return getattr(found, name)
 
 
 ALIASES = {"deepseek_v32": "deepseek_v3", "deepseek_v4": "deepseek_v3"}

@@ -88,14 +88,14 @@ def search(
     # A search of something else has a folder of its own, and loses nothing.
     folder = folder / ranks.of_first(lambda: search_fingerprint(plan, data, ranks.size)[:16])
     key = asked(plan.recipe)[:16]
-    kept = folder / f"found-{key}.json"
+    stored = folder / f"found-{key}.json"
     plans = folder / f"plans-{key}"
-    found = ranks.of_first(lambda: json.loads(kept.read_text()) if kept.is_file() else None)
+    found = ranks.of_first(lambda: json.loads(stored.read_text()) if stored.is_file() else None)
     if found is None:
         assignment, fact = _found(SearchRun(choices, data, folder, ranks, progress), plans)
         found = {"assignment": assignment, "fact": fact.model_dump(mode="json")}
         if ranks.is_first:
-            write_whole(kept, json.dumps(found, indent=1))
+            write_whole(stored, json.dumps(found, indent=1))
             shutil.rmtree(plans, ignore_errors=True)
         ranks.wait()
     made = found_plan(choices, found["assignment"], shard_bytes=plan.shard_bytes)
@@ -113,12 +113,12 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     others = [drafts for _, drafts in measured if drafts is not None]
     facts = []
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
-        kept: Json = {}
+        shares: Json = {}
         if drafts is not None and released is not None:
             value, low = drafts.kept_of(released, confidence)
-            kept = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
+            shares = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
             at_most = min(max(map(add, *drafts.compared(o, confidence))) for o in others)
-            kept["lost"] = max(0.0, round(-math.log(max(at_most, 1e-9)), 7))
+            shares["lost"] = max(0.0, round(-math.log(max(at_most, 1e-9)), 7))
         facts.append(
             TriedPlanFact(
                 title=title,
@@ -126,7 +126,7 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
                 bits=round(choices.bits(assignment), 4),
                 predicted=round(sensitivities.predicted(assignment), 7),
                 divergence=round(own.divergence, 7),
-                **kept,
+                **shares,
             )
         )
     best = _best(run, facts)

@@ -86,7 +86,7 @@ def test_each_module_is_built_as_by_sglangs_own_classes():
                 if each.part == part and each.loads_quantized
             }
             if not theirs.modules:
-                if theirs.name == "" and theirs.error:
+                if theirs.name or theirs.error:
                     unconstructed[model, part] = theirs.error
                 continue
             families.add(view.runtime.view.family.model_type)
