@@ -109,7 +109,8 @@ def fix(
     judged = None
     with spinner(Console(stderr=True)) as doing:
         outcome = proposed(path, progress=doing)
-        for line in outcome.proposal.diffs():
+        diff = outcome.proposal.diffs()
+        for line in diff:
             say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
         if outcome.proposal.edits:
             console.print()
@@ -149,7 +150,7 @@ def fix(
         told: Json = {
             "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
             "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
-            "diff": outcome.proposal.diffs(),
+            "diff": diff,
             "needs_shards": [*outcome.proposal.not_here],
             **{"out": None, "new": [], "kept": 0, "not_loaded": None, "cures": cures},
         }
@@ -219,7 +220,7 @@ def graft(
         new = list(written.new)
         if made.proposal.source.folder is not None:
             judged = ending.judge(out, partial(say, err))
-    plan = made.plan
+    plan, diff = made.plan, made.proposal.diffs()
     told = {
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "mtp": plan.recipe.mtp,
@@ -228,11 +229,11 @@ def graft(
         "shards": [shard.file for shard in plan.shards],
         "left_out": made.proposal.empty_shards,
         "written_again": list(made.proposal.shards_again),
-        "diff": made.proposal.diffs(),
+        "diff": diff,
         "new": new,
         "vllm": judged.no_vllm and str(judged.no_vllm),
     }
-    _end(judged, told, made.proposal.diffs(), as_json=as_json)
+    _end(judged, told, diff, as_json=as_json)
 
 
 def _foreseen(made: "Graft") -> Iterator[str]:

@@ -59,7 +59,7 @@ TWINS = 5
 # what it costs.
 SIZES = {
     "files": 255,
-    "code tokens": 268_793,
+    "code tokens": 268_788,
     "private functions with one caller, %": 14.1,
     "functions over 100 lines": 4,
     "functions with over 8 parameters": 0,
