@@ -55,17 +55,16 @@ VAGUE = {
 TWINS = 5
 
 
-# The house may only become smaller: whoever lowers a figure writes the new one. A capability frees
-# what it costs.
+# What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "files": 255,
-    "code tokens": 268_788,
-    "private functions with one caller, %": 14.1,
+    "tokens of the package": 317_409,
+    "tokens of the tests": 386_063,
+    "dense forms in 1,000 tokens": 8.44,
     "functions over 100 lines": 4,
     "functions with over 8 parameters": 0,
-    "ternaries in 1,000 tokens": 1.7,
-    "comprehensions in 1,000 tokens": 3.5,
 }
+# So that a good change of a few tokens passes.
+SLACK = 1.02
 
 
 def run(
@@ -132,7 +131,8 @@ def test_no_more_types_repeat_each_other():
 
 def test_the_house_does_not_grow():
     found = house.measures()
-    assert {name: found[name] for name, limit in SIZES.items() if found[name] > limit} == {}
+    grown = {name: found[name] for name, limit in SIZES.items() if found[name] > SLACK * limit}
+    assert grown == {}
 
 
 def test_vague_words_do_not_become_more():
@@ -166,6 +166,14 @@ def test_the_measures_find_what_they_look_for(tmp_path, monkeypatch):
     assert house.code_tokens(tmp_path / "cli" / "show.py") == 34, (
         "no docstring, comment or line end"
     )
+    (tmp_path / "recipes" / "long.py").write_text(f"word = '{'a ' * 19}a'\n")
+    (tmp_path / "recipes" / "long.yaml").write_text("# no word\nword: [one, two-three]\n")
+    assert house.code_tokens(tmp_path / "recipes" / "long.py") == 2 + 20, (
+        "a page is no single token"
+    )
+    assert house.tokens_of(tmp_path / "recipes") == 22 + 15 + 7, "data counts like code"
+    dense = "a = [b for b in c if b]\nd, e = f, g or h\ni = j or k\nl = is_m and not n\n"
+    assert house.dense_forms(house.ast.parse(dense)) == 3
     tree = house.ast.parse(
         "def _once(a, /, b, *, c): ...\ndef _twice(): ...\n_once(1, 2, c=_twice()); _twice()"
     )
