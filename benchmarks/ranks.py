@@ -13,14 +13,13 @@ every process runs at its own pace there; wall time is printed for what it is.
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 from calibrating import SMALL, TINY, narrow, recipe_of
-from figures import Figure, run
+from figures import Figure, output_of, run
 
 ROOT = Path(__file__).parent.parent
 SIZE = 4
@@ -28,16 +27,26 @@ REPEATS = 2
 # With four processes, each has a quarter of the text and of the shards, and all of the weights to
 # load and to round.
 MOST = 0.5
+# All processes of a run are forked from one that has imported everything.
 CHILD = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 from keepmtp.pipeline import plan_for, quantize
 import keepmtp.quantize.calibrate.run, keepmtp.quantize.write.writer
-recipe, source, out = sys.argv[1:]
-started, wall = time.process_time(), time.perf_counter()
-plan, text = plan_for(recipe, source=source)
-quantize(plan, text, out=Path(out), threads=1)
-print(json.dumps({"processor": time.process_time() - started, "wall": time.perf_counter() - wall}))
+recipe, source, out, size = sys.argv[1:]
+children = []
+for rank in map(str, range(int(size))):
+    child = os.fork()
+    if not child:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        started, wall = time.process_time(), time.perf_counter()
+        plan, text = plan_for(recipe, source=source)
+        quantize(plan, text, out=Path(out), threads=1)
+        took = {"processor": time.process_time() - started, "wall": time.perf_counter() - wall}
+        os.write(1, (json.dumps(took) + "\\n").encode())
+        os._exit(0)
+    children.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
@@ -95,25 +104,9 @@ def quantized(recipe: Path, source: Path, out: Path, size: int) -> list[dict]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    environment = os.environ | shared | own
-    words = [sys.executable, "-c", CHILD, str(recipe), str(source), str(out)]
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-    ended = [process.communicate() for process in started]
-    for process, (_, said) in zip(started, ended, strict=True):
-        if process.returncode:
-            sys.stderr.write(said[-3000:])
-            raise RuntimeError(f"exit status {process.returncode} of one of {size} processes")
-    return [json.loads(said.splitlines()[-1]) for said, _ in ended]
+    words = [sys.executable, "-c", CHILD, str(recipe), str(source), str(out), str(size)]
+    said = output_of(words, cwd=ROOT, env=os.environ | shared | own)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def weights(out: Path) -> dict[str, bytes]:
