@@ -133,7 +133,7 @@ def plan_graft(
         )
     proposal = Proposal(quantized)
     _count_mtp_layers(proposal, source.config, family)
-    view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
+    view = FamilyView(family, proposal.value(CONFIG, ()), quantized.entries)
     runtime = RuntimeView(source=quantized, view=view)
     # Whole or not, also under a wrong prefix.
     both = (*quantized.entries.values(), *quantized.unindexed.values())
