@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
-from ..validate.check.check import Checked, examine
+from ..validate.check.check import Checked, examine, examine_source
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
@@ -157,19 +157,28 @@ def _outcome(checked: Checked, progress: Say = lambda doing: None) -> Outcome:
 def with_commands(checked: Checked) -> Checked:
     """A check whose findings end with the command that cures them, where there is one.
 
-    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
+    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and
+    SGLang's rules judge what is left.
     """
     data = checked.data
     commands = dict[Finding, str]()
     of_cures = dict[str, str]()
     static = [each for each in data.findings if each.origin == "static"]
     own = tuple(each for each in static if each.runtime == "vllm")
+    of_sglang = [each for each in static if each.runtime == "sglang"]
     if checked.source is None or not static:
         return checked
     try:
         with time_limit():
+            if of_sglang:
+                own = examine_source(checked.source).data.findings
             alone = data.model_copy(update={"findings": own})
             outcome = _outcome(checked._replace(data=alone))
+            cured = [*outcome.cured]
+            if of_sglang and outcome.proposal.edits:
+                after = examine_source(outcome.proposal.outcome(), runtimes=("sglang",))
+                left = {each.key for each in after.data.findings}
+                cured += [each for each in of_sglang if each.key not in left]
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
     # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
@@ -179,7 +188,7 @@ def with_commands(checked: Checked) -> Checked:
     is_good = all(each.key in known and each.rule != "layer-missing" for each in errors)
     for each in static:
         commands[each] = cure_elsewhere(each, outcome)
-        if is_good and each in outcome.cured:
+        if is_good and each in cured:
             commands[each] = f"keepmtp fix {shlex.quote(outcome.proposal.source.where)} --out NEW"
         of_cures[each.cure] = commands[each]
     findings = []
