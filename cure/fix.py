@@ -133,7 +133,7 @@ def settled(
         if len(proposal.edits) == had:
             break
         progress(f"{proposal.source.where}: check of what it would be")
-        checked = proposal.examined()
+        checked = proposal.examined(checked.runtime.vllm)
         if _weight(checked.data) < _weight(best[0].data):
             best = checked, proposal
     return best

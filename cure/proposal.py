@@ -275,9 +275,9 @@ class Proposal:
         tensors = {"entries": entries, "unindexed": unindexed}
         return replace(self.source, config=config, changed=self.files(), **tensors)
 
-    def examined(self) -> Checked:
-        """What the check finds of it, from headers."""
-        return examine_source(self.outcome())
+    def examined(self, vllm: str) -> Checked:
+        """What the check finds of it for a version of vLLM, from headers."""
+        return examine_source(self.outcome(), vllm=vllm)
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""

@@ -224,10 +224,15 @@ def _cover_cure(view: StoredView, module: Module) -> str:
     """How the dialect reaches a module that it builds plain."""
     if view.dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"
+    entry = module.resolution.entry
+    dialect = view.dialect_of(module)
     cure = f"Let a target match {' and '.join(module.shards) or module.name}"
     if isinstance(view.dialect, Awq) and not view.dialect.entries:
         cure = "Write modules_to_not_convert: without it vLLM makes a list of the headers"
-    elif entry := module.resolution.entry:
+    elif isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
+        algorithm = dialect.quantized_layers[entry]
+        cure = f"Serve it with a newer vLLM, if one has {algorithm} for {module.kind}"
+    elif entry:
         cure = f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
     return f"{cure}, or store the weight in BF16"
 

@@ -133,7 +133,11 @@ class StoredView:
         """The runtime prefix of the module's layer, "" outside layers."""
         return ""
 
-    @property
+    def dialect_of(self, module: Module) -> Dialect:
+        """The quantization config, as the class that has the module reads it."""
+        return self.dialect
+
+    @cached_property
     def plain_draft_stem(self) -> str:
         """What the draft's names begin with where it is plain; "" where another module's do too."""
         return ""
@@ -322,11 +326,16 @@ class RuntimeView(StoredView):
         """The runtime prefix of the module's layer, "" outside layers."""
         return "" if module.layer is None else self.view.runtime_stem(module.part, module.layer)
 
+    def dialect_of(self, module: Module) -> Dialect:
+        """The quantization config, as the class that has the module reads it."""
+        return self.draft_dialect if module.part == "mtp" else self.dialect
+
     @cached_property
     def plain_draft_stem(self) -> str:
         """What the draft's names begin with where it is plain; "" where another module's do too."""
         asking = [module for module in self.modules if module.loads_quantized]
-        shared = commonprefix([module.name for module in asking if module.part == "mtp"])
+        names = [module.name for module in asking if module.part == "mtp"]
+        shared = commonprefix(names)  # noqa: RUF071 - cut to whole parts below
         stem = shared[: shared.rfind(".") + 1]
         for module in asking:
             is_plain = all(member.weight.form == "plain" for member in module.members)

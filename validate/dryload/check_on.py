@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
-from ...recipes.frozen import Say
+from ...recipes.frozen import Raw, Say
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
@@ -140,7 +140,7 @@ def _over_others(
     if not (vllm.unmet and checked.data.ok):
         return None
     found = with_loads(checked, loads, draft=draft).data.findings
-    errors = [each for each in errors_of(found) if each.rule != DEFECT]
+    errors = [each for each in errors_of(found) if each.rule not in (DEFECT, "family")]
     if not errors:
         return None
     rule, got = f"requires {vllm.unmet}, to be judged", f"{errors[0].where}: {errors[0].says}"
@@ -157,16 +157,33 @@ def with_loads(
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
     static, judged = checked.data.findings, list[LoadAccount]()
     found = list[tuple[DryLoad, list[Objection]]]()
-    family = checked.runtime.view.family.model_type if checked.runtime else ""
+    family = dialect = ""
+    if checked.runtime:
+        family = checked.runtime.view.family.model_type
+        dialect = checked.data.facts.dialect
+    source = checked.source
+    config: Raw = {}
+    if draft:
+        source = draft.source
+    if source:
+        config = source.config
     for account in accounts:
         version, failure, defect = account.load.vllm, account.load.failure, None
-        own = objections(account, checked.runtime, version=version, static=static, draft=draft)
+        own = objections(
+            account,
+            checked.runtime,
+            config=config,
+            version=version,
+            static=static,
+            draft=draft,
+        )
         errors = []
         for finding, *_ in own:
             if finding.severity == "error":
                 errors.append(f"{finding.where}: {finding.says}")
         if failure is not None:
-            defect = known_defect(failure, family=family, version=version)
+            known = {"family": family, "dialect": dialect, "version": version}
+            defect = known_defect(failure, **known)
         judged.append(account.judged(errors, f"{defect.name}: {defect.sources}" if defect else ""))
         found.append((account.load, own))
     dry = tuple(account.load for account in judged)
