@@ -25,6 +25,11 @@ from .rewritten import Rewritten, rewrite
 
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
+# What a list must say hangs on the numbers of layers: these end a round.
+_OF_NUMBERS: tuple[Fix, ...] = (
+    fixes.mtp_count_is_what_is_there,
+    fixes.mtp_names_have_the_promised_number,
+)
 LIST_FIXES: tuple[tuple[str, Fix], ...] = (
     ("config-group", fixes_lists.lists_say_what_is_stored),
     ("form", fixes_lists.lists_say_what_is_stored),
@@ -36,6 +41,7 @@ FIXES: tuple[tuple[str, Fix], ...] = (
     ("unindexed", fixes.mtp_files_are_indexed),
     ("mtp-not-promised", fixes.mtp_count_is_what_is_there),
     ("mtp-missing", fixes.mtp_count_is_what_is_there),
+    ("mtp-missing", fixes.mtp_names_have_the_promised_number),
     ("config", fixes.layer_types_are_cut),
     ("mtp-prefix", fixes.mtp_names_lose_a_prefix),
     ("kv-scales", fixes.kv_scales_leave),
@@ -109,7 +115,7 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
 def settled(
     checked: Checked,
     proposal: Proposal,
-    fixes: Iterable[tuple[str, Fix]],
+    rows: Iterable[tuple[str, Fix]],
     progress: Say = lambda doing: None,
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
@@ -117,19 +123,21 @@ def settled(
     Args:
         checked: what the check finds of `proposal` as it is; further changes are made to copies.
         proposal: to begin with.
-        fixes: rows as in FIXES.
+        rows: as in FIXES.
         progress: gets a line for each check.
     """
     best = checked, proposal
     for _ in range(_MAX_ROUNDS):
         rules = {finding.rule for finding in checked.data.findings}
-        cures = dict.fromkeys(cure for rule, cure in fixes if rule in rules)
+        cures = dict.fromkeys(cure for rule, cure in rows if rule in rules)
         if checked.runtime is None or not cures:
             break
         had = len(proposal.edits)
         proposal = proposal.copy()
         for cure in cures:
             cure(Faulty(checked.runtime, checked.data.findings, proposal))
+            if cure in _OF_NUMBERS and len(proposal.edits) > had:
+                break
         if len(proposal.edits) == had:
             break
         progress(f"{proposal.source.where}: check of what it would be")

@@ -144,6 +144,15 @@ def test_a_block_that_sglang_misses_is_grafted(tmp_path):
     assert commands(finding)[0].startswith("keepmtp graft ")
 
 
+@cases
+def test_where_only_a_number_is_wrong_nothing_is_fetched(model, change, tmp_path):
+    checkpoint = built({"of": ["llmcompressor", model, "FP8_DYNAMIC"], **change})
+    folder = write(tmp_path / "it", checkpoint)
+    findings = check(folder)
+    assert findings and all("keepmtp fix" in each["cure"] for each in findings), findings
+    assert fix.proposed(str(folder)).after.data.findings == ()
+
+
 def test_a_fix_that_serves_both_engines_is_printed_for_each(tmp_path):
     """W4AFP8 with a plain block that nothing excepts: SGLang has no linear class for it."""
     row = FINDINGS["a plain block under targets of a scheme that is not known"]
