@@ -241,13 +241,15 @@ def check_all(
         yield from (_with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
-    from .validate.dryload.versions import chosen_vllms
+    from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
     progress = progress or (lambda doing: None)
+    found, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
         paths,
-        vllms=chosen_vllms(vllms, find_vllm(), progress=progress),
+        vllms=found,
+        missing=missing,
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,

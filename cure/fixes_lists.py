@@ -120,7 +120,7 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
         error = module.resolution.error
         is_hit = "scheme" in error or "not all shards" in error or _builds_plain(module)
         if module.loads_quantized and _is_packed(module) and is_hit:
-            dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
+            dialect = runtime.dialect_of(module)
             for entry in dialect.entries:
                 for name in (module.name, *module.shards):
                     if entry.where != "targets" and dialect.hits(entry, name):

@@ -10,7 +10,7 @@ Easy to get wrong: an MTP layer has one index on disk and may have another numbe
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -260,6 +260,16 @@ class FamilyView:
         first = self.num_layers if self.layout.mtp is None else 0
         places = map(self.place, names)
         return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
+
+    def is_number_wrong(self, found: Collection[int]) -> bool:
+        """Whether the MTP layers on disk are a block of another count, or of other numbers, than
+        config.json promises.
+        """
+        first = min(found, default=0)
+        if not found or {*found} != {*range(first, first + len(found))}:
+            return False
+        promised = self.num_mtp_layers
+        return len(found) == promised if first else len(found) != promised
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
         """The number of slices of an interleaved matrix, and the rows of q, k and v in each.

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
@@ -131,6 +132,15 @@ class StoredView:
 
     def stem_of(self, module: Module) -> str:
         """The runtime prefix of the module's layer, "" outside layers."""
+        return ""
+
+    def dialect_of(self, module: Module) -> Dialect:
+        """The quantization config, as the class that has the module reads it."""
+        return self.dialect
+
+    @cached_property
+    def plain_draft_stem(self) -> str:
+        """What the draft's names begin with where it is plain; "" where another module's do too."""
         return ""
 
     @cached_property
@@ -319,6 +329,23 @@ class RuntimeView(StoredView):
             if module.role == "vision" and module.name.startswith(runtime):
                 return runtime
         return "" if module.layer is None else self.view.runtime_stem(module.part, module.layer)
+
+    def dialect_of(self, module: Module) -> Dialect:
+        """The quantization config, as the class that has the module reads it."""
+        return self.draft_dialect if module.part == "mtp" else self.dialect
+
+    @cached_property
+    def plain_draft_stem(self) -> str:
+        """What the draft's names begin with where it is plain; "" where another module's do too."""
+        asking = [module for module in self.modules if module.loads_quantized]
+        names = [module.name for module in asking if module.part == "mtp"]
+        shared = commonprefix(names)  # noqa: RUF071 - cut to whole parts below
+        stem = shared[: shared.rfind(".") + 1]
+        for module in asking:
+            is_plain = all(member.weight.form == "plain" for member in module.members)
+            if module.name.startswith(stem) and (module.part != "mtp" or not is_plain):
+                return ""
+        return stem
 
     @cached_property
     def draft_dialect(self) -> Dialect:
