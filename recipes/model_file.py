@@ -45,6 +45,7 @@ BLOCKS = (
     "format",
     "kv_cache",
     "search",
+    "requantize",
     "evaluation",
     "gates",
 )
