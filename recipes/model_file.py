@@ -33,7 +33,7 @@ import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .frozen import Json, Raw, frozen
+from .frozen import Json, Raw, frozen, without
 from .yaml_file import load_shipped, on_one_line
 
 BLOCKS = (
@@ -185,6 +185,11 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
             got=repr(variant),
             cure="Write {group: scheme, mtp: ...}",
         )
+    if "backbone" in variant:  # as a flat recipe has it: one word for every group, or a mapping
+        named = variant["backbone"]
+        if not isinstance(named, Mapping):
+            named = {"rest": named}
+        variant = {**named, **without(variant, "backbone")}
     allowed = (*BLOCKS, *_OF_A_SEARCH, *groups, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
     unnamed = [group for group in groups if group not in variant]

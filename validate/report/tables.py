@@ -56,6 +56,9 @@ def held_out(fact: CalibrationFact) -> Table:
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
         rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
+        for each in row.kinds:
+            divergence = "-" if each.divergence is None else f"{each.divergence:.4f}"
+            rows.append((f"only {each.kind}", figure(each.perplexity), divergence, "", ""))
     return Table(
         columns=("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length"), rows=rows
     )
@@ -103,6 +106,8 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
         f"The quantized backbone chooses the released model's next token at "
         f"{percent(fact.agreement)} of held-out slots."
     )
+    if fact.together:
+        yield fact.together
     if fact.parts:
         yield fact.parts
     if fact.data.held_out_by == "model":
