@@ -5,6 +5,7 @@ on one that has it.
 import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from commands import ROOT, keepmtp, ran
@@ -66,11 +67,12 @@ def place(request, tmp_path) -> tuple[Path, list[str]]:
 def test_the_lines_before_a_server(place):
     """And recipe.yaml makes the same checkpoint again, with the block of the release."""
     folder, lines = place
+    said = ""
     for line in lines:
         if line.split()[0] in ALONE:
             said = ran(line, cwd=folder)
     assert "check passed out/mine" in said
-    ran("quantize out/mine/recipe.yaml --scheme w4a16-fp8 --out again", cwd=folder)
+    ran("quantize out/mine/recipe.yaml --out again", cwd=folder)
     for path in (folder / "out" / "mine").iterdir():
         assert (folder / "again" / path.name).read_bytes() == path.read_bytes()
     done = keepmtp("quantize out/mine --scheme nvfp4a16-fp8 --out twice", cwd=folder, status=2)
@@ -79,10 +81,11 @@ def test_the_lines_before_a_server(place):
 
 
 class TestServed:
-    pytestmark = [*NEEDS_VLLM, pytest.mark.full]
+    pytestmark: ClassVar = [*NEEDS_VLLM, pytest.mark.full]
 
     def test_every_line(self, place):
         folder, lines = place
+        said = ""
         real = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON), "HF_HUB_OFFLINE": "1"}
         for line in lines:
             more = ADDED.get(line.split()[0], "")
