@@ -89,7 +89,7 @@ def folder_it_was_made_from(checkpoint: Path) -> Path | None:
         return None
 
 
-def release_behind(checkpoint: Source, native: Collection[str]) -> str:
+def release_of(checkpoint: Source, native: Collection[str]) -> str:
     """The release that a tool has quantized this checkpoint from: by keepmtp.json, by config.json,
     or in words. "" where it has none behind it.
 

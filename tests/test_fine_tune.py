@@ -15,11 +15,11 @@ from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from safetensors.torch import load_file, save_file
 
 BLOCK = "model.layers.3."
-# What is added to a line so that it ends in a minute: 149 questions are enough for the gates. No
-# repository is there, and `bench` has servers of its own in tests/vllm.
+# What is added to a line so that it ends in minutes: 400 short questions are enough for the gates.
+# No repository is there, and `bench` has servers of its own in tests/vllm.
 ADDED = {
     "bench": "--dry-run",
-    "eval": f"--dataset {ROOT / 'models' / 'held_out.jsonl'} --shots 0 --limit 160 --max-tokens 96 "
+    "eval": f"--dataset {ROOT / 'models' / 'held_out.jsonl'} --shots 0 --max-tokens 96 "
     f"-k 3 --concurrency 8 -- {' '.join(UNIPROC)}",
     "publish": "--dry-run",
 }
@@ -103,7 +103,7 @@ class TestServed:
         more = ADDED["eval"].replace(" --", " --no-plain --json --", 1)
         told = json.loads(ran(f"eval mine --source my-fine-tune {more}", cwd=tmp_path, **real))
         source = told["evaluation"]["source"]
-        assert source["drafts"] == 0 and source["num_questions"] == 160
+        assert source["drafts"] == 0 and source["num_questions"] == 400
         gates = {each["gate"]: each for each in told["judgement"]["reasons"]}
         assert gates["gsm8k"]["verdict"] == "pass"
         assert gates["acceptance"]["verdict"] == "infeasible"

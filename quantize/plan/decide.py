@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from ...checkpoints.source import MTP_FILES, Entry, Source
-from ...checkpoints.source_of import release_behind
+from ...checkpoints.source_of import release_of
 from ...checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, StoredWeight
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
@@ -26,7 +26,7 @@ from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outpu
 
 FP8_TABLE = "F8_E4M3"
 # Each quant_method of a config.json that releases are published with and no tool writes: DeepSeek's
-# FP8 and gpt-oss's MXFP4. There is nothing less rounded behind them.
+# FP8 and gpt-oss's MXFP4. No form of them is less rounded.
 _NATIVE = ("fp8", "mxfp4")
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -52,7 +52,7 @@ class Decisions:
         self.source = source
         self.view = view
         self.matched = set[str]()
-        self._behind = dict[str, str]()
+        self._releases = dict[str, str]()
 
     def override(self, module: HFName) -> str | None:
         """The scheme of the first override that names this module."""
@@ -276,10 +276,10 @@ class Decisions:
         source = self.source
         if source.mtp_source is not None and weight.weight.file.startswith(MTP_FILES):
             source = source.mtp_source
-        if source.where not in self._behind:
+        if source.where not in self._releases:
             native = (*_NATIVE, self.view.family.released_as)
-            self._behind[source.where] = release_behind(source, native)
-        if release := self._behind[source.where]:
+            self._releases[source.where] = release_of(source, native)
+        if release := self._releases[source.where]:
             raise RecipeError(
                 self._group(place),
                 f"{source.where} is quantized already, and a weight is rounded once",

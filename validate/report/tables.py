@@ -56,9 +56,11 @@ def held_out(fact: CalibrationFact) -> Table:
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
         rows.append((row.title, figure(row.perplexity), divergence, shares, figure(length)))
-        for each in row.kinds:
-            divergence = "-" if each.divergence is None else f"{each.divergence:.4f}"
-            rows.append((f"only {each.kind}", figure(each.perplexity), divergence, "", ""))
+        for kind, perplexity in row.perplexity_of_kind.items():
+            divergence = "-"
+            if kind in row.divergence_of_kind:
+                divergence = f"{row.divergence_of_kind[kind]:.4f}"
+            rows.append((f"only {kind}", figure(perplexity), divergence, "", ""))
     return Table(
         columns=("", ">perplexity", ">divergence", f">accepted, k={fact.k}", ">length"), rows=rows
     )

@@ -115,14 +115,6 @@ _BLOCKS = {
 }
 
 
-class OfKindFact(Fact):
-    """A backbone on one kind of held-out text; the figures are as in `MeasuredFact`."""
-
-    kind: str
-    perplexity: Figure
-    divergence: Figure | None = None
-
-
 class MeasuredFact(Fact):
     """One backbone with one MTP block on held-out text, all kinds of it together.
 
@@ -132,7 +124,7 @@ class MeasuredFact(Fact):
             slot; None for the released model, and in older records.
         flips: share of slots where its first choice is another than the released model's; None
             likewise.
-        kinds: the same kind by kind, where there are several.
+        perplexity_of_kind, divergence_of_kind: by kind, where there are several.
     """
 
     backbone: Literal["source", "quantized"]
@@ -141,7 +133,8 @@ class MeasuredFact(Fact):
     divergence: Figure | None = None
     flips: Share | None = None
     acceptance: AcceptanceFact | None
-    kinds: Annotated[tuple[OfKindFact, ...], Field(max_length=101)] = ()
+    perplexity_of_kind: Annotated[Mapping[str, Figure], Field(max_length=101)] = {}
+    divergence_of_kind: Annotated[Mapping[str, Figure], Field(max_length=101)] = {}
 
     @property
     def title(self) -> str:
@@ -363,10 +356,11 @@ class MtpFact(Fact):
     @property
     def together(self) -> str:
         """What a figure is of that names no kind of text; "" where there is one kind."""
-        kinds = [each.kind for row in self.rows[:1] for each in row.kinds]
-        if not kinds:
-            return ""
-        return f"A figure that names no kind is of {len(kinds)} together: {', '.join(kinds)}."
+        for row in self.rows:
+            if kinds := row.perplexity_of_kind:
+                says = f"A figure that names no kind is of {len(kinds)} together"
+                return f"{says}: {', '.join(kinds)}."
+        return ""
 
 
 class CalibrationFact(MtpFact):

@@ -45,7 +45,6 @@ from .facts import (
     KeptFact,
     MeasuredFact,
     MtpFact,
-    OfKindFact,
     Side,
     TunedFact,
 )
@@ -116,24 +115,18 @@ def mtp_pass(
 
 def _row(backbone: Target, mtp: Side, found: Acceptance | None) -> MeasuredFact:
     """A backbone with a block; without the block's acceptance where it was not measured."""
-    row = _of_text(backbone) | {"mtp": mtp, "acceptance": found and found.fact()}
+    row: dict[str, Any] = {"mtp": mtp, "perplexity": round(backbone.perplexity, 6)}
+    row["acceptance"] = found and found.fact()
+    of_kinds = dict[str, Target]()
     kinds = backbone.backbone.data.rows_of_kinds
     if len(kinds) > 1:
-        row["kinds"] = [
-            OfKindFact(kind=kind, **_of_text(backbone.of_rows(rows)))
-            for kind, rows in kinds.items()
-        ]
+        of_kinds = {kind: backbone.of_rows(rows) for kind, rows in kinds.items()}
+    row["perplexity_of_kind"] = {kind: round(one.perplexity, 6) for kind, one in of_kinds.items()}
     if backbone.reference is None:
         return MeasuredFact(backbone="source", **row)
+    row["divergence"] = round(backbone.divergence, 6)
+    row["divergence_of_kind"] = {kind: round(one.divergence, 6) for kind, one in of_kinds.items()}
     return MeasuredFact(backbone="quantized", flips=round(1 - backbone.agreement, DIGITS), **row)
-
-
-def _of_text(backbone: Target) -> dict[str, Any]:
-    """Perplexity, and of a quantized backbone the divergence."""
-    figures: dict[str, Any] = {"perplexity": round(backbone.perplexity, 6)}
-    if backbone.reference is not None:
-        figures["divergence"] = round(backbone.divergence, 6)
-    return figures
 
 
 def _kept(own: Acceptance, before: Acceptance) -> KeptFact | None:
