@@ -93,6 +93,7 @@ def plan(
     mtp: str | None = None,
     calibration: str | None = None,
     mtp_source: str | None = None,
+    requantize: bool = False,
     trust_remote_code: bool = False,
 ) -> "Plan":
     """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
@@ -105,6 +106,7 @@ def plan(
         scheme, mtp, calibration: as for `load_recipe`.
         mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
             recipe's.
+        requantize: weights that a tool has quantized may be rounded again, into another scheme.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
 
     Raises:
@@ -119,7 +121,9 @@ def plan(
         "calibration": calibration,
         "mtp_source": mtp_source,
     }
-    made, recipe_text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    made, recipe_text = pipeline.plan_for(
+        model, **words, requantize=requantize, trust_remote_code=trust_remote_code
+    )
     return replace(made, recipe_text=recipe_text)
 
 
