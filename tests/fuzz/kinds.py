@@ -19,6 +19,7 @@ import corpus
 import cures
 import edits
 import verbs
+import wheels
 import yaml
 from case import Case, some
 from edits import ODD, Edit
@@ -346,5 +347,6 @@ KINDS = {
         broken_for_cures,
         cures.links_for_cures,
         cures.names_for_cures,
+        wheels.wheels,
     )
 }
