@@ -18,6 +18,7 @@ from typing import Any
 import corpus
 import cures
 import edits
+import sealed
 import verbs
 import wheels
 import yaml
@@ -348,5 +349,6 @@ KINDS = {
         cures.links_for_cures,
         cures.names_for_cures,
         wheels.wheels,
+        sealed.sealed,
     )
 }
