@@ -171,8 +171,8 @@ class Loads(TypedDict, total=False):
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
-        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM; default the
-            environment's.
+        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM, whose Python
+            runs; default the environment's.
         runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
     """
 
@@ -233,8 +233,8 @@ def check_all(
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
     them.
 
-    `vllms` are versions of the dry loads, "all", or folders and wheels with a vLLM; default the
-    environment's. `progress` is called with what is done now.
+    `vllms` are versions of the dry loads, "all", or folders and wheels with a vLLM, whose Python
+    runs; default the environment's. `progress` is called with what is done now.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """

@@ -27,10 +27,13 @@ from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
+from ...recipes.runtimes.vllm import NEWEST, is_known
+from ..check.check import examine
 from ..facts.benched import BenchFact
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places
 from ..facts.evaluated import EvaluationFact
+from ..facts.findings import errors_of
 from ..facts.results import (
     STATIONS,
     CheckData,
@@ -211,10 +214,12 @@ def verify(folder: Path) -> FullReport:
 
 
 def of_checkpoint(checkpoint: Path) -> FullReport:
-    """The report of a checkpoint, as `verify`.
+    """The report of a checkpoint, as `verify`, once its headers are judged again: whoever seals
+    results anew can say anything of them.
 
     Raises:
-        CheckpointError: as `verify`; or no checkpoint, or none that was measured.
+        CheckpointError: as `verify`; or no checkpoint, none that was measured, or its headers have
+            an error, or facts, that the results do not have.
     """
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
@@ -231,7 +236,22 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
             got=f"no {JSON_FILE}",
             cure=f"Run {measured_anew(checkpoint)}",
         )
-    return verify(folder)
+    full = verify(folder)
+    # A version that keepmtp does not know has no rules of its own.
+    version = full.vllm if full.dry and is_known(full.vllm) else NEWEST
+    found = examine(checkpoint, vllm=version).data
+    cure, rule, got = command("check", folder), "", ""
+    for name, value in found.facts:
+        if getattr(full.facts, name) != value:
+            rule, got = f"must have the headers' {name}, {value}", getattr(full.facts, name)
+    errors = errors_of(found.findings)
+    if errors and not errors_of(full.findings):
+        rule = "must have the error of the headers"
+        got = f"none of {errors[0].where}, which is {errors[0].says}"
+    if rule:
+        where = file_of(folder, "check")
+        raise CheckpointError(where, rule, got=got, cure=f"Run `{cure}` again")
+    return full
 
 
 def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
