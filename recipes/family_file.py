@@ -2,7 +2,7 @@
 
 In: the file, and `_shared.yaml` for the blocks and layouts that many families have. Out: a
 `Family`. The keys are the attributes of `Family`, `Layout`, `Draft` and `Loader`. A layout may be
-the name of a shared one.
+the name of a shared one, or differ from one (`use`).
 
 A block is a list of groups of modules. A group is the name of another block, of the file's own
 `blocks` or a shared one; or a mapping with attributes of `Row` for all of its modules, and these
@@ -73,8 +73,10 @@ def _of_version(value: Any, vllm: str) -> Any:
 
 
 def _layout(raw: str | Raw, blocks: Blocks) -> Layout:
-    table = _shared()["layouts"][raw] if isinstance(raw, str) else raw
-    given: Json = dict(table)
+    if isinstance(raw, str):
+        raw = {"use": raw}
+    given: Json = {**_shared()["layouts"].get(raw.get("use"), {}), **raw}
+    given.pop("use", None)
     for key in ("top", "mtp_top", "vision"):
         if key in given:
             given[key] = _rows(given[key], blocks)

@@ -175,7 +175,7 @@ DRY = (
     DryCase(
         name="F34 vision tower not ignored",
         build=_claimed_tower,
-        by="dry",
+        by="both",
         where=("visual.blocks.0.attn.proj",),
     ),
 )

@@ -122,17 +122,38 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
     table says it does.
     """
     asked, heads, matrices = questions(accounts[model, "bf16"], part), set(), set()
+    towers = set()
     opaque = tuple(runtime for _, runtime, _ in view_of(model).layout.opaque)
     for each in asked:
         if each.layer == "ParallelLMHead":
             heads.add(each.prefix)
-        elif not each.prefix.startswith(opaque or " "):
+        elif each.prefix.startswith(opaque or " "):
+            towers.add(each.prefix)
+        else:
             matrices.add(each.prefix)
     ours = {name: asks for name, asks in table(model, part).items() if not is_head(model, name)}
     assert matrices - set(ours) == set(), "vLLM asks about modules that the table does not know"
-    never_asked = {name for name, asks in ours.items() if asks} - matrices
+    if view_of(model).layout.vision is not None:
+        assert not {name for name in towers if ours.get(name) is False}, "it asks about a tower"
+    never_asked = {name for name, asks in ours.items() if asks} - matrices - towers
     assert never_asked == set(), "the table has modules that vLLM never asks about"
     assert all(is_head(model, name) for name in heads - {""}), "a head under an unknown name"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_vllm_asks_about_the_embeddings_in_the_table(model, accounts):
+    """By name or without one, of target and draft; where both could be built."""
+    view, account = view_of(model), accounts[model, "bf16"]
+    (named,) = {row.runtime or row.path for row in view.layout.top if row.role == "embedding"}
+    for role, part in (("target", "backbone"), ("draft", "mtp")):
+        built, written = account.of(role)
+        asked = {each.prefix for each in written.asked if "Embedding" in each.layer}
+        ours = (
+            {view.family.embeddings[part].format(named)}
+            if part in view.family.embeddings
+            else set()
+        )
+        assert asked == ours or not built.cls
 
 
 def is_head(model: str, name: str) -> bool:
