@@ -141,7 +141,7 @@ measure: $(VENV)/.base
 # What another vLLM changes: cited files, answers, families, the corpus; writes docs/versions.md.
 follow: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(if $(VLLM),,$(error VLLM: must be the version to look at, as VLLM=0.34.0; got none))
-	@PYTHONPATH=tests/helpers $(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")
+	@$(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py
@@ -157,13 +157,9 @@ families: $(VENV)/.test
 quality: $(VENV)/.test
 	@$(VENV)/bin/python benchmarks/quality.py
 
+# Every script of docs/benchmarks.md, whatever one of them misses; SMALL=1: in seconds, as the tests run them.
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
-	$(VENV)/bin/python benchmarks/packing.py
-	$(VENV)/bin/python benchmarks/writing.py
-	$(VENV)/bin/python benchmarks/values.py
-	$(VENV)/bin/python benchmarks/dryload.py
-	$(VENV)/bin/python benchmarks/calibrating.py
-	$(VENV)/bin/python benchmarks/ranks.py
+	@$(VENV)/bin/python benchmarks/figures.py $(if $(SMALL),--small)
 
 cuda-wheel: $(VENV)/.test $(VENV_VLLM)/.vllm $(CUDA_WHEEL)/.vllm
 	@$(VENV)/bin/python benchmarks/cuda_wheel.py --folder $(CUDA_WHEEL) $(foreach gpu,$(GPU),--gpu $(gpu))

@@ -260,7 +260,7 @@ def make_plan(
             got=f"{recipe.family!r} for a {family.model_type}",
             cure="Choose another MODEL, or copy this recipe and change its family",
         )
-    view = FamilyView(family=family, config=source.config)
+    view = FamilyView(family=family, config=source.config, names=source.entries)
     entries = with_separate_mtp(source, view)
     decisions = Decisions(recipe, source, view)
     tensors = decided(decisions, entries.values())

@@ -149,7 +149,7 @@ def find_view(
     config: Raw, where: object, names: Iterable[str] = (), vllm: str = NEWEST
 ) -> FamilyView:
     """The names of the checkpoint that `config` describes; arguments and errors as `find_family`."""
-    return FamilyView(family=find_family(config, where, names, vllm), config=config)
+    return FamilyView(find_family(config, where, names, vllm), config, names)
 
 
 # --- what can be calibrated -----------------------------------------------------------------------

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
-from ...recipes.frozen import Raw, Say
+from ...recipes.frozen import Json, Raw, Say
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
@@ -188,7 +188,9 @@ def with_loads(
         found.append((account.load, own))
     dry = tuple(account.load for account in judged)
     merged = [*_bound(static, {load.vllm for load in dry}), *_once(found)]
-    update = {"findings": errors_first(merged), "dry": dry}
+    update: Json = {"findings": errors_first(merged), "dry": dry}
+    if any(load.target.cls for load in dry):  # vLLM has built the towers
+        update["facts"] = checked.data.facts.model_copy(update={"num_unjudged": 0})
     return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(judged))
 
 

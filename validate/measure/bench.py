@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.files import fresh
 from ...checkpoints.source import Source
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
@@ -300,7 +301,7 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [setup.vllm.python, PLUGIN / "keepmtp_bench.py"]
     with (
-        open(log, "wb") as printed,
+        open(fresh(log), "xb") as printed,
         Child(words, environment=variables, stderr=printed, **pipes) as child,
     ):
         given = child.process.stdin

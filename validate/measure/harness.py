@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.files import ScratchFolder, held
+from ...checkpoints.files import ScratchFolder, held, refuse_strange
 from ...checkpoints.identity import Identity
 from ...checkpoints.source import Source, small_bytes, view_of
 from ...quantize.run.progress import Step
@@ -106,6 +106,8 @@ class Setup:
         Raises:
             RecipeError: another run is at work there.
         """
+        for folder in (self.out, self.out / "logs"):
+            refuse_strange(folder)
         return held(self.out, "only one run may measure into a folder")
 
     def log(self, name: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ... import __version__
-from ...checkpoints.files import write_whole
+from ...checkpoints.files import refuse_strange, write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify, measured_anew
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
@@ -180,6 +180,7 @@ def refresh(folder: Path) -> FullReport:
         checkpoint = checkpoint_folder(folder)
         record_static(folder, open_source(checkpoint), identify(checkpoint, cache=folder))
     full = from_results(folder)
+    refuse_strange(folder)
     write(folder, full)
     return full
 

@@ -21,7 +21,7 @@ from operator import add, itemgetter
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.files import complete, partial_path
+from ....checkpoints.files import making
 from ....recipes.errors import CheckpointError, GateError, RecipeError
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
@@ -134,9 +134,8 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
         for path in folder.glob("mtp-*"):
             path.unlink()
         for index, file in enumerate(files):
-            copy = folder / f"mtp-{index:05d}.safetensors"
-            shutil.copyfile(file, partial_path(copy))
-            complete(copy)
+            with making(folder / f"mtp-{index:05d}.safetensors") as copy:
+                shutil.copyfile(file, copy)
     backbone.ranks.wait()
 
 
