@@ -4,6 +4,7 @@
 #   make quantize MODEL=PATH|ORG/NAME|URL SCHEME=nvfp4a16-fp8   a checkpoint without a recipe, such as your fine-tune
 #   make plan ... [GPU_MEMORY=H100]   the same arguments: what would happen, what it needs; nothing written
 #   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
+#   make quantize|plan|all ... REQUANTIZE=1   round again what a tool has quantized already; the release is better
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             a task of source and checkpoint (all: every one), and the gates
@@ -48,7 +49,8 @@ PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
 VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 SERVED = $(if $(VLLM_ARGS),-- $(VLLM_ARGS))
-CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code)
+CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code) \
+	$(if $(REQUANTIZE),--requantize)
 # The extra that a run needs. A recipe, a source or a Hub that would stop the run stops it here, before an installation.
 EXTRA = extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(CHOICES))
 # One sentence, before an environment is made that keepmtp cannot be installed in.

@@ -268,6 +268,8 @@ def will_do(plan: Plan) -> Iterator[str]:
         if tuned.guard:
             kinds = ", ".join(texts.title for texts in tuned.guard)
             yield f"Guards: it may not be worse on {kinds} either; none of that is trained on."
+        elif not plan.calibration.also:
+            yield "It will be judged on one kind of text alone; mtp_tuned.guard names others."
     says = (
         "the block is run on the backbone's hidden states, and its acceptance is measured "
         "without a server."

@@ -19,7 +19,9 @@ import corpus
 import cures
 import edits
 import planted
+import sealed
 import verbs
+import wheels
 import yaml
 from case import Case, some
 from edits import ODD, Edit
@@ -349,5 +351,7 @@ KINDS = {
         cures.names_for_cures,
         planted.planted,
         planted.changing,
+        wheels.wheels,
+        sealed.sealed,
     )
 }

@@ -211,10 +211,10 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
     """How the dialect leaves a module alone."""
     stem = module.name
     dialect = view.dialect
-    if module.part == "mtp" or module.role == "vision":
-        stem = view.stem_of(module) or stem
     if module.part == "mtp":
-        stem = view.plain_draft_stem or stem
+        stem = view.plain_draft_stem or view.stem_of(module) or stem
+    elif module.role == "vision":
+        stem = view.stem_of(module) or stem
     if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
         return "Quantize again in groups of 128: in other groups no entry excepts experts"
     key, entry = _EXCEPTIONS.get(dialect.name.removeprefix("deepseek_v4_"), _IGNORE)

@@ -39,6 +39,7 @@ from .harness import (
     Watch,
     Work,
     answer_missing,
+    drafted_by,
     has_template,
     refuse_drafts,
     room_for,
@@ -171,10 +172,11 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     """One checkpoint's whole matrix; servers are started only for what is missing."""
     file = open_matrix(model, plan, setup)
     header = file.header
+    ks = sorted({drafted_by(model, k) for k in plan.ks})
     works = []
     errors = dict[tuple[int, int], str]()
     left = 0
-    for k in reversed(plan.ks):  # so that each knows what those after it are asked
+    for k in reversed(ks):  # so that each knows what those after it are asked
         missing = [place for place in plan.places(k) if place not in file.lines]
         if missing:
             works.insert(0, _work(plan, setup, file, k, missing, errors, left))
@@ -182,7 +184,7 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     answer_missing(model, works, setup, watch)
     cells = []
     for concurrency in plan.concurrency:
-        for k in plan.ks:
+        for k in ks:
             error = errors.get((k, concurrency), "")
             found = []
             for number in range(plan.repeat):
