@@ -253,7 +253,6 @@ def check_all(
     loaded = check_on(
         paths,
         vllms=found,
-        missing=missing,
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,
@@ -261,7 +260,8 @@ def check_all(
         runtimes=runtimes,
         progress=progress,
     )
-    yield from map(_with_commands, loaded)
+    for checked in loaded:
+        yield _with_commands(checked._replace(unjudged=(*missing, *checked.unjudged)))
 
 
 def _with_commands(checked: "Checked") -> "Checked":

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...recipes.family import Part, VLLMName
+from ...recipes.renamer import renamer
 from ..facts.findings import Objections, objection
 from .dialects.choose import method_of, quantization_of, read_dialect
 from .dialects.given import Raw
-from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
+from .dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
 from .runtime_view import RuntimeView, StoredView
-from .vllm_module import PLAIN, Dialect, UnknownDialect
+from .vllm_module import Dialect, UnknownDialect
 
 # The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
@@ -56,23 +57,16 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
 
 def _plain_in_one(runtime: RuntimeView, other: Raw) -> list[VLLMName]:
     """The modules that one of the two files leaves plain, and the other does not."""
-    config = dict(runtime.source.config)
-    holders = [config]
-    if isinstance(config.get("text_config"), Mapping):
-        config["text_config"] = dict(config["text_config"])
-        holders.append(config["text_config"])
-    for holder in holders:
-        holder.pop("quantization_config", None)
-        holder.pop("compression_config", None)
     found = list[VLLMName]()
     readers: dict[Part, Dialect] = {"backbone": runtime.dialect, "mtp": runtime.draft_dialect}
-    for part, read in readers.items():
-        theirs = read_dialect(config, other, part, vllm=runtime.vllm)
+    for part, ours in readers.items():
+        rename = renamer(runtime.source.config, part, runtime.vllm)
+        theirs = read_modelopt({"quant_method": "modelopt", **other}, {}, rename, runtime.vllm)
         for module in runtime.modules:
             if module.part == part and module.loads_quantized:
                 asked = {"shards": module.shards, "kind": module.kind}
-                ours = read.resolve(module.name, **asked).built == PLAIN
-                if ours != (theirs.resolve(module.name, **asked).built == PLAIN):
+                forms = {each.resolve(module.name, **asked).built.form for each in (ours, theirs)}
+                if len(forms) > 1 and "plain" in forms:
                     found.append(module.name)
     return found
 

@@ -51,7 +51,6 @@ def check_on(
     num_drafts: int = 1,
     draft: str = "",
     runtimes: Sequence[Runtime] = VLLM_ALONE,
-    missing: Sequence[VLLMError] = (),
     progress: Say = lambda doing: None,
 ) -> Iterator[Checked]:
     """Check and load checkpoints, one after the other, on every GPU at every TP size.
@@ -64,7 +63,6 @@ def check_on(
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
         runtimes: the servers of the static check, whose rules are those of the newest version.
-        missing: why other versions cannot be had.
         progress: gets a line that says what is done now.
 
     Yields: what was found for each path, in order; a draft without its target has a refusal.
@@ -121,7 +119,7 @@ def check_on(
                 if len(refused) == len(vllms):
                     raise refused[0]
             accounts = [account.model_copy(update={"path": path}) for account in accounts]
-            checked = checked._replace(unjudged=(*missing, *refused, *unknown))
+            checked = checked._replace(unjudged=(*refused, *unknown))
             if separate is not None:  # then the target needs no family's table
                 kept = [each for each in checked.data.findings if each.rule != "family"]
                 update = {"findings": (*kept, *separate.data.findings)}
