@@ -32,7 +32,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ...checkpoints.files import ScratchFolder, sync
+from ...checkpoints.files import ScratchFolder, refuse_strange, sync
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.runtimes.vllm import KNOWN
@@ -90,6 +90,7 @@ def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
         if str(version) == Version(own.version).public:
             return own
         site = cache_folder() / str(version)
+        refuse_strange(site)  # its Python is run
         if not site.is_dir():
             progress(f"vLLM {version}: fetching its Python, once")
             _fetch(str(version), site)
@@ -180,6 +181,7 @@ def _fetch(version: str, place: Path) -> None:
 def _kept(wheel: Path) -> Path:
     """The folder of a wheel by path, filled where it is new."""
     place = cache_folder() / f"wheel-{file_sha256(wheel)[:16]}"
+    refuse_strange(place)
     if not place.is_dir():
         with ScratchFolder(f".{place.name}-", place.parent) as scratch:
             _unpack(wheel, place, scratch)
