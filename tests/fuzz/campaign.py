@@ -51,7 +51,7 @@ def tried(case: Case) -> Verdict:
         corpus.copied(corpus.folder(case.base), folder)
         words = tuple(word.replace("{}", str(folder)) for word in case.words)
         if case.begun:
-            killed = planted.interrupted(case.begun, room, lambda: os._exit(0))
+            killed = planted.interrupted(case.begun, lambda: os._exit(0))
             with chdir(room):
                 judged(words, folder, reads_weights=False, call=killed)
         for edit in case.edits:
@@ -61,7 +61,7 @@ def tried(case: Case) -> Verdict:
                 continue
         call = warm.main
         if case.changes:
-            call = planted.interrupted(case.changes, room, lambda: planted.change(Path(words[1])))
+            call = planted.interrupted(case.changes, lambda: planted.change(Path(words[1])))
         before = canary.seen(room)
         with chdir(room):
             verdict = judged(words, folder, reads_weights=case.reads_weights, call=call)

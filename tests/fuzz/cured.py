@@ -1,5 +1,5 @@
-"""What cures start from: one model with its release, converted, without its block, and with a fault
-in its index.
+"""What cures start from: one model with its release, converted, without its block, and with an
+index that leaves the block out.
 
 In: a folder and a dialect. Out: `release`, `first` in that dialect, `there` converted to the other
 one, `lost` and `broken` in it. It is called in a process of its own: packing starts threads, and
@@ -29,5 +29,8 @@ def make(folder: Path, first: str) -> None:
     drop_block(folder / "first", folder / "lost")
     shutil.copytree(folder / "first", folder / "broken")
     index = json_of(folder / "first" / INDEX)
-    index["metadata"]["total_size"] += 1
+    weight_map = index["weight_map"]
+    index["weight_map"] = {
+        name: weight_map[name] for name in weight_map if ".layers.3." not in name
+    }
     put_json(folder / "broken" / INDEX, index)

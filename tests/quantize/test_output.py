@@ -284,6 +284,18 @@ def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkey
     assert f"got {tmp_path}, which you cannot write to." in said
 
 
+@pytest.mark.parametrize(
+    "place", [".partial", ".partial/.keepmtp", ".calibration", ".calibration/mtp"]
+)
+def test_a_link_at_a_name_of_the_output_is_refused(place, tmp_path, source):
+    before, link = digests(source), Path(f"{tmp_path}/out{place}")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(source)
+    with pytest.raises(RecipeError, match=rf"{link}: .*; got a link"):
+        quantized(source, tmp_path / "out")
+    assert digests(source) == before
+
+
 def test_a_disk_that_becomes_full_is_named(tmp_path, source, monkeypatch):
     """The same command goes on once there is room."""
     real, written = os.pwrite, []

@@ -34,7 +34,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ...checkpoints.files import ScratchFolder, sync
+from ...checkpoints.files import ScratchFolder, refuse_strange, sync
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.safetensors_file import open_regular
 from ...recipes.errors import RecipeError, VLLMError, size_in_words
@@ -129,6 +129,7 @@ def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
             cure = f"Name one from {KNOWN[0]} to {KNOWN[-1]}, or a newer one"
             raise VLLMError("--vllm", f"must be {KNOWN[0]} or newer", got=word, cure=cure)
         site = cache_folder() / str(version)
+        refuse_strange(site)  # its Python is run
         if not site.is_dir():
             progress(f"vLLM {version}: fetching its Python, once")
             _fetch(str(version), site)
@@ -237,6 +238,7 @@ def _fetch(version: str, place: Path) -> None:
 def _kept(wheel: Path) -> Path:
     """The folder of a wheel by path, filled where it is new."""
     place = cache_folder() / f"wheel-{file_sha256(wheel)[:16]}"
+    refuse_strange(place)
     if not place.is_dir():
         with ScratchFolder(f".{place.name}-", place.parent) as scratch:
             _unpack(wheel, place, scratch)
