@@ -91,7 +91,7 @@ def folder_it_was_made_from(checkpoint: Path) -> Path | None:
 
 def release_of(checkpoint: Source, native: Collection[str]) -> str:
     """The release that a tool has quantized this checkpoint from: by keepmtp.json, by config.json,
-    or in words. "" where it has none behind it.
+    or in words; "" for a release.
 
     Args:
         checkpoint: with weights that are quantized.

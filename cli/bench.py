@@ -95,7 +95,7 @@ def bench(
     )
     checkpoints = [*filter(None, (opened, session.original))]
     for each in checkpoints:
-        matrix.refuse_model(each, plan)
+        matrix.refuse_model(each, plan, is_original=each is session.original)
     if dry_run:
         found = counted(plan, len(checkpoints))
         answer(found, (f"{name}: {value}" for name, value in found.items()), as_json=served.as_json)

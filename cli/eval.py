@@ -143,9 +143,9 @@ def evaluate(
         session.err.print(model_code.OPEN, highlight=False)
     asked = [lm_eval_task.questions(one, runs_code=run_model_code) for one in protocols]
     for one in protocols:
-        tasks.refuse_model(session.opened, one, session.extra)
-        if session.original is not None:
-            tasks.refuse_model(session.original, one, session.extra, is_original=True)
+        for each in filter(None, (session.opened, session.original)):
+            is_original = each is session.original
+            tasks.refuse_model(each, one, session.extra, is_original=is_original)
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:

@@ -46,7 +46,7 @@ BLOCKS = (
     "format",
     "kv_cache",
     "search",
-    "requantize",
+    "rounds_twice",
     "evaluation",
     "gates",
 )

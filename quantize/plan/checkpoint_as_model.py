@@ -82,7 +82,7 @@ def recipe_of_checkpoint(
     source = opened(word, mtp_source)
     raw = family_mapping(source)
     if requantize:
-        raw["requantize"] = True
+        raw["rounds_twice"] = True
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
         words = []

@@ -84,7 +84,7 @@ def asked(monkeypatch) -> list[Evaluation]:
         seen.append(protocol)
         assert runs_code == (protocol.task == "humaneval")
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
     monkeypatch.setattr("keepmtp.validate.measure.lm_eval_task.questions", noted)

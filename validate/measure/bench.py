@@ -99,14 +99,14 @@ class BenchPlan:
         return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
 
 
-def refuse_model(source: Source, plan: BenchPlan) -> None:
+def refuse_model(source: Source, plan: BenchPlan, *, is_original: bool = False) -> None:
     """Refuse before anything is read at length or started.
 
     Raises:
         RecipeError: a k that the MTP block cannot draft.
     """
     for k in plan.ks:
-        refuse_drafts(source, k, option="--k")
+        refuse_drafts(source, k, option="--k", is_original=is_original)
 
 
 def bench(

@@ -330,17 +330,20 @@ def drafted_by(model: Model, k: int) -> int:
     return k
 
 
-def refuse_drafts(source: Source, k: int, *, option: str) -> None:
+def refuse_drafts(source: Source, k: int, *, option: str, is_original: bool = False) -> None:
     """Refuse a number of drafted tokens that the MTP block cannot draft.
 
     Args:
         source: the checkpoint.
         k: drafted tokens a step.
         option: what the user names k with.
+        is_original: what is judged was made from it; without a block it is served with MTP off.
 
     Raises:
         RecipeError: no MTP block, or a k that is no multiple of its layers.
     """
+    if is_original and not has_mtp(source):
+        return
     num_layers = view_of(source).num_mtp_layers
     if k and not num_layers:
         raise RecipeError(

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ...checkpoints.identity import file_sha256
-from ...checkpoints.mtp_source import has_mtp
 from ...checkpoints.source import Source, view_of
 from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
@@ -50,14 +49,13 @@ def refuse_model(
     """Refuse before anything is read at length or started.
 
     Args:
-        is_original: what is judged was made from it; it may lack the block.
+        is_original: see `refuse_drafts`.
 
     Raises:
         RecipeError: no MTP block that drafts k tokens, or messages without a template to put them
             in.
     """
-    if not is_original or has_mtp(source):
-        refuse_drafts(source, protocol.k, option="-k")
+    refuse_drafts(source, protocol.k, option="-k", is_original=is_original)
     if protocol.api == "chat" and not has_template(source, extra):
         raise RecipeError(
             source.where,
