@@ -331,7 +331,7 @@ def commits_line(plan: Plan) -> str:
     calibration = plan.recipe.calibration
     read = [(source.where, source.revision)]
     if other is not None:
-        read.append((f"its MTP block from {other.where}", other.revision))
+        read.append((f"the MTP block of {other.where}", other.revision))
     for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
         name = texts.dataset
         asked = texts.dataset_revision

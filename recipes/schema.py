@@ -26,7 +26,7 @@ from pydantic import (
 
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
-from .errors import RecipeError, cure_of_key, did_you_mean
+from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, plain_rule
 from .family import QUANTIZABLE_ROLES
 from .frozen import Json, Raw, without
 from .knobs import (
@@ -41,7 +41,7 @@ from .knobs import (
 )
 from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
-from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
+from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS, meant_scheme
 
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as
@@ -73,7 +73,7 @@ def _one_of(
             "",
             f"{rule} {', '.join(known)}",
             got=repr(word),
-            cure=did_you_mean(word, known, otherwise=otherwise),
+            cure=meant_scheme(word, known, otherwise=otherwise),
         )
 
     return check
@@ -774,5 +774,5 @@ def validated(raw: Raw, where: object) -> Recipe:
         )
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
         raise fault.at(f"{where}: {key}")
-    # pydantic's own words, where there are no better ones
-    raise RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
+    cure = did_you_mean(first["input"], allowed_words(first), otherwise="Correct it")
+    raise RecipeError(where, f"{key}: {plain_rule(first)}", got=repr(first["input"]), cure=cure)
