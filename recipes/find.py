@@ -13,13 +13,14 @@ variant. On the command line, case does not count and `-` is `_`; in a file they
 
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 
 from .errors import RecipeError, did_you_mean, folded
 from .frozen import Json, frozen
-from .model_file import calibrations, flat_recipes, flat_text, model_files
-from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
+from .model_file import CALIBRATIONS, calibrations, flat_recipes, flat_text, model_files
+from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, read_as, validated
 from .schemes import SCHEMES, meant_scheme
 from .yaml_file import load_shipped, read_yaml
 
@@ -37,12 +38,14 @@ class RecipeFile:
         default: the variant that is meant where none is named.
         flat: the flat mapping of each variant.
         text: the file's own text if it is a flat recipe, else None.
+        calibrations: its own named blocks.
     """
 
     path: Path
     default: str
     flat: Mapping[str, Json]
     text: str | None
+    calibrations: Mapping[str, Json] = field(default_factory=dict)
 
     def recipe(self, variant: str) -> Recipe:
         """The recipe of one variant.
@@ -69,7 +72,11 @@ def read_file(path: Path) -> RecipeFile:
     raw, text = read_yaml(path)
     if "variants" in raw:  # a flat recipe has none
         return RecipeFile(
-            path=path, default=raw.get("default", ""), flat=flat_recipes(raw, path), text=None
+            path=path,
+            default=raw.get("default", ""),
+            flat=flat_recipes(raw, path),
+            text=None,
+            calibrations=raw.get(CALIBRATIONS, {}),
         )
     variant = validated(raw, path).variant
     return RecipeFile(path=path, default=variant, flat={variant: raw}, text=text)
@@ -164,17 +171,18 @@ def choose(
         if not (override := _spelled(scheme, SCHEMES)):
             raise RecipeError("--scheme", rule, got=repr(scheme), cure=cure)
     if calibration is not None:
-        known = _spelled(calibration, calibrations())
+        blocks = {**calibrations(), **file.calibrations}
+        known = _spelled(calibration, blocks)
         if known is None:
-            cure = "See recipes/calibrations.yaml"
-            cure = did_you_mean(calibration, calibrations(), otherwise=cure)
+            cure = "A recipe has your own text under `calibrations`: `keepmtp init`"
+            cure = did_you_mean(calibration, blocks, otherwise=cure)
             raise RecipeError(
                 "--calibration",
-                f"must be one of {', '.join(calibrations())}",
+                f"must be one of {', '.join(blocks)}",
                 got=repr(calibration),
                 cure=cure,
             )
-        block = Calibration.model_validate(calibrations()[known])
+        block = read_as(Calibration, blocks[known], f"{CALIBRATIONS}.{known}")
     recipe = file.recipe(variant)
     text = file.recipe_text(variant)
     if override is None and mtp is None and block is None:

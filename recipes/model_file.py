@@ -11,8 +11,9 @@ mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
       summary: ...}
 
 `groups` names the module groups that the model has. `rest` gives one word to all groups that the
-variant does not name. `calibration` is the name of a block in `recipes/calibrations.yaml`, a block,
-or null. Each of `BLOCKS` may be a key of the file, for all variants, or of one variant.
+variant does not name. `calibration` is the name of a block in the file's own `calibrations` or in
+`recipes/calibrations.yaml`, a block, or null. Each of `BLOCKS` may be a key of the file, for all
+variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not
 merged. The file's `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these
@@ -48,6 +49,8 @@ BLOCKS = (
     "evaluation",
     "gates",
 )
+CALIBRATIONS = "calibrations"
+"""The key of a file's own named blocks."""
 _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_A_WORD = ("mtp_auto", "mtp_tuned", *_OF_A_SEARCH)
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
@@ -119,9 +122,17 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
         RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are
             checked by `schema.validated`.
     """
-    _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH), "a model file")
+    _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS), "a model file")
     groups = raw["groups"]
     variants = raw["variants"]
+    own = raw.get(CALIBRATIONS, {})
+    if not isinstance(own, Mapping):
+        raise RecipeError(
+            f"{where}: {CALIBRATIONS}",
+            "must be a mapping of names",
+            got=repr(own),
+            cure="Name each block",
+        )
     if not isinstance(groups, list):
         raise RecipeError(
             f"{where}: groups",
@@ -203,9 +214,10 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         )
     calibration = variant["calibration"]
     if isinstance(calibration, str):
-        rule = f"must be null, a block, or one of {', '.join(calibrations())}"
-        _refuse_unknown(f"{where}: calibration", rule, calibration, calibrations())
-        calibration = calibrations()[calibration]
+        known = {**calibrations(), **raw.get(CALIBRATIONS, {})}
+        rule = f"must be null, a block, or one of {', '.join(known)}"
+        _refuse_unknown(f"{where}: calibration", rule, calibration, known)
+        calibration = known[calibration]
     flat = {
         "model": raw["model"],
         "variant": name,

@@ -10,7 +10,7 @@ FP8, not BF16.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -735,10 +735,19 @@ _PARTS: Mapping[str, type[BaseModel]] = {
 
 
 def validated(raw: Raw, where: object) -> Recipe:
-    """A flat mapping as a `Recipe`.
+    """A flat mapping as a `Recipe`; see `read_as`."""
+    return read_as(Recipe, raw, where)
+
+
+_Part = TypeVar("_Part", bound=BaseModel)
+
+
+def read_as(kind: type[_Part], raw: Raw, where: object) -> _Part:
+    """A mapping as a recipe, or as a block of one.
 
     Args:
-        raw: the keys of a recipe.
+        kind: what it is.
+        raw: its keys.
         where: the file or the options that they are from, for the refusal.
 
     Raises:
@@ -746,7 +755,7 @@ def validated(raw: Raw, where: object) -> Recipe:
             the key.
     """
     try:
-        return Recipe.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
         # A misspelled key shows up as unknown and as missing; the first says more.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
@@ -756,7 +765,7 @@ def validated(raw: Raw, where: object) -> Recipe:
     loc = [str(part) for at, part in enumerate(first["loc"]) if at >= end or part not in aside]
     key = ".".join(loc) or "recipe"
     if is_unknown:
-        owner = Recipe
+        owner: type[BaseModel] = kind
         for part in loc[:-1]:
             owner = _PARTS.get(part, owner)
         raise RecipeError(
