@@ -222,7 +222,7 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
     raw = family_mapping(source)
     if source.mtp_source is not None:
         raw["mtp_source"] = {"source": mtp_source, "revision": source.mtp_source.revision}
-    variants = list(fitting(source, raw))
+    variants = [fit.variant for fit in fitting(source, raw)]
     if not variants:
         raise RecipeError(
             source.where,

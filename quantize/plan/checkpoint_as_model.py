@@ -27,10 +27,30 @@ _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
+@frozen
+class Fit:
+    """A variant that can be made of a checkpoint.
+
+    Attributes:
+        variant: its name.
+        data: the name of its calibration block, "its own"; "" without data.
+        num_bytes_before: of the source's tensors.
+        num_bytes: of the output's.
+    """
+
+    variant: str
+    data: str
+    num_bytes_before: int
+    num_bytes: int
+
+
 class NoSchemeError(RecipeError):
     """MODEL is a checkpoint, and nothing chooses among the variants that fit it; the cure names
     them.
     """
+
+    source: Source
+    fits: tuple[Fit, ...] = ()
 
 
 @frozen
@@ -82,14 +102,16 @@ def recipe_of_checkpoint(
     raw = family_mapping(source)
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
-        words = []
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
-        for name in fitting(source, raw):
-            words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))
+        fits = tuple(fitting(source, raw))
+        words = [fit.variant + " (calibrated)" * bool(fit.data) for fit in fits]
         if not words:
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
-        raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
-    raw["default"] = next(fitting(source, raw), raw["default"])
+        error = NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
+        error.source = source
+        error.fits = fits
+        raise error
+    raw["default"] = next((fit.variant for fit in fitting(source, raw)), raw["default"])
     file = _recipe_file(source, raw)
     return *choose(file, file.default, scheme=scheme, **choices), source
 
@@ -121,15 +143,22 @@ def family_mapping(source: Source) -> Json:
     )
 
 
-def fitting(source: Source, raw: Json) -> Iterator[str]:
+def fitting(source: Source, raw: Json) -> Iterator[Fit]:
     """The variants of a model file that can be made of this checkpoint."""
     file = _recipe_file(source, raw)
     for variant in file.flat:
         try:
-            refuse_no_draft(make_plan(file.recipe(variant).before_measuring, source))
+            plan = make_plan(file.recipe(variant).before_measuring, source)
+            refuse_no_draft(plan)
         except RecipeError:
             continue
-        yield variant
+        data = raw["variants"][variant]["calibration"] or ""
+        yield Fit(
+            variant=variant,
+            data=data if isinstance(data, str) else "its own",
+            num_bytes_before=plan.num_bytes_before,
+            num_bytes=plan.num_bytes_after,
+        )
 
 
 def _recipe_file(source: Source, raw: Json) -> RecipeFile:
