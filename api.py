@@ -155,7 +155,7 @@ def quantize(
     from .quantize.plan.plan import Plan
     from .quantize.run.progress import SILENT
 
-    _refuse_other("planned", planned, Plan, "Give what api.plan returns")
+    _refuse_other("planned", planned, Plan)
     return pipeline.quantize(
         planned,
         planned.recipe_text,
@@ -166,9 +166,7 @@ def quantize(
     )
 
 
-def _refuse_other(
-    where: str, value: object, kind: Any = str | Path, cure: str = "See docs/api.md"
-) -> None:
+def _refuse_other(where: str, value: object, kind: Any = str | Path) -> None:
     """Refuse an argument of another type.
 
     Raises:
@@ -176,7 +174,7 @@ def _refuse_other(
     """
     if not isinstance(value, kind):
         name = getattr(kind, "__name__", "name or a path")
-        raise RecipeError(where, f"must be a {name}", got=repr(value), cure=cure)
+        raise RecipeError(where, f"must be a {name}", got=repr(value), cure="See docs/api.md")
 
 
 class Loads(TypedDict, total=False):
@@ -317,7 +315,7 @@ def report_page(full: "Report", folder: str | Path) -> Path:
     from .validate.facts.schema import FullReport
     from .validate.report.html import require_extra, write_html
 
-    _refuse_other("full", full, FullReport, "Give what api.report returns")
+    _refuse_other("full", full, FullReport)
     require_extra()
     return write_html(Path(folder), full)
 

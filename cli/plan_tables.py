@@ -58,11 +58,10 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     cells = []
     for fit in unchosen.fits:
         gpus = [f"{count} x {name}" for count, name, _ in gpus_of(unchosen.source, fit.num_bytes)]
-        minutes = None if fit.data else -(-fit.num_bytes_before // _BYTES_A_MINUTE)
-        rows.append(
-            {"variant": fit.variant, "data": fit.data, "bytes": fit.num_bytes, "gpus": gpus}
-            | {"minutes": minutes}
-        )
+        minutes = None
+        if not fit.data:
+            minutes = 1 + fit.num_bytes_before // _BYTES_A_MINUTE
+        rows.append(asdict(fit) | {"gpus": gpus, "minutes": minutes})
         size = size_in_words(fit.num_bytes)
         held = ", ".join(gpus) or "-"
         cells.append([fit.variant, fit.data or "none", size, held, str(minutes or "-")])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:  # the callers import it; a refusal alone does not need it
     from pydantic import ValidationError
 
-# The first word of pydantic's name for a fault -> what a person is told.
+# The first word of pydantic's name for a fault -> the same in plain words.
 _KINDS = {
     "tuple": "a list",
     "dict": "a mapping",

@@ -203,10 +203,7 @@ def meant_scheme(word: str, known: Collection[str], *, otherwise: str) -> str:
     said = folded(word)
     rewritten = sorted(REWRITES.get(said, ()))
     if rewritten:
-        otherwise = (
-            f"It is an algorithm: set calibration.algorithm: {said} in a recipe with "
-            f"{', '.join(rewritten)}"
-        )
+        otherwise = f"Set calibration.algorithm: {said} in a recipe with {', '.join(rewritten)}"
     return did_you_mean(_ELSEWHERE.get(said, word), known, otherwise=otherwise)
 
 

@@ -10,8 +10,6 @@ sure.
 """
 
 import json
-from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from ...checkpoints.safetensors_file import open_regular
@@ -96,42 +94,26 @@ def refuse_columns(texts: Texts, there: Raw, where: str) -> None:
 
 
 def _refuse(texts: Texts, where: str, calibration: Calibration, sequences: int) -> None:
-    path = file_of(texts, where)
-    if path is None or path.is_dir():
-        return
-    if texts.split != "train":
-        rule = "split must be train, the only one of a file"
-        raise RecipeError(where, rule, got=repr(texts.split), cure="Write split: train")
-    if path.suffix == ".parquet" and find_spec("pyarrow"):
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_schema
-
-        with suppress(ArrowException):  # whoever reads the file says why it cannot be read
-            refuse_columns(texts, dict.fromkeys(read_schema(path).names), where)
-    if path.suffix == ".jsonl":
-        _refuse_lines(texts, path, where, sequences * calibration.sequence_length)
-
-
-def _refuse_lines(texts: Texts, path: Path, where: str, tokens: int) -> None:
     """Read as many lines as have text enough."""
-    columns = [name for name in (texts.column, texts.prompt_column) if name]
+    path = file_of(texts, where)
+    if path is None or path.suffix != ".jsonl":
+        return
+    tokens = sequences * calibration.sequence_length
     num_bytes = 0
-    rows = 0
     with open_regular(path, where) as file:
         for line in file:
             try:
-                row = json.loads(line or "{}")
-            except ValueError:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # whoever reads all of it says on which line
                 return
             if not isinstance(row, dict):
                 return
             refuse_columns(texts, row, where)
-            found = [row[name] for name in columns]
-            if texts.chat or not all(isinstance(text, str) for text in found):
+            parts = row[texts.column], row.get(texts.prompt_column, "")
+            if texts.chat or not all(isinstance(part, str) for part in parts):
                 return
-            rows += 1
-            num_bytes += sum(len(text.encode()) for text in found) + _ENDS
+            num_bytes += sum(len(part.encode(errors="surrogatepass")) for part in parts) + _ENDS
             if num_bytes >= tokens:
                 return
-    got = f"{num_bytes:,} bytes in {rows:,} rows, and a token is a byte or more"
+    got = f"{num_bytes:,} bytes, and a token is a byte or more"
     raise RecipeError(where, f"must hold {tokens:,} tokens", got=got, cure=SHORTER)
