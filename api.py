@@ -98,6 +98,7 @@ def plan(
     mtp: str | None = None,
     calibration: str | None = None,
     mtp_source: str | None = None,
+    requantize: bool = False,
     trust_remote_code: bool = False,
 ) -> "Plan":
     """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
@@ -110,6 +111,7 @@ def plan(
         scheme, mtp, calibration: as for `load_recipe`.
         mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
             recipe's.
+        requantize: weights that a tool has quantized may be rounded again, into another scheme.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
 
     Raises:
@@ -125,7 +127,9 @@ def plan(
         "mtp_source": mtp_source,
     }
     _refuse_other("model", model)
-    made, recipe_text = pipeline.plan_for(str(model), **words, trust_remote_code=trust_remote_code)
+    made, recipe_text = pipeline.plan_for(
+        str(model), **words, requantize=requantize, trust_remote_code=trust_remote_code
+    )
     return replace(made, recipe_text=recipe_text)
 
 
@@ -260,13 +264,15 @@ def check_all(
         yield from (_with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
-    from .validate.dryload.versions import chosen_vllms
+    from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
     progress = progress or (lambda doing: None)
+    found, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
         paths,
-        vllms=chosen_vllms(vllms, find_vllm(), progress=progress),
+        vllms=found,
+        missing=missing,
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,

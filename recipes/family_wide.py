@@ -46,6 +46,7 @@ _HEAD = """\
 _VARIANTS = """\
 # One word for each group: a scheme (`keepmtp ls schemes`), bf16, or source for the released form.
 # mtp is the word for the MTP block. auto would take the smallest form that keeps enough acceptance.
+# backbone: auto, with budget and backbone_auto, in place of the groups lets a search choose.
 # calibration is null, or the text that the model is run on: a block, or the name of a shipped one.
 variants:
 """
@@ -59,6 +60,7 @@ _TAIL = """\
 # format: modelopt
 # search: mse                                # or imatrix, four-over-six
 # kv_cache: FP8
+# requantize: true
 # mtp_source: {source: ORG/NAME, revision: main}
 # mtp_auto: {min_acceptance: 0.97, candidates: [bf16, NVFP4]}
 # mtp_tuned: {mtp: NVFP4, steps: 200, ...}   # for mtp: tuned

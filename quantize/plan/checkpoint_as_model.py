@@ -20,7 +20,7 @@ from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
 from .own_code import refuse_no_draft
-from .plan import make_plan
+from .plan import Plan, make_plan
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
@@ -90,6 +90,7 @@ def recipe_of_checkpoint(
     *,
     scheme: str | None = None,
     mtp_source: str | None = None,
+    requantize: bool = False,
     **choices: str | None,
 ) -> tuple[Recipe, str, Source]:
     """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
@@ -100,12 +101,15 @@ def recipe_of_checkpoint(
     """
     source = opened(word, mtp_source)
     raw = family_mapping(source)
+    if requantize:
+        raw["requantize"] = True
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
         fits = tuple(fitting(source, raw))
         words = [fit.variant + " (calibrated)" * bool(fit.data) for fit in fits]
         if not words:
+            refuse_unfit(source, raw, raw["default"])  # which says why
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
         error = NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
         error.source = source
@@ -134,22 +138,23 @@ def family_mapping(source: Source) -> Json:
     Raises:
         RecipeError: config.json names no family of keepmtp.
     """
-    return model_mapping(
+    raw = model_mapping(
         view_of(source),
         source.entries,
         model=model_name(source.where),
         source=source.where,
         revision=source.revision,
     )
+    if (other := source.mtp_source) is not None:
+        raw["mtp_source"] = {"source": other.where, "revision": other.revision}
+    return raw
 
 
 def fitting(source: Source, raw: Json) -> Iterator[Fit]:
     """The variants of a model file that can be made of this checkpoint."""
-    file = _recipe_file(source, raw)
-    for variant in file.flat:
+    for variant in raw["variants"]:
         try:
-            plan = make_plan(file.recipe(variant).before_measuring, source)
-            refuse_no_draft(plan)
+            plan = refuse_unfit(source, raw, variant)
         except RecipeError:
             continue
         data = raw["variants"][variant]["calibration"] or ""
@@ -159,6 +164,18 @@ def fitting(source: Source, raw: Json) -> Iterator[Fit]:
             num_bytes_before=plan.num_bytes_before,
             num_bytes=plan.num_bytes_after,
         )
+
+
+def refuse_unfit(source: Source, raw: Json, variant: str) -> Plan:
+    """The plan of a variant of a model file, if it can be made of this checkpoint.
+
+    Raises:
+        RecipeError, CheckpointError: see `make_plan` and `refuse_no_draft`.
+    """
+    recipe = _recipe_file(source, raw).recipe(variant)
+    plan = make_plan(recipe.before_measuring, source)
+    refuse_no_draft(plan)
+    return plan
 
 
 def _recipe_file(source: Source, raw: Json) -> RecipeFile:

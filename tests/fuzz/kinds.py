@@ -18,6 +18,7 @@ from typing import Any
 import corpus
 import cures
 import edits
+import planted
 import verbs
 import yaml
 from case import Case, some
@@ -346,5 +347,7 @@ KINDS = {
         broken_for_cures,
         cures.links_for_cures,
         cures.names_for_cures,
+        planted.planted,
+        planted.changing,
     )
 }

@@ -35,7 +35,7 @@ from packaging.version import InvalidVersion, Version
 from ...checkpoints.files import ScratchFolder, sync
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import RecipeError, VLLMError
-from ...recipes.runtimes.vllm import KNOWN
+from ...recipes.runtimes.vllm import KNOWN, parsed
 from ..facts.child import answer, environment
 from ..facts.vllm_env import VLLM, python_version
 
@@ -55,7 +55,18 @@ _NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
 def chosen_vllms(
     words: Sequence[str], own: VLLM, *, progress: Callable[[str], None] = lambda doing: None
 ) -> list[VLLM]:
-    """The vLLMs that a person names, each once; `own` alone where none is named.
+    """`had_vllms`, where every one of them must be had: the first that cannot is raised."""
+    found, missing = had_vllms(words, own, progress=progress)
+    if missing:
+        raise missing[0]
+    return found
+
+
+def had_vllms(
+    words: Sequence[str], own: VLLM, *, progress: Callable[[str], None] = lambda doing: None
+) -> tuple[list[VLLM], list[VLLMError]]:
+    """The vLLMs that a person names, each once, and why others cannot be had; `own` alone where
+    none is named.
 
     Args:
         words: versions, `all`, folders with a vllm/ in them, wheels; several in one with commas.
@@ -64,14 +75,23 @@ def chosen_vllms(
 
     Raises:
         RecipeError: a word that means none of them.
-        VLLMError: it cannot be fetched or read, or is not made for the environment's Python.
+        VLLMError: not one of them can be fetched or read and is made for the environment's Python.
     """
     named = list[str]()
     for word in words:
         parts = [word] if os.path.exists(word) else word.split(",")
         for part in filter(None, map(str.strip, parts)):
             named += KNOWN if part == "all" else [part]
-    return list(dict.fromkeys(_vllm(word, own, progress) for word in named)) or [own]
+    found = dict[VLLM, None]()
+    missing = list[VLLMError]()
+    for word in dict.fromkeys(named):
+        try:
+            found[_vllm(word, own, progress)] = None
+        except VLLMError as error:
+            missing.append(error)
+    if missing and not found:
+        raise missing[0]
+    return [*found] or [own], missing
 
 
 def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
@@ -89,6 +109,9 @@ def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
             version = Version(f"{version.major}.{version.minor}.0")
         if str(version) == Version(own.version).public:
             return own
+        if parsed(str(version)) < parsed(KNOWN[0]):
+            cure = f"Name one from {KNOWN[0]} to {KNOWN[-1]}, or a newer one"
+            raise VLLMError("--vllm", f"must be {KNOWN[0]} or newer", got=word, cure=cure)
         site = cache_folder() / str(version)
         if not site.is_dir():
             progress(f"vLLM {version}: fetching its Python, once")

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ... import __version__
-from ...checkpoints.files import write_whole
+from ...checkpoints.files import refuse_strange, write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify, measured_anew
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
@@ -28,6 +28,7 @@ from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
 from ..facts.benched import BenchFact
+from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places
 from ..facts.evaluated import EvaluationFact
 from ..facts.results import (
@@ -57,8 +58,8 @@ NOT_RUN = {
     "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
     "calibration": "No calibration: nobody looked for the checkpoint's own record.",
     "serve": (
-        "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` "
-        "measures them."
+        "No serve-check was run: it serves with and without drafting, and compares outputs and "
+        "speed prompt by prompt. `keepmtp serve-check CHECKPOINT` does."
     ),
     "evaluation": (
         "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval "
@@ -180,6 +181,7 @@ def refresh(folder: Path) -> FullReport:
         checkpoint = checkpoint_folder(folder)
         record_static(folder, open_source(checkpoint), identify(checkpoint, cache=folder))
     full = from_results(folder)
+    refuse_strange(folder)
     write(folder, full)
     return full
 
@@ -326,6 +328,7 @@ def verdict_of(
     serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
     bench: BenchFact | None = None,
+    closeness: ClosenessFact | None = None,
     **_: object,
 ) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
@@ -359,7 +362,7 @@ def verdict_of(
             tried += f" (source: {percent(found.source.acceptance)})"
         if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
             label = "Loads and drafts"
-    elif serve or evaluation or bench:
+    elif serve or evaluation or bench or closeness:
         label = "Served"
         tried = "a server ran"
     return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")
