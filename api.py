@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from .recipes.errors import KeepMTPError
+from .recipes.errors import KeepMTPError, RecipeError
 from .recipes.frozen import Say
 
 if TYPE_CHECKING:
@@ -67,7 +67,11 @@ _TYPES = {
 
 
 def load_recipe(
-    name: str, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+    name: str | Path,
+    *,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
 ) -> "Recipe":
     """Read and validate a recipe.
 
@@ -82,11 +86,12 @@ def load_recipe(
     """
     from .recipes.find import find_recipe
 
-    return find_recipe(name, scheme=scheme, mtp=mtp, calibration=calibration)[0]
+    _refuse_other("name", name)
+    return find_recipe(str(name), scheme=scheme, mtp=mtp, calibration=calibration)[0]
 
 
 def plan(
-    model: str,
+    model: str | Path,
     *,
     source: str | None = None,
     scheme: str | None = None,
@@ -121,8 +126,9 @@ def plan(
         "calibration": calibration,
         "mtp_source": mtp_source,
     }
+    _refuse_other("model", model)
     made, recipe_text = pipeline.plan_for(
-        model, **words, requantize=requantize, trust_remote_code=trust_remote_code
+        str(model), **words, requantize=requantize, trust_remote_code=trust_remote_code
     )
     return replace(made, recipe_text=recipe_text)
 
@@ -150,8 +156,10 @@ def quantize(
         KeepMTPError: before a byte is written; or the checkpoint does not pass its own check.
     """
     from . import pipeline
+    from .quantize.plan.plan import Plan
     from .quantize.run.progress import SILENT
 
+    _refuse_other("planned", planned, Plan)
     return pipeline.quantize(
         planned,
         planned.recipe_text,
@@ -160,6 +168,17 @@ def quantize(
         keep_calibration=keep_calibration,
         progress=progress or SILENT,
     )
+
+
+def _refuse_other(where: str, value: object, kind: Any = str | Path) -> None:
+    """Refuse an argument of another type.
+
+    Raises:
+        RecipeError: says what it is.
+    """
+    if not isinstance(value, kind):
+        name = getattr(kind, "__name__", "name or a path")
+        raise RecipeError(where, f"must be a {name}", got=repr(value), cure="See docs/api.md")
 
 
 class Loads(TypedDict, total=False):
@@ -286,6 +305,7 @@ def report(path: str | Path) -> "Report":
     from .validate.facts.results import results_of
     from .validate.report.report import read_json, refresh
 
+    _refuse_other("path", path)
     results = results_of(Path(path))
     return read_json(Path(path)) if results is None else refresh(results)
 
@@ -298,8 +318,10 @@ def report_page(full: "Report", folder: str | Path) -> Path:
         full: from `report`.
         folder: made if need be.
     """
+    from .validate.facts.schema import FullReport
     from .validate.report.html import require_extra, write_html
 
+    _refuse_other("full", full, FullReport)
     require_extra()
     return write_html(Path(folder), full)
 
@@ -333,6 +355,7 @@ def card(
     from .checkpoints.source_of import folder_it_was_made_from
     from .validate.report import card as cards
 
+    _refuse_other("checkpoint", checkpoint)
     return cards.build(
         Path(checkpoint),
         source=Path(source) if source else folder_it_was_made_from(Path(checkpoint)),

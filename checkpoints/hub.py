@@ -56,7 +56,7 @@ _REFUSALS: tuple[tuple[Any, str, str], ...] = (
     (
         (EntryNotFoundError, HfHubHTTPError, HTTPError, OSError),
         "the Hub must be reachable",
-        "Check the network, or give a folder as SOURCE",
+        "Check the network, or name a folder",
     ),
     (_OTHER_FORM, "the Hub must answer as it is documented", "Run it again, or check HF_ENDPOINT"),
 )
@@ -121,14 +121,17 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
             found = HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS)
             return found.sha or revision
     except NoCheckpointError as error:
+        rule = error.rule
         cure = (
-            "Check its name and dataset_revision, ask for access on its page, run `hf auth login`; "
-            "or where the Hub is reachable run `hf download --repo-type dataset "
+            "Check the network; or where the Hub is reachable run `hf download --repo-type dataset "
             f"{name} --local-dir DIR`, and name the folder"
         )
-        rule = error.rule
         if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
             rule = "must be a dataset on the Hub, or a file or folder"
+            cure = (
+                "Check its name and dataset_revision, ask for access on its page, run "
+                "`hf auth login`"
+            )
         raise RecipeError(where, rule, got=error.got, cure=cure) from error
 
 

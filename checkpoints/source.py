@@ -390,9 +390,11 @@ def _indexed_files(
 
 def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:
     """The refusal of a place without config.json: what is there instead."""
-    return NoCheckpointError(
-        where,
-        "a checkpoint has a config.json",
-        got=listed(sorted(names)) or "an empty folder",
-        cure="Name that of a whole model; an adapter is merged into its base model first",
-    )
+    there = sorted(names)
+    cure = "Name that of a whole model"
+    if "adapter_config.json" in there:
+        cure = "Merge the adapter into its base model first"
+    elif any(name.endswith(".gguf") for name in there):
+        cure = "GGUF is not read: name the release in safetensors files that it was made from"
+    got = listed(there) or "an empty folder"
+    return NoCheckpointError(where, "a checkpoint has a config.json", got=got, cure=cure)

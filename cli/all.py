@@ -32,6 +32,7 @@ from .options import (
     ModelCodeOption,
     ModelOptions,
     TpsOption,
+    chosen_gpus,
     chosen_vllm,
     refuse_stray_words,
 )
@@ -91,6 +92,7 @@ def everything(
     refuse_stray_words("all", extra)
     refuse_words("all", extra)
     refuse_no_id(base_model)
+    chosen_gpus(gpus or ())
     recipe = choices.recipe()
     out = out or pipeline.default_out(recipe)
     is_made = out.exists() and not is_empty(out)

@@ -22,7 +22,7 @@ from .exits import FINDINGS, OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, Session, begin
 from .options import AtLeastOne
 from .progress import asking
-from .tables import answer, drawn, reasons, verdict
+from .tables import answer, drawn, reasons
 
 if TYPE_CHECKING:
     from ..validate.facts.schema import JudgementFact
@@ -128,7 +128,8 @@ def _parts(
     path = found.checkpoint.path
     out = session.out
     yield drawn(f"serve-check {path}", servers(found))
-    yield from verdict(path, judged)
+    own = [one for one in judged.reasons if one.gate in _OWN_GATES]
+    yield reasons(f"gate {path}", own)
     for served in found.served:
         if served.as_served != "native":
             yield f"The {served.role} was served as a {served.as_served}: {served.reason}."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import RenderableType
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, plain_rule
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
@@ -203,7 +203,7 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
         raise RecipeError(
             option,
-            first["msg"].replace("Input should", "must"),
+            plain_rule(first),
             got=repr(first["input"]),
             cure="See `keepmtp eval --help`",
         ) from error

@@ -22,7 +22,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -31,7 +30,14 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, NoSuchOption, 
 
 from .. import __version__
 from ..checkpoints.files import DEAD
-from ..recipes.errors import GateError, KeepMTPError, did_you_mean, printable
+from ..recipes.errors import (
+    GateError,
+    KeepMTPError,
+    allowed_words,
+    did_you_mean,
+    plain_rule,
+    printable,
+)
 
 FINDINGS, REFUSAL, TOO_LITTLE, DEFECT = 1, 2, 3, 70
 OF_VERDICT: Mapping[str, int] = {"pass": 0, "regression": FINDINGS, "infeasible": TOO_LITTLE}
@@ -166,7 +172,7 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
         known = [
             each for param in context.command.params for each in param.opts if each.startswith("-")
         ]
-        if is_for_vllm and not get_close_matches(got, known):
+        if is_for_vllm:
             cure = "Words for `vllm serve` stand last, after `--`"
         cure = did_you_mean(got, known, otherwise=cure)
     elif isinstance(error, BadOptionUsage):
@@ -180,11 +186,10 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
             got = "none"
         else:
             where = option
-            got = fault.errors()[0]["input"]  # pyright: ignore[reportAttributeAccessIssue]
-            names = re.findall("'([^']+)'", rule.partition(" is not one of ")[2])
-            rule = rule.partition(",")[0].replace("Input should", "must")
-            if names:
-                rule = f"must be one of {', '.join(names)}"
+            first = fault.errors()[0]  # pyright: ignore[reportAttributeAccessIssue]
+            got = first["input"]
+            rule = plain_rule(first)
+            if names := allowed_words(first):
                 cure = did_you_mean(got, names, otherwise="Name one")
     elif rule.startswith("Got unexpected extra"):
         rule = "takes no more words"

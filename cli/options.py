@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 # Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and
 # signs.
 _GPU_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("a100", "a30", "ampere"), "sm80"),
-    **dict.fromkeys(("a10", "a10g", "a40", "a6000", "3090"), "sm86"),
-    **dict.fromkeys(("l40s", "l4", "4090", "6000ada", "ada"), "sm89"),
-    **dict.fromkeys(("h100", "h200", "h20", "gh200", "hopper"), "sm90"),
+    **dict.fromkeys(("a100", "a800", "a30", "ampere"), "sm80"),
+    **dict.fromkeys(("a10", "a10g", "a40", "a6000", "3080", "3090"), "sm86"),
+    **dict.fromkeys(("l40s", "l20", "l4", "4080", "4090", "6000ada", "ada"), "sm89"),
+    **dict.fromkeys(("h100", "h800", "h200", "h20", "gh200", "hopper"), "sm90"),
     **dict.fromkeys(("b200", "gb200", "b300", "gb300", "blackwell", "sm103"), "sm100"),
-    **dict.fromkeys(("5090", "pro6000", "gb10", "sm121"), "sm120"),
+    **dict.fromkeys(("5080", "5090", "pro6000", "gb10", "sm121"), "sm120"),
 }
 
 AtLeastOne = Annotated[int, typer.Option(min=1)]
@@ -120,13 +120,14 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
 
     meant = set[str]()
     for word in words:
-        typed = re.sub(r"nvidia|geforce|rtx|[\s_-]", "", word.lower())
+        typed = re.sub(r"nvidia|geforce|rtx|sxm\d?|pcie|nvl\d*|\b\d+gb|[\s_-]", "", word.lower())
         name = _GPU_NAMES.get(typed, typed)
         meant.add(name)
         if name not in GPUS:
-            cure = did_you_mean(
-                name, (*GPUS, *_GPU_NAMES), otherwise="Name the card, such as H100, or one of these"
-            )
+            # V100 is no slip for H100: a card's first letter is its generation.
+            names = [each for each in (*GPUS, *_GPU_NAMES) if each[0] == name[:1]]
+            cure = "Name an NVIDIA card from Ampere on, such as H100, or one of these"
+            cure = did_you_mean(name, names, otherwise=cure)
             if "," in word:
                 cure = f"Repeat it: {' '.join(f'--gpu {each}' for each in word.split(','))}"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)

@@ -3,7 +3,6 @@
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
-import sys
 from typing import Annotated
 
 import typer
@@ -22,7 +21,8 @@ def plan(
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a
     calibrated recipe it also says on what it is calibrated, and whether the backbone and the MTP
     block can be. At the end it says what a run needs of memory and disk, here or on a machine that
-    you name.
+    you name. For a checkpoint without --scheme: the variants that fit it, their sizes, and the GPUs
+    that hold them.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
 
@@ -37,18 +37,13 @@ def plan(
     from ..checkpoints.source import uncollected
     from ..quantize.needs import needs
     from ..quantize.plan.checkpoint_as_model import NoSchemeError
-    from ..recipes.errors import printable
     from ..validate.facts.vllm_env import gpus_here
     from . import plan_tables
 
     try:
         made = choices.plan()
     except NoSchemeError as unchosen:
-        if as_json:
-            raise
-        sys.stdout.write(
-            f"{printable(str(unchosen.where))}. {unchosen.way_out} Choose one with --scheme.\n"
-        )
+        plan_tables.show_fits(unchosen, as_json=as_json)
         return
     with uncollected():
         found = needs.needs_of(made, needs.machine_of(gpu_memory, here=gpus_here()))

@@ -19,6 +19,7 @@ from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..quantize.config.written import config_of
 from ..quantize.needs.needs import Needs, lines
+from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
@@ -32,10 +33,13 @@ from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..recipes.yaml_file import on_one_line
 from ..validate.measure.serve_line import serve_words
+from ..validate.report.provenance import gpus_of
 from . import tables
 from .tables import by_reason, counted, table
 
 _LOCAL = "local"
+# MiMo-7B, 15.7 GB, takes 44 to 54 s on two cores: docs/benchmarks.md.
+_BYTES_A_MINUTE = 17 * 10**9
 
 
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
@@ -44,6 +48,29 @@ def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
         tables.print_json(plan_json(made) | {"needs": asdict(needs)})
     else:
         tables.show(_parts(made, needs))
+
+
+def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
+    """What can be made of a checkpoint: a row for each variant, whose minutes are known where no
+    data is needed.
+    """
+    rows = []
+    cells = []
+    for fit in unchosen.fits:
+        gpus = [f"{count} x {name}" for count, name, _ in gpus_of(unchosen.source, fit.num_bytes)]
+        minutes = None
+        if not fit.data:
+            minutes = 1 + fit.num_bytes_before // _BYTES_A_MINUTE
+        rows.append(asdict(fit) | {"gpus": gpus, "minutes": minutes})
+        size = size_in_words(fit.num_bytes)
+        held = ", ".join(gpus) or "-"
+        cells.append([fit.variant, fit.data or "none", size, held, str(minutes or "-")])
+    if as_json:
+        tables.print_json({"source": unchosen.source.where, "variants": rows})
+        return
+    columns = ("variant", "data", ">bytes", "GPUs that hold it", ">minutes")
+    note = "Minutes are those of two cores; of a run with data they are not known."
+    tables.show([table(str(unchosen.where), columns, cells), f"{note} Choose one with --scheme."])
 
 
 def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
@@ -334,7 +361,7 @@ def commits_line(plan: Plan) -> str:
     calibration = plan.recipe.calibration
     read = [(source.where, source.revision)]
     if other is not None:
-        read.append((f"its MTP block from {other.where}", other.revision))
+        read.append((f"the MTP block of {other.where}", other.revision))
     for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
         name = texts.dataset
         asked = texts.dataset_revision

@@ -226,7 +226,7 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         return file.path.read_text()
     source = opened(word, mtp_source)
     raw = family_mapping(source)
-    variants = list(fitting(source, raw))
+    variants = [fit.variant for fit in fitting(source, raw)]
     if not variants:
         refuse_unfit(source, raw, raw["default"])  # which says why
         raise RecipeError(

@@ -7,13 +7,24 @@ Easy to get wrong: the message is for people. Code reads the fields, never the s
 are as they came; the message is cut and `printable`, because a name or a value may be a stranger's.
 """
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:  # the callers import it; a refusal alone does not need it
     from pydantic import ValidationError
 
+# The first word of pydantic's name for a fault -> the same in plain words.
+_KINDS = {
+    "tuple": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+    "string": "a text",
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+}
 MAX_GOT = 300
 """Characters of a value that a message quotes."""
 _MAX_PART = 4000
@@ -121,6 +132,7 @@ def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
         or [name for name in sorted(names, key=len) if said and said.startswith(f"{name}-")][-1:]
     )
     near = near or [name for name in names if said and name.startswith(f"{said}-")][:1]
+    near = near or [name for name in names if said and name.endswith(f"-{said}")][:1]
     if not near:
         return otherwise
     return f"Did you mean {names[near[0]]}?"
@@ -134,8 +146,27 @@ def cure_of_key(key: str, known: Collection[str]) -> str:
 def first_fault(error: "ValidationError") -> str:
     """The first error of a validation, after its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
-    says = getattr(first.get("ctx", {}).get("error"), "rule", first["msg"])
+    says = getattr(first.get("ctx", {}).get("error"), "rule", plain_rule(first))
     return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {says}"
+
+
+def allowed_words(fault: Mapping[str, Any]) -> list[str]:
+    """The words that pydantic or typer would take; none where it is not about a choice."""
+    words = fault.get("ctx", {}).get("expected") or fault["msg"].partition(" is not one of ")[2]
+    return re.findall("'([^']+)'", words)
+
+
+def plain_rule(fault: Mapping[str, Any]) -> str:
+    """What pydantic asks for, in the words of a person who has not read its types: `must be a
+    list`.
+    """
+    if words := allowed_words(fault):
+        return f"must be {'one of ' * (len(words) > 1)}{', '.join(words)}"
+    if fault["type"].endswith("too_short"):
+        return "must not be empty"
+    if kind := _KINDS.get(fault["type"].partition("_")[0]):
+        return f"must be {kind}"
+    return fault["msg"].replace("Input should", "must")
 
 
 def size_in_words(size: int) -> str:

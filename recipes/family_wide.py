@@ -56,6 +56,19 @@ _TAIL = """\
 # overrides:                                 # modules that get another word than their group
 #   - {modules: 're:model\\.layers\\.0\\..*', scheme: bf16}
 # gates: {max_drop: 0.02, min_acceptance: 0.97}
+# evaluation: {k: 3, concurrency: 8}
+# format: modelopt
+# search: mse                                # or imatrix, four-over-six
+# kv_cache: FP8
+# requantize: true
+# mtp_source: {source: ORG/NAME, revision: main}
+# mtp_auto: {min_acceptance: 0.97, candidates: [bf16, NVFP4]}
+# mtp_tuned: {mtp: NVFP4, steps: 200, ...}   # for mtp: tuned
+# budget: 96GiB                              # for groups that are auto
+# backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}
+# calibrations:                              # only here: text of your own
+#   mine: {algorithm: minmax, dataset: my.jsonl, dataset_revision: local, split: train,
+#     column: text, samples: 256, held_out: 16, sequence_length: 2048, batch_size: 1, seed: 42}
 """
 COMMON: Mapping[str, tuple[str, str]] = {
     "nvfp4a16-fp8": ("NVFP4A16", ""),

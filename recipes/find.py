@@ -13,14 +13,15 @@ variant. On the command line, case does not count and `-` is `_`; in a file they
 
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import field
 from functools import cache
 from pathlib import Path
 
 from .errors import RecipeError, did_you_mean, folded
 from .frozen import Json, frozen
-from .model_file import calibrations, flat_recipes, flat_text, model_files
-from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
-from .schemes import SCHEMES
+from .model_file import CALIBRATIONS, calibrations, flat_recipes, flat_text, model_files
+from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, read_as, validated
+from .schemes import SCHEMES, meant_scheme
 from .yaml_file import load_shipped, read_yaml
 
 DEFAULT_CALIBRATION = "ultrachat-256x2048"
@@ -37,12 +38,14 @@ class RecipeFile:
         default: the variant that is meant where none is named.
         flat: the flat mapping of each variant.
         text: the file's own text if it is a flat recipe, else None.
+        calibrations: its own named blocks.
     """
 
     path: Path
     default: str
     flat: Mapping[str, Json]
     text: str | None
+    calibrations: Mapping[str, Json] = field(default_factory=dict)
 
     def recipe(self, variant: str) -> Recipe:
         """The recipe of one variant.
@@ -69,7 +72,11 @@ def read_file(path: Path) -> RecipeFile:
     raw, text = read_yaml(path)
     if "variants" in raw:  # a flat recipe has none
         return RecipeFile(
-            path=path, default=raw.get("default", ""), flat=flat_recipes(raw, path), text=None
+            path=path,
+            default=raw.get("default", ""),
+            flat=flat_recipes(raw, path),
+            text=None,
+            calibrations=raw.get(CALIBRATIONS, {}),
         )
     variant = validated(raw, path).variant
     return RecipeFile(path=path, default=variant, flat={variant: raw}, text=text)
@@ -124,9 +131,8 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
     cure = "See `keepmtp ls`"
     if Path(model).is_dir():
         cure = f"`keepmtp init {shlex.quote(model)} --out NEW.yaml` writes one for a checkpoint"
-    raise RecipeError(
-        "MODEL", rule, got=repr(model), cure=did_you_mean(model, _shipped_files(), otherwise=cure)
-    )
+    cure = did_you_mean(model, _names_near(model), otherwise=cure)
+    raise RecipeError("MODEL", rule, got=repr(model), cure=cure)
 
 
 def is_file_name(model: str) -> bool:
@@ -161,21 +167,22 @@ def choose(
     elif scheme is not None:
         rule = f"must be a variant of {file.flat[named]['model']} ({', '.join(file.flat)}) or a "
         rule += f"scheme ({', '.join(SCHEMES)})"
-        cure = did_you_mean(scheme, [*file.flat, *SCHEMES], otherwise="See `keepmtp ls schemes`")
+        cure = meant_scheme(scheme, [*file.flat, *SCHEMES], otherwise="See `keepmtp ls schemes`")
         if not (override := _spelled(scheme, SCHEMES)):
             raise RecipeError("--scheme", rule, got=repr(scheme), cure=cure)
     if calibration is not None:
-        known = _spelled(calibration, calibrations())
+        blocks = {**calibrations(), **file.calibrations}
+        known = _spelled(calibration, blocks)
         if known is None:
-            cure = "See recipes/calibrations.yaml"
-            cure = did_you_mean(calibration, calibrations(), otherwise=cure)
+            cure = "A recipe has your own text under `calibrations`: `keepmtp init`"
+            cure = did_you_mean(calibration, blocks, otherwise=cure)
             raise RecipeError(
                 "--calibration",
-                f"must be one of {', '.join(calibrations())}",
+                f"must be one of {', '.join(blocks)}",
                 got=repr(calibration),
                 cure=cure,
             )
-        block = Calibration.model_validate(calibrations()[known])
+        block = read_as(Calibration, blocks[known], f"{CALIBRATIONS}.{known}")
     recipe = file.recipe(variant)
     text = file.recipe_text(variant)
     if override is None and mtp is None and block is None:
@@ -218,7 +225,7 @@ def data_free_alternative(recipe: Recipe) -> str:
 def unknown_model(name: str) -> RecipeError:
     """The refusal of a MODEL that is nothing keepmtp knows."""
     rule = "must be a model's name, a recipe file, a folder with config.json, or a Hub id ORG/NAME"
-    cure = did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`")
+    cure = did_you_mean(name, _names_near(name), otherwise="See `keepmtp ls`")
     if "://" in name:
         cure = "Name the address of a repository's page"
     return RecipeError("MODEL", rule, got=repr(name), cure=cure)
@@ -230,6 +237,15 @@ def _spelled(word: str, known: Iterable[str]) -> str | None:
     if word in names:
         return word
     return next((name for name in names if folded(name) == folded(word)), None)
+
+
+def _names_near(name: str) -> list[str]:
+    """The variants of the model that a name begins with; else all models."""
+    models = list(_shipped_files())
+    for model in models:
+        if name.startswith(f"{model}."):
+            return [f"{model}.{variant}" for variant in _shipped_file(model).flat]
+    return models
 
 
 @cache

@@ -12,8 +12,8 @@ mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
 
 `groups` names the module groups that the model has. `rest` gives one word to all groups that the
 variant does not name; `backbone: auto` is `rest: auto`, as in a flat recipe. `calibration` is the
-name of a block in `recipes/calibrations.yaml`, a block, or null. Each of `BLOCKS` may be a key of
-the file, for all variants, or of one variant.
+name of a block in the file's own `calibrations` or in `recipes/calibrations.yaml`, a block, or
+null. Each of `BLOCKS` may be a key of the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not
 merged. The file's `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these
@@ -50,6 +50,8 @@ BLOCKS = (
     "evaluation",
     "gates",
 )
+CALIBRATIONS = "calibrations"
+"""The key of a file's own named blocks."""
 _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_A_WORD = ("mtp_auto", "mtp_tuned", *_OF_A_SEARCH)
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
@@ -129,9 +131,17 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
                 got=f"{key}: {raw[key]} for all of them",
                 cure="Move it into one of the variants",
             )
-    _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH), "a model file")
+    _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS), "a model file")
     groups = raw["groups"]
     variants = raw["variants"]
+    own = raw.get(CALIBRATIONS, {})
+    if not isinstance(own, Mapping):
+        raise RecipeError(
+            f"{where}: {CALIBRATIONS}",
+            "must be a mapping of names",
+            got=repr(own),
+            cure="Name each block",
+        )
     if not isinstance(groups, list):
         raise RecipeError(
             f"{where}: groups",
@@ -218,9 +228,10 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         )
     calibration = variant["calibration"]
     if isinstance(calibration, str):
-        rule = f"must be null, a block, or one of {', '.join(calibrations())}"
-        _refuse_unknown(f"{where}: calibration", rule, calibration, calibrations())
-        calibration = calibrations()[calibration]
+        known = {**calibrations(), **raw.get(CALIBRATIONS, {})}
+        rule = f"must be null, a block, or one of {', '.join(known)}"
+        _refuse_unknown(f"{where}: calibration", rule, calibration, known)
+        calibration = known[calibration]
     flat = {
         "model": raw["model"],
         "variant": name,

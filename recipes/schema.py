@@ -10,7 +10,7 @@ FP8, not BF16.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,7 +26,7 @@ from pydantic import (
 
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
-from .errors import RecipeError, cure_of_key, did_you_mean
+from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, plain_rule
 from .family import QUANTIZABLE_ROLES
 from .frozen import Json, Raw, without
 from .knobs import (
@@ -41,7 +41,7 @@ from .knobs import (
 )
 from .model_file import USUAL_AUTO, summary_of
 from .protocol import Evaluation, Evaluations, Gates, listed
-from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
+from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS, meant_scheme
 
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as
@@ -73,7 +73,7 @@ def _one_of(
             "",
             f"{rule} {', '.join(known)}",
             got=repr(word),
-            cure=did_you_mean(word, known, otherwise=otherwise),
+            cure=meant_scheme(word, known, otherwise=otherwise),
         )
 
     return check
@@ -738,10 +738,19 @@ _PARTS: Mapping[str, type[BaseModel]] = {
 
 
 def validated(raw: Raw, where: object) -> Recipe:
-    """A flat mapping as a `Recipe`.
+    """A flat mapping as a `Recipe`; see `read_as`."""
+    return read_as(Recipe, raw, where)
+
+
+_Part = TypeVar("_Part", bound=BaseModel)
+
+
+def read_as(kind: type[_Part], raw: Raw, where: object) -> _Part:
+    """A mapping as a recipe, or as a block of one.
 
     Args:
-        raw: the keys of a recipe.
+        kind: what it is.
+        raw: its keys.
         where: the file or the options that they are from, for the refusal.
 
     Raises:
@@ -749,7 +758,7 @@ def validated(raw: Raw, where: object) -> Recipe:
             the key.
     """
     try:
-        return Recipe.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
         # A misspelled key shows up as unknown and as missing; the first says more.
         first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
@@ -759,7 +768,7 @@ def validated(raw: Raw, where: object) -> Recipe:
     loc = [str(part) for at, part in enumerate(first["loc"]) if at >= end or part not in aside]
     key = ".".join(loc) or "recipe"
     if is_unknown:
-        owner = Recipe
+        owner: type[BaseModel] = kind
         for part in loc[:-1]:
             owner = _PARTS.get(part, owner)
         raise RecipeError(
@@ -777,5 +786,5 @@ def validated(raw: Raw, where: object) -> Recipe:
         )
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
         raise fault.at(f"{where}: {key}")
-    # pydantic's own words, where there are no better ones
-    raise RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
+    cure = did_you_mean(first["input"], allowed_words(first), otherwise="Correct it")
+    raise RecipeError(where, f"{key}: {plain_rule(first)}", got=repr(first["input"]), cure=cure)

@@ -12,11 +12,12 @@ Source: compressed-tensors 0.19.0 quantization/quant_scheme.py (presets) and com
 compare the shapes with those of compressed-tensors' own compressors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
+from .errors import did_you_mean, folded
 from .frozen import Json, Raw, Shape, frozen
 from .yaml_file import load_shipped
 
@@ -193,6 +194,18 @@ def _schemes_by(key: str) -> dict[str, frozenset[str]]:
 
 REWRITES: Mapping[str, frozenset[str]] = {"minmax": frozenset(), **_schemes_by("algorithms")}
 """Calibration algorithm -> the schemes whose weights it rewrites. Others are rounded to nearest."""
+
+_ELSEWHERE = {"int4": "W4A16", "4bit": "W4A16", "fp4": "NVFP4", "int8": "W8A8", "8bit": "W8A8"}
+
+
+def meant_scheme(word: str, known: Collection[str], *, otherwise: str) -> str:
+    """A cure for a word that is no scheme: what other tools call one, an algorithm, or a slip."""
+    said = folded(word)
+    rewritten = sorted(REWRITES.get(said, ()))
+    if rewritten:
+        otherwise = f"Set calibration.algorithm: {said} in a recipe with {', '.join(rewritten)}"
+    return did_you_mean(_ELSEWHERE.get(said, word), known, otherwise=otherwise)
+
 
 SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 """Of these, modelopt's: they choose the scale of each group among candidates, and no value of the

@@ -51,9 +51,10 @@ def card_of(word: str) -> tuple[str, int]:
             return name, CARDS[name] * 10**9
     if re.fullmatch(r"\d{1,4}(\.\d+)?", word) and float(word):
         return f"GPUs of {float(word):g} GiB", int(float(word) * 2**30)
+    names = [name for name in CARDS if name[0] in word[:1].upper()]  # V100 is no slip for H100
     raise RecipeError(
         "--gpu-memory",
         f"must be a number of GiB, or one of {', '.join(CARDS)}",
         got=repr(word),
-        cure=did_you_mean(word, CARDS, otherwise="Write 80 or H100, for example"),
+        cure=did_you_mean(word, names, otherwise="Write 80 or H100, for example"),
     )

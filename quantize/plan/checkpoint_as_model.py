@@ -20,17 +20,37 @@ from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
 from .own_code import refuse_no_draft
-from .plan import make_plan
+from .plan import Plan, make_plan
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
+@frozen
+class Fit:
+    """A variant that can be made of a checkpoint.
+
+    Attributes:
+        variant: its name.
+        data: the name of its calibration block, "its own"; "" without data.
+        num_bytes_before: of the source's tensors.
+        num_bytes: of the output's.
+    """
+
+    variant: str
+    data: str
+    num_bytes_before: int
+    num_bytes: int
+
+
 class NoSchemeError(RecipeError):
     """MODEL is a checkpoint, and nothing chooses among the variants that fit it; the cure names
     them.
     """
+
+    source: Source
+    fits: tuple[Fit, ...] = ()
 
 
 @frozen
@@ -85,15 +105,17 @@ def recipe_of_checkpoint(
         raw["rounds_twice"] = True
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
-        words = []
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
-        for name in fitting(source, raw):
-            words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))
+        fits = tuple(fitting(source, raw))
+        words = [fit.variant + " (calibrated)" * bool(fit.data) for fit in fits]
         if not words:
             refuse_unfit(source, raw, raw["default"])  # which says why
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
-        raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
-    raw["default"] = next(fitting(source, raw), raw["default"])
+        error = NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
+        error.source = source
+        error.fits = fits
+        raise error
+    raw["default"] = next((fit.variant for fit in fitting(source, raw)), raw["default"])
     file = _recipe_file(source, raw)
     return *choose(file, file.default, scheme=scheme, **choices), source
 
@@ -128,24 +150,32 @@ def family_mapping(source: Source) -> Json:
     return raw
 
 
-def fitting(source: Source, raw: Json) -> Iterator[str]:
+def fitting(source: Source, raw: Json) -> Iterator[Fit]:
     """The variants of a model file that can be made of this checkpoint."""
     for variant in raw["variants"]:
         try:
-            refuse_unfit(source, raw, variant)
+            plan = refuse_unfit(source, raw, variant)
         except RecipeError:
             continue
-        yield variant
+        data = raw["variants"][variant]["calibration"] or ""
+        yield Fit(
+            variant=variant,
+            data=data if isinstance(data, str) else "its own",
+            num_bytes_before=plan.num_bytes_before,
+            num_bytes=plan.num_bytes_after,
+        )
 
 
-def refuse_unfit(source: Source, raw: Json, variant: str) -> None:
-    """Refuse a variant of a model file that cannot be made of this checkpoint.
+def refuse_unfit(source: Source, raw: Json, variant: str) -> Plan:
+    """The plan of a variant of a model file, if it can be made of this checkpoint.
 
     Raises:
         RecipeError, CheckpointError: see `make_plan` and `refuse_no_draft`.
     """
     recipe = _recipe_file(source, raw).recipe(variant)
-    refuse_no_draft(make_plan(recipe.before_measuring, source))
+    plan = make_plan(recipe.before_measuring, source)
+    refuse_no_draft(plan)
+    return plan
 
 
 def _recipe_file(source: Source, raw: Json) -> RecipeFile:

@@ -13,6 +13,7 @@ from ...recipes.extras import require_extra
 from ...recipes.find import data_free_alternative
 from ..plan.own_code import refuse_no_draft, refuse_untrusted_code
 from ..plan.plan import Plan
+from ..plan.texts_here import refuse_texts
 from ..run.processes import place_of_process, refuse_processes
 from .output import is_finished, refuse_output
 
@@ -22,8 +23,9 @@ def refuse(plan: Plan, out: Path) -> None:
 
     Raises:
         RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and
-            not trusted; or the MTP block must be run and cannot be; or a package that packs or
-            calibrates is not installed; or there are more processes than sequences.
+            not trusted; or the MTP block must be run and cannot be; or its text cannot be used; or
+            a package that packs or calibrates is not installed; or there are more processes than
+            sequences.
     """
     if not is_finished(plan, out):
         refuse_output(plan, out, calibration=None if plan.needs_batches else "")
@@ -43,7 +45,7 @@ def _refuse_missing_extra(plan: Plan) -> None:
     require_extra("packing weights", "quantize")
 
 
-_REFUSALS = (refuse_untrusted_code, refuse_no_draft, _refuse_missing_extra)
+_REFUSALS = (refuse_untrusted_code, refuse_no_draft, refuse_texts, _refuse_missing_extra)
 
 
 def extra_of(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import yaml
 from commands import ROOT, ran, refused
 from keepmtp.cli.quantize import init
 from keepmtp.recipes.find import named_file, read_file
+from keepmtp.recipes.model_file import BLOCKS
 from printed import printed
 from releases import MODELS, source_layout, write_checkpoint
 
@@ -38,9 +39,14 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
     raw = yaml.safe_load(
         head + "in one of them:\n" + tail.replace("# ", "", 1).replace("\n# ", "\n")
     )
-    assert raw.pop("keep") and {"overrides", "gates"} <= raw.keys()
+    assert {*BLOCKS, "budget", "backbone_auto"} <= raw.keys(), "a key is not listed"
+    for key in ("keep", "mtp_tuned", "kv_cache", "mtp_source", "format"):  # not for every variant
+        del raw[key]
+    raw["variants"]["nvfp4-fp8"]["calibration"] = "mine"
+    (tmp_path / "my.jsonl").write_text('{"text": "a"}\n' * 600_000)
     (tmp_path / "all.yaml").write_text(yaml.safe_dump(raw))
-    ran("plan all.yaml", cwd=tmp_path)
+    for words in ("--scheme nvfp4-fp8", "--scheme nvfp4-mtp-auto --calibration mine"):
+        assert "of my.jsonl (local" in ran(f"plan all.yaml {words}", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("model", MODELS)

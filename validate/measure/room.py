@@ -102,11 +102,11 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
     return _fewest(source, _usable(_known_gpus(vllm), _share(extra))) or 1
 
 
-def least_gpus(source: Source, memory_bytes: int) -> int | None:
+def least_gpus(source: Source, memory_bytes: int, num_bytes: int | None = None) -> int | None:
     """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16
-    are too few.
+    are too few. `num_bytes` of weights, where they will be other than the source's.
     """
-    return _fewest(source, [_SHARE * memory_bytes / 2**30] * _SIZES[-1])
+    return _fewest(source, [_SHARE * memory_bytes / 2**30] * _SIZES[-1], num_bytes)
 
 
 def value_of(words: Sequence[str], *names: str) -> str:
@@ -144,14 +144,14 @@ def refuse_options(
             raise RecipeError(where, rule, got=name, cure=refused[name])
 
 
-def _fewest(source: Source, usable: Sequence[float]) -> int | None:
+def _fewest(source: Source, usable: Sequence[float], num_bytes: int | None = None) -> int | None:
     """The least tensor-parallel size with which the weights fit, and a KV cache, on GPUs of so many
     GiB.
 
     It divides the attention heads: vLLM refuses others.
     """
     heads = source.text_config.get("num_attention_heads")
-    gib = total_bytes(source.entries.values()) / 2**30
+    gib = (num_bytes or total_bytes(source.entries.values())) / 2**30
     for size in _SIZES[: len(usable).bit_length()]:
         is_split = not isinstance(heads, int) or heads % size == 0
         if is_split and gib / size <= _WEIGHTS_SHARE * min(usable[:size]):

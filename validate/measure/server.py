@@ -298,7 +298,7 @@ def serving(
                 if seconds > timeout:
                     words = f"not healthy within {timeout:.0f} s; its last line: {last}"
                     raise ServerFailed(words, log)
-                watch(f"starting, {seconds:.0f} s  {last[:100]}")
+                watch(f"starting, {seconds:.0f} s; vLLM says: {last[:100]}")
                 time.sleep(0.25)
             yield Server(
                 client=client,

@@ -128,14 +128,14 @@ def is_chat(checkpoint: Source) -> bool:
     )
 
 
-def gpus_of(checkpoint: Source) -> tuple[tuple[int, str, int], ...]:
+def gpus_of(checkpoint: Source, num_bytes: int | None = None) -> tuple[tuple[int, str, int], ...]:
     """(number, card, its memory in GB): on how few the weights fit, with room for a KV cache.
 
-    They are counted from bytes, and nobody tried it.
+    They are counted from bytes, `num_bytes` where they will be others, and nobody tried it.
     """
     gpus = []
     for name in _CARDS:
-        number = least_gpus(checkpoint, CARDS[name] * 10**9)
+        number = least_gpus(checkpoint, CARDS[name] * 10**9, num_bytes)
         if number and number <= _MOST_GPUS:
             gpus.append((number, name, CARDS[name]))
             if number == 1:

@@ -32,8 +32,8 @@ from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from ....recipes.frozen import Raw, frozen
-from ....recipes.model_file import find_path
 from ....recipes.schema import Calibration, Texts
+from ...plan.texts_here import READERS, SHORTER, file_of, refuse_columns
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders, one_line
 
 SHUFFLED_ROWS = 10_000
@@ -41,7 +41,6 @@ SHUFFLED_ROWS = 10_000
 ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
 should be shuffled beforehand."""
 _START_BYTES = 4096
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _UNREADABLE = (
     DatasetsError,
     ArrowException,
@@ -103,21 +102,13 @@ def calibration_data(
             of rows that none is calibrated on.
 
     Raises:
-        RecipeError: the dataset, its split, its column or a row of it cannot be used, it is too
-            short, or `sequence_length` is longer than the model takes.
+        RecipeError: the dataset, its split, its column or a row of it cannot be used, or it is too
+            short.
         CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model
             has no embedding for.
     """
     length = calibration.sequence_length
     mix = calibration.mix
-    longest = source.text_config.get("max_position_embeddings")
-    if longest is not None and length > longest:
-        raise RecipeError(
-            "calibration.sequence_length",
-            f"must be at most the model's max_position_embeddings, {longest}",
-            got=length,
-            cure="Lower it",
-        )
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
@@ -257,8 +248,7 @@ def _draw(
             where,
             f"must hold {wanted}",
             got=f"{num_found}, from {read} different rows and {blank} blank ones",
-            cure="Lower samples, held_out, the dataset's share or sequence_length, or name a "
-            "longer dataset",
+            cure=SHORTER,
         )
     return texts.model_copy(update={"dataset_revision": revision}), used, held
 
@@ -313,22 +303,8 @@ def _encoded(
 def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
     name = texts.dataset
-    path = find_path(texts.dataset)
-    reader = _READERS.get(Path(name).suffix)
-    is_local = reader or texts.dataset_revision == "local" or name.count("/") > 1
-    got = ""
-    if path is None and is_local:
-        got = "no such file or folder"
-    elif path is not None and path.is_file() and reader is None:
-        got = f"a file of another kind, {path.suffix}"
-    if got:
-        raise RecipeError(
-            where,
-            "must be a Hub id with its dataset_revision, or a folder or "
-            f"{', '.join(_READERS)} file",
-            got=got,
-            cure="Check the path, which is relative to the current folder, or convert the file",
-        )
+    path = file_of(texts, where)
+    reader = READERS.get(Path(name).suffix)
     if path is not None and path.is_file() and reader == "json":
         with open_regular(path, where) as file:
             start = file.read(_START_BYTES).removeprefix(BOM_UTF8).lstrip()[:4]
@@ -385,14 +361,7 @@ def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tupl
             ) from error
         if row is None:
             return
-        for name in columns:
-            if name not in row:
-                raise RecipeError(
-                    where,
-                    f"a column must be one of {', '.join(row)}",
-                    got=repr(name),
-                    cure="Correct calibration.column",
-                )
+        refuse_columns(texts, row, where)
         yield number, _value(row, texts, f"{where}: row {number}")
 
 

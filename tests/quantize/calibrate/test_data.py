@@ -450,7 +450,6 @@ def test_a_tokenizer_that_does_not_fit_its_model(rows, source):
         config = dict(source.config) | config
         return refusal(calibration(rows), replace(source, config=config))
 
-    assert "max_position_embeddings, 4; got 8" in said(text_config={"max_position_embeddings": 4})
     assert "ids must be below the model's vocab_size, " in said(vocab_size=100)
     for pattern in ("tokenizer.json", "tokenizer*"):
         for path in source.folder.glob(pattern):
@@ -474,7 +473,7 @@ def test_a_hub_without_the_dataset_and_one_that_cannot_be_reached(
     hub_at("http://127.0.0.1:9")  # the discard port, where nobody listens
     message = refusal(given, source)
     assert message.startswith("calibration.dataset org/data: the Hub must be reachable; got ")
-    assert "hf download --repo-type dataset org/data --local-dir DIR" in message
+    assert "Check the network; or where the Hub is reachable run `hf download " in message
 
 
 # Another process: datasets and huggingface_hub read where the Hub is when they are imported.
