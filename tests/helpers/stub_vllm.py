@@ -39,6 +39,7 @@ def stub_vllm(
     answer: float = 0.0,
     accepted: int = 10,
     ends: float = 0.0,
+    status: int = 7,
     **versions: str,
 ) -> Path:
     """Write it.
@@ -49,10 +50,10 @@ def stub_vllm(
         start: seconds until a server is healthy.
         answer: seconds for each answer.
         accepted: of the ten tokens that it drafts for each answer.
-        ends: seconds after which a healthy server ends by itself, with status 7; 0: never.
+        ends: seconds after which a healthy server ends by itself, with `status`; 0: never.
         versions: others than a tested vLLM's.
     """
-    words = f"{str(real or '')!r}, {start}, {answer}, {accepted}, {ends}, {VERSIONS | versions!r}"
+    words = f"{str(real or '')!r}, {start}, {answer}, {accepted}, {ends}, {status}, {VERSIONS | versions!r}"
     path = folder / "python"
     path.write_text(
         f"#!{sys.executable} -P\n"
@@ -64,11 +65,17 @@ def stub_vllm(
 
 
 def main(
-    real: str, start: float, seconds: float, accepted: int, ends: float, versions: dict[str, str]
+    real: str,
+    start: float,
+    seconds: float,
+    accepted: int,
+    ends: float,
+    status: int,
+    versions: dict[str, str],
 ) -> None:
     """What the stub does with its words."""
     if "serve" in sys.argv:
-        _serve(sys.argv, start, seconds, accepted, ends)
+        _serve(sys.argv, start, seconds, accepted, ends, status)
     elif real:
         os.execv(real, [real, *sys.argv[1:]])
     else:
@@ -123,7 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         print(format % args, flush=True)
 
 
-def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: float) -> None:
+def _serve(
+    words: list[str], start: float, seconds: float, accepted: int, ends: float, status: int
+) -> None:
     print("(EngineCore pid=1) starting", flush=True)
     subprocess.Popen(_SLEEP)
     subprocess.Popen(_SLEEP, start_new_session=True)
@@ -137,10 +146,10 @@ def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: 
         )
         print("ready", flush=True)
         if ends:
-            threading.Timer(ends, _end).start()
+            threading.Timer(ends, _end, [status]).start()
         server.serve_forever()
 
 
-def _end() -> None:
+def _end(status: int) -> None:
     print("(EngineCore pid=1) ValueError: the stub ends by itself", flush=True)
-    os._exit(7)
+    os._exit(status)

@@ -34,9 +34,9 @@ from packaging.version import InvalidVersion, Version
 
 from ...checkpoints.files import ScratchFolder, sync
 from ...checkpoints.identity import file_sha256
+from ...quantize.run.child import answer, environment
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.runtimes.vllm import KNOWN
-from ..facts.child import answer, environment
 from ..facts.vllm_env import VLLM, python_version
 
 # Python, but for what no dry load imports: packages that it pretends (in_vllm/stubs.py), and what
