@@ -56,7 +56,9 @@ def tried(case: Case) -> Verdict:
         words = tuple(word.replace("{}", str(folder)) for word in case.words)
         before = canary.seen(room)
         with chdir(room):
-            verdict = judged(words, folder, reads_weights=case.reads_weights, call=warm.main)
+            verdict = judged(
+                words, folder, reads_weights=case.reads_weights, call=case.call or warm.main
+            )
         beside = (*canary.left(case, room, before), *case.also(case, folder, verdict.status))
         return replace(verdict, faults=(*verdict.faults, *beside))
 
