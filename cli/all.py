@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..quantize.run.child import Child, environment
 from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
-from ..validate.facts.child import Child, environment
 from .exits import TOO_LITTLE
 from .options import (
     AtLeastOne,

@@ -3,7 +3,7 @@ watched until it stops.
 
 In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and
 then on standard error with the server's own log, and at the end its counters on standard output.
-The exit status is the server's.
+The exit status is the server's, and not 0 if nobody stopped it.
 
 Easy to get wrong: everything that can be known is refused before the server starts: it may load for
 half an hour.
@@ -64,7 +64,7 @@ def serve(
 
     Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the
     draft is accepted far less often than it was measured: a broken draft loads in silence. The exit
-    status is the server's.
+    status is the server's, and not 0 if nobody stopped it.
 
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
 
@@ -180,7 +180,10 @@ def serve(
     drafted = foreground.in_words(life) if life.k else "served without drafting"
     told = {"path": path, "why": best.why, **life.model_dump(mode="json")}
     line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}"
-    answer(told, [line], as_json=as_json, status=life.status)
+    status = life.status
+    if not life.is_stopped:
+        status = max(status, 1)  # vLLM's front end ends with 0 where its engine has died
+    answer(told, [line], as_json=as_json, status=status)
 
 
 def _checked(path: str, err: Console) -> "tuple[Source, int]":

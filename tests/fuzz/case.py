@@ -20,6 +20,7 @@ class Case:
         reads_weights: whether status 0 claims that the weights' files are good.
         name: of the copied folder.
         writes: files in the copied folder that the verb may change.
+        call: in place of the command.
         also: further faults, from the case, the folder and the exit status.
         begun: the call of the system below OUT.partial at which a first run was killed; 0: no run.
         changes: the one at which the source's last shard is written to; 0: never.
@@ -32,6 +33,7 @@ class Case:
     reads_weights: bool = True
     name: str = "in"
     writes: tuple[str, ...] = ()
+    call: Callable[[], None] | None = None
     also: "Callable[[Case, Path, int], list[str]]" = lambda case, folder, status: []
     begun: int = 0
     changes: int = 0

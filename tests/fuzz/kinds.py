@@ -346,6 +346,8 @@ KINDS = {
         verbs.companions,
         verbs.results,
         verbs.init,
+        verbs.tokenizers,
+        verbs.answers,
         broken_for_cures,
         cures.links_for_cures,
         cures.names_for_cures,

@@ -5,7 +5,7 @@ In: a random generator. Out: a `Case`, as in kinds.py, which lists these too.
 
 Easy to get wrong: no case starts a real server. VLLM_PYTHON names `no_server`, which knows its
 versions and fails to serve, so that a verb reads all that it reads before one, and then says that
-none came up.
+none came up. A checkpoint with answers.json is served by a stub that gives these answers.
 """
 
 import json
@@ -21,7 +21,10 @@ import edits
 import stub_vllm
 from case import Case, some
 from edits import ODD, Edit
-from json_files import json_of
+from json_files import json_of, put_json, put_lines
+from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.find import find_recipe
 from tables import spelled
 from task_rows import TASK_ROWS
 
@@ -45,9 +48,12 @@ def no_server(path: Path) -> Path:
     alone.
     """
     told = json.dumps(stub_vllm.VERSIONS)
+    stub = path.with_name("stub")
+    stub.mkdir()
+    serves = f'[ -f "$4/answers.json" ] && exec {stub_vllm.stub_vllm(stub, start=0)} "$@"'
     loads = f'*/in_vllm*) exec {sys.executable} -I "$PYTHONPATH/vllm/__init__.py"'
     path.write_text(
-        f"#!/bin/sh\ncase \" $* \" in *' serve '*) exit 3;; {loads};; esac\necho '{told}'\n"
+        f"#!/bin/sh\ncase \" $* \" in *' serve '*) {serves}; exit 3;; {loads};; esac\necho '{told}'\n"
     )
     path.chmod(0o755)
     return path
@@ -230,6 +236,59 @@ def _front_matter(rng: Random, file: str) -> Edit:
         f"front matter {edits.shown(line)}",
         f"---\n{line}\n---\n".encode("utf-8", "surrogatepass"),
     )
+
+
+# --- a stranger's code and servers ----------------------------------------------------------------
+
+
+def tokenizers(rng: Random) -> Case:
+    """Tokenizers and chat templates, where a calibrated run uses them."""
+    folder = corpus.folder(corpus.REAL[0])
+    template = spelled(rng.choice(ODD["templates"]))
+    edit = _written("chat_template.jinja", edits.shown(template), template.encode())
+    if rng.random() < 0.5:
+        edit = edits.spoilt(rng, folder, rng.choice(("tokenizer_config.json", "tokenizer.json")))
+    return _case(base=corpus.REAL[0], edits=(edit,), words=("{}",), call=_tokenized)
+
+
+def _tokenized() -> None:
+    """What a calibrated run does before it computes."""
+    from keepmtp.quantize.calibrate.data import data, tokenize
+
+    tokenize.SECONDS = 5
+    given = find_recipe("tiny-glm4-moe.nvfp4")[0].calibration
+    place = {"dataset": str(corpus.ROOT / given.dataset), "chat": True}
+    try:
+        data.calibration_data(given.model_copy(update=place), open_source(sys.argv[1]))
+    except KeepMTPError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+def answers(rng: Random) -> Case:
+    """What a server answers to each request."""
+    path = rng.choice(sorted(ODD["answers"]))
+    good = ODD["answers"][path]
+    edit = _written("answer", "is good", json.dumps(good).encode())
+    says = edits.mangled(rng, "answer", len(json.dumps(good)))
+    if rng.random() < 0.7:
+        says = edits.grafted(rng, "answer", good)
+
+    def do(folder: Path) -> None:
+        edit.do(folder)
+        says.do(folder)
+        said = dict.fromkeys(ODD["answers"])
+        for each in said:
+            said[each] = json.dumps(ODD["answers"][each])
+        said[path] = (folder / "answer").read_bytes().decode("latin1")
+        (folder / "answer").unlink()
+        corpus.copied(corpus.folder(corpus.OTHER), folder / "source")
+        for each in (folder, folder / "source"):
+            put_json(each / "answers.json", said)
+        put_lines(folder / "rows.jsonl", TASK_ROWS["gsm8k"]["rows"])
+
+    words = _near(rng.choice(ODD["of_servers"]))
+    return _case(base=corpus.REAL[0], edits=(Edit(f"{path}: {says.says}", do),), words=words)
 
 
 def init(rng: Random) -> Case:

@@ -39,6 +39,7 @@ def stub_vllm(
     answer: float = 0.0,
     accepted: int = 10,
     ends: float = 0.0,
+    status: int = 7,
     **versions: str,
 ) -> Path:
     """Write it.
@@ -49,10 +50,10 @@ def stub_vllm(
         start: seconds until a server is healthy.
         answer: seconds for each answer.
         accepted: of the ten tokens that it drafts for each answer.
-        ends: seconds after which a healthy server ends by itself, with status 7; 0: never.
+        ends: seconds after which a healthy server ends by itself, with `status`; 0: never.
         versions: others than a tested vLLM's.
     """
-    words = f"{str(real or '')!r}, {start}, {answer}, {accepted}, {ends}, {VERSIONS | versions!r}"
+    words = f"{str(real or '')!r}, {start}, {answer}, {accepted}, {ends}, {status}, {VERSIONS | versions!r}"
     path = folder / "python"
     path.write_text(
         f"#!{sys.executable} -P\n"
@@ -64,11 +65,17 @@ def stub_vllm(
 
 
 def main(
-    real: str, start: float, seconds: float, accepted: int, ends: float, versions: dict[str, str]
+    real: str,
+    start: float,
+    seconds: float,
+    accepted: int,
+    ends: float,
+    status: int,
+    versions: dict[str, str],
 ) -> None:
     """What the stub does with its words."""
     if "serve" in sys.argv:
-        _serve(sys.argv, start, seconds, accepted, ends)
+        _serve(sys.argv, start, seconds, accepted, ends, status)
     elif real:
         os.execv(real, [real, *sys.argv[1:]])
     else:
@@ -88,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Port
 
     def do_GET(self) -> None:
+        if self.path == "/metrics" and self._gives_answer():
+            return
         counted = {"drafts": 10, "draft_tokens": 10, "accepted_tokens": self.server.accepted}
         lines = [
             f"vllm:spec_decode_num_{name}_total {number * self.server.answers}"
@@ -102,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
             assert asked["model"] == sys.argv[sys.argv.index("--served-model-name") + 1]
         time.sleep(self.server.seconds)
         self.server.answers += 1
+        if self._gives_answer():
+            return
         choice = {
             "text": self.server.model,
             "finish_reason": "stop",
@@ -110,11 +121,19 @@ class _Handler(BaseHTTPRequestHandler):
         }
         self._send(json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}))
 
+    def _gives_answer(self) -> bool:
+        """Whether the checkpoint has answers.json, with what is said to this request."""
+        file = Path(self.server.model, "answers.json")
+        if file.is_file():
+            self._send(json.loads(file.read_text()).get(self.path, ""))
+        return file.is_file()
+
     def _send(self, text: str) -> None:
+        content = text.encode("utf-8" if text.isascii() else "latin1", "replace")
         self.send_response(200)
-        self.send_header("Content-Length", str(len(text.encode())))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        self.wfile.write(content)
 
     def address_string(self) -> str:
         return "a socket"
@@ -123,7 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
         print(format % args, flush=True)
 
 
-def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: float) -> None:
+def _serve(
+    words: list[str], start: float, seconds: float, accepted: int, ends: float, status: int
+) -> None:
     print("(EngineCore pid=1) starting", flush=True)
     subprocess.Popen(_SLEEP)
     subprocess.Popen(_SLEEP, start_new_session=True)
@@ -137,10 +158,10 @@ def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: 
         )
         print("ready", flush=True)
         if ends:
-            threading.Timer(ends, _end).start()
+            threading.Timer(ends, _end, [status]).start()
         server.serve_forever()
 
 
-def _end() -> None:
+def _end(status: int) -> None:
     print("(EngineCore pid=1) ValueError: the stub ends by itself", flush=True)
-    os._exit(7)
+    os._exit(status)

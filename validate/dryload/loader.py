@@ -27,9 +27,9 @@ from ...checkpoints.fact import Fact
 from ...checkpoints.files import ScratchFolder, within
 from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
+from ...quantize.run.child import Child, environment
 from ...recipes.errors import VLLMError, first_fault
 from ...recipes.frozen import frozen
-from ..facts.child import Child, environment
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
 from .versions import cache_folder

@@ -37,9 +37,9 @@ from packaging.version import InvalidVersion, Version
 from ...checkpoints.files import ScratchFolder, refuse_strange, sync
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.safetensors_file import open_regular
+from ...quantize.run.child import answer, environment
 from ...recipes.errors import RecipeError, VLLMError, size_in_words
 from ...recipes.runtimes.vllm import KNOWN, parsed
-from ..facts.child import answer, environment
 from ..facts.vllm_env import VLLM, python_version
 
 # What it says of itself; and Python, but for what no dry load imports: packages that it pretends

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from ...quantize.needs.cards import GPU
+from ...quantize.run.child import answer, environment
 from ...recipes.errors import VLLMError
 from ...recipes.frozen import Json, frozen
-from .child import answer, environment
 
 TESTED = ("0.32.0",)
 """Versions whose servers the tests start."""

@@ -24,11 +24,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ...checkpoints.files import fresh
 from ...checkpoints.source import Source
+from ...quantize.run.child import Child
+from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
-from ..facts.child import Child
 from ..facts.results import TIME
 from ..facts.served import counters
 from . import figures
@@ -239,7 +242,7 @@ def _work(
             found = answered(
                 {"texts": sent, "is_chat": is_chat, "output_tokens": most, "asked": asked}
             )
-            drafted = counters(server.drafts().since(before))  # a server that died says so here
+            drafted = counters(server.drafts(before))  # a server that died says so here
             if found is None:
                 raise ServerFailed(last_error(log, None), log)
             if failed := len(sent) - found["completed"]:
@@ -248,19 +251,23 @@ def _work(
                 errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {said}"
                 return None
             times = {}
-            for field, short in _TIMES.items():
-                median = found[f"median_{short}_ms"]
-                times[field] = Latency(median_ms=median, p99_ms=found[f"p99_{short}_ms"])
-            return Repetition(
-                number=place.number,
-                at=began,
-                seconds=found["duration"],
-                requests=found["completed"],
-                input_tokens=found["total_input_tokens"],
-                output_tokens=found["total_output_tokens"],
-                **times,
-                **drafted,
-            )
+            try:
+                for field, short in _TIMES.items():
+                    median = found[f"median_{short}_ms"]
+                    times[field] = Latency(median_ms=median, p99_ms=found[f"p99_{short}_ms"])
+                return Repetition(
+                    number=place.number,
+                    at=began,
+                    seconds=found["duration"],
+                    requests=found["completed"],
+                    input_tokens=found["total_input_tokens"],
+                    output_tokens=found["total_output_tokens"],
+                    **times,
+                    **drafted,
+                )
+            except ValidationError as error:
+                words = f"figures that nobody could have measured ({first_fault(error)})"
+                raise ServerFailed(words, log) from error
 
         def ask(place: MatrixPlace) -> Measured | None:
             """A warm-up, once a load, whose answers are short and which no file holds; then the

@@ -34,11 +34,12 @@ from ...checkpoints.files import making, refuse_strange, unwritable
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
-from ...recipes.frozen import Json, Raw, frozen
+from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
 from .harness import Ask, Model, Setup, Watch, Work, answer_missing
-from .server import Server
+from .replies import PredictionsReply, TokensReply
+from .server import Server, ServerFailed
 from .store import (
     ComparedFile,
     ComparedHeader,
@@ -319,7 +320,8 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
         if isinstance(text[0], int):
             return cast(tuple[int, ...], text)
         asked = {"messages": text, "add_generation_prompt": False}
-    return tuple(server.post("/tokenize", asked)["tokens"])
+    # A token takes less than 16 bytes of the reply, and at least one of the text.
+    return server.post("/tokenize", asked, TokensReply, tokens=len(str(text)) // 16).tokens
 
 
 def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> "Predicted":
@@ -342,18 +344,26 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
         "temperature": 0.0,
         "seed": 0,
     }
-    reply = server.post("/v1/completions", asked, timeout=WINDOW_SECONDS)
-    rows: Sequence[Raw] = reply["choices"][0]["prompt_logprobs"][1:]
     num = len(ids) - 1
     width = min(top + 1, vocabulary)
+    reply = server.post(
+        "/v1/completions", asked, PredictionsReply, tokens=num * width, timeout=WINDOW_SECONDS
+    )
+    rows = []
+    for row, after in zip(reply.choices[0].prompt_logprobs[1:], ids[1:], strict=False):
+        if row and after in row and len(row) <= width:
+            rows.append(row)
+    if len(rows) != num:
+        words = f"predictions of {len(rows)} tokens for {num}"
+        raise ServerFailed(words, server.log)
     names = np.full((num, width), NO_TOKEN, dtype=np.int32)
     logprobs = np.full((num, width), -np.inf, dtype=np.float32)
     following = np.empty(num, dtype=np.float32)
     for at, (row, after) in enumerate(zip(rows, ids[1:], strict=True)):
-        names[at, : len(row)] = list(map(int, row))
+        names[at, : len(row)] = list(row)
         logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
-        following[at] = row[str(after)]["logprob"]
-    if np.exp(logprobs.astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
+        following[at] = row[after]["logprob"]
+    if np.exp(logprobs.clip(max=1).astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
         raise GateError(
             "vllm serve",
             "must give log-probabilities",

@@ -16,20 +16,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 import httpx
 
 from ...checkpoints.fact import Figure, NumDrafts
 from ...checkpoints.files import ScratchFolder
+from ...quantize.run.child import Child
 from ...recipes.errors import VLLMError
 from ...recipes.frozen import Say, frozen
-from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
+from .replies import fetched, read_counters
 from .room import refuse_options, value_of
-from .server import read_counters, server_environment, started
+from .server import server_environment, started
 
 _POLL_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
@@ -166,7 +167,6 @@ def serve_until_stopped(
             started(vllm, words, variables, log=log, grace_seconds=grace) as child,
             httpx.Client(
                 base_url=address.url,
-                timeout=5.0,
                 trust_env=False,
                 verify=False,  # noqa: S501 - ours
             ) as client,
@@ -218,13 +218,13 @@ def in_words(drafts: Drafts) -> str:
     return f"{says}; by position {shares} %" if shares else says
 
 
-def _get(client: httpx.Client, path: str) -> str | None:
+def _get(client: httpx.Client, path: str) -> bytes | None:
     """What a server answers, if it does."""
-    try:
-        answer = client.get(path)
-    except httpx.HTTPError:
-        return None
-    return answer.text if answer.is_success else None
+    with suppress(httpx.HTTPError):
+        status, content = fetched(client, path)
+        if status == 200:
+            return content
+    return None
 
 
 def _wait(
@@ -259,8 +259,9 @@ def _watch(
         now = time.monotonic()
         if every and (is_over or now - asked_at >= min(_POLL_SECONDS, every)):
             asked_at = now
-            text = _get(client, "/metrics")
-            drafts = drafts if text is None else read_counters(text)
+            content = _get(client, "/metrics")
+            with suppress(ValueError):  # no counters are no answer
+                drafts = drafts if content is None else read_counters(content)
         if is_over:
             return drafts
         if drafts != said and now - said_at >= every:

@@ -208,21 +208,19 @@ class Host:
         done = num_tokens = 0
         failed: tuple[Any, ServerFailed] | None = None
 
-        def note(read: Callable[[], Drafts], repeated: float | None = None) -> float:
+        def note(read: Callable[[Drafts], Drafts], repeated: float | None = None) -> float:
             """Write down how the server is doing, and return when."""
-            seconds = round(time.monotonic() - start, 3)
-            with suppress(ServerFailed):  # one that dies fails an answer too, which says more
-                file.add(
-                    Sitting(
-                        sitting=number,
-                        as_served=self.as_served,
-                        reason=self.reason,
-                        seconds_to_health=server.seconds_to_health,
-                        seconds=seconds,
-                        repeated=repeated,
-                        **counters(read().since(before)),
-                    )
+            file.add(
+                Sitting(
+                    sitting=number,
+                    as_served=self.as_served,
+                    reason=self.reason,
+                    seconds_to_health=server.seconds_to_health,
+                    seconds=round(time.monotonic() - start, 3),
+                    repeated=repeated,
+                    **counters(read(before)),
                 )
+            )
             return time.monotonic()
 
         start = time.monotonic()
@@ -250,7 +248,9 @@ class Host:
                     file.add(line)
                     num_tokens += line.num_tokens
                 if time.monotonic() - noted > NOTE_SECONDS:
-                    noted = note(server.drafts_now)
+                    noted = time.monotonic()
+                    with suppress(ServerFailed):  # one that dies fails an answer, which says more
+                        note(server.drafts_now)
                 seconds = time.monotonic() - start
                 left = len(missing) - done + work.others
                 self.watch(
@@ -271,7 +271,8 @@ class Host:
             # The last counts come a moment after the last answer.
             note(server.drafts, work.repeated())
             return
-        note(server.drafts_now)
+        with suppress(ServerFailed):
+            note(server.drafts_now)
         place, failure = failed
         left = len(missing) - done + work.others
         raise ServerFailed(

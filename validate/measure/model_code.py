@@ -21,9 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
+from ...quantize.run.child import Child
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json
-from ..facts.child import Child
 
 WALL_SECONDS = 20.0
 OPEN = (

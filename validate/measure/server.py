@@ -5,7 +5,7 @@ In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a hea
 log is a file.
 
 Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others
-with the memory. validate/facts/child.py ends all of them, whatever ends keepmtp. And a port may be
+with the memory. quantize/run/child.py ends all of them, whatever ends keepmtp. And a port may be
 another's: one checkpoint would get the answers of another. So the port is held from before the
 server starts until it has ended, and the server's model has a name that nobody can guess: any other
 server refuses a request that names it.
@@ -18,21 +18,28 @@ import signal
 import socket
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
 from ...checkpoints.files import ScratchFolder, fresh
-from ...recipes.errors import GateError
+from ...quantize.run.child import Child, environment
+from ...recipes.errors import GateError, first_fault
 from ...recipes.frozen import Raw, Say, frozen
-from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+from .replies import (
+    AnswerReply,
+    ContinuationReply,
+    Reply,
+    TextReply,
+    fetched,
+    read_counters,
+)
 from .room import refuse_options
 from .serve_line import draft_words, refuse_lossy
 
@@ -41,7 +48,6 @@ TOP_LOGPROBS = 5
 
 PLUGIN = Path(__file__).parent / "plugin"
 
-_COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
 _STOP_SECONDS = 20.0
 _LOOPBACK = "127.0.0.1"
 _ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
@@ -68,6 +74,12 @@ _NEXT = (
     *("INFO: ", "WARNING: ", "ERROR: "),
 )
 _MAX_WORDS = 600
+_BYTES_A_TOKEN = 2**10
+_BYTES_BESIDES = 2**16  # what a reply says besides its tokens
+_MOST_TOKENS = 2**14  # of an answer, where nobody says how many
+_SETTLE_SECONDS = 60.0
+_NONE = Drafts()
+Form = TypeVar("Form", bound=Reply)
 
 
 class ServerFailed(GateError):
@@ -124,13 +136,15 @@ class Server:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        choice = self.post("/v1/completions", asked)["choices"][0]
+        reply = self.post("/v1/completions", asked, ContinuationReply, tokens=max_tokens)
+        (choice,) = reply.choices
         likeliest = []
-        for row in choice["logprobs"]["top_logprobs"]:
+        for row in choice.logprobs.top_logprobs:
             likeliest.append({int(name.rpartition(":")[2]): value for name, value in row.items()})
-        return Output(
-            token_ids=tuple(choice["token_ids"]), text=choice["text"], top_logprobs=tuple(likeliest)
-        )
+        if len(likeliest) != len(choice.token_ids):
+            words = f"{len(likeliest)} places of likeliest tokens for {len(choice.token_ids)}"
+            raise ServerFailed(words, self.log)
+        return Output(token_ids=choice.token_ids, text=choice.text, top_logprobs=tuple(likeliest))
 
     def answer(
         self, prompt: str | Sequence[Mapping[str, str]], *, timeout: float, **asked: Any
@@ -155,87 +169,102 @@ class Server:
             sent = {"messages": list(prompt), **asked}
             if prompt[-1]["role"] == "assistant":
                 sent |= {"add_generation_prompt": False, "continue_final_message": True}
-        return self.post(path, sent, timeout=timeout, read=_reply)
+        tokens = asked.get("max_tokens", _MOST_TOKENS)
+        reply = self.post(path, sent, AnswerReply, tokens=tokens, timeout=timeout)
+        (choice,) = reply.choices
+        text = choice.text
+        if choice.message is not None:
+            text = choice.message.content
+        return text or "", choice.finish_reason, reply.usage.completion_tokens
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of token ids; what is no whole character is the replacement character."""
-        text = self.post("/detokenize", {"tokens": list(tokens)})["prompt"]
-        return text.encode(errors="replace").decode()
+        asked = {"tokens": list(tokens)}
+        return self.post("/detokenize", asked, TextReply, tokens=len(tokens)).prompt
 
     def post(
         self,
         path: str,
         body: Raw,
+        form: type[Form],
         *,
+        tokens: int,
         timeout: float = 600.0,
-        read: Callable[[Any], Any] = lambda content: content,
-    ) -> Any:
-        """What `read` makes of the JSON that one path answers to a request; all of it, where
-        nothing else is said.
+    ) -> Form:
+        """What one path answers to a request.
+
+        Args:
+            path, body: the request.
+            form: of the answer.
+            tokens: at most, in the answer; they bound its length.
+            timeout: seconds.
 
         Raises:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        reply = self._ask(
-            "POST",
+        content = self._ask(
             path,
+            method="POST",
+            seconds=timeout,
+            most=_BYTES_BESIDES + _BYTES_A_TOKEN * tokens,
             json={"model": self.name, **body},
-            timeout=httpx.Timeout(timeout, connect=60.0),
         )
         try:
-            return read(reply.json())
-        except (ValueError, LookupError, TypeError) as error:
-            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS]}"
+            return form.model_validate_json(content)
+        except ValidationError as error:
+            words = f"a reply without an answer ({first_fault(error)}): {_start(content)}"
             raise ServerFailed(words, self.log) from error
 
-    def drafts(self) -> Drafts:
-        """vLLM's counters since the server started, once they no longer change: they come a moment
-        after an answer.
+    def drafts(self, since: Drafts = _NONE) -> Drafts:
+        """vLLM's counters since an earlier reading, or since the server started, once they no
+        longer change: they come a moment after an answer.
+
+        Raises:
+            ServerFailed: it died, they do not come to rest, or nobody could have counted so.
         """
+        deadline = time.monotonic() + _SETTLE_SECONDS
         before = None
-        now = self.drafts_now()
+        now = self.drafts_now(since)
         while before != now:
+            if time.monotonic() > deadline:
+                words = f"draft counters that change for {_SETTLE_SECONDS:.0f} s with no request"
+                raise ServerFailed(words, self.log)
             time.sleep(0.2)
             before = now
-            now = self.drafts_now()
+            now = self.drafts_now(since)
         return now
 
-    def drafts_now(self) -> Drafts:
+    def drafts_now(self, since: Drafts = _NONE) -> Drafts:
         """The same while requests are in flight."""
-        return read_counters(self._ask("GET", "/metrics").text)
-
-    def _ask(self, method: str, path: str, **body: Any) -> httpx.Response:
+        content = self._ask("/metrics", seconds=60.0)
         try:
-            answer = self.client.request(method, path, **body)
+            return read_counters(content).since(since)
+        except ValueError as error:
+            words = f"no draft counters at /metrics: {str(error)[:_MAX_WORDS]}"
+            raise ServerFailed(words, self.log) from error
+
+    def _ask(self, path: str, **how: Any) -> bytes:
+        """What it says to one request; `how` is for `fetched`."""
+        try:
+            status, content = fetched(self.client, path, **how)
         except httpx.HTTPError as error:
             words = f"{type(error).__name__} at {path}: {error}"
             with suppress(subprocess.TimeoutExpired):
                 # A dying server closes its socket before it has said why.
                 words = last_error(self.log, self.process.wait(timeout=5))
             raise ServerFailed(words, self.log) from error
-        if answer.is_success:
-            return answer
-        words = answer.text[:_MAX_WORDS]
-        if answer.status_code >= 500:
+        if 200 <= status < 300:
+            return content
+        words = _start(content)
+        if status >= 500:
             words = last_error(self.log, None)
-        raise ServerFailed(words or f"HTTP {answer.status_code} at {path}", self.log)
+        raise ServerFailed(words or f"HTTP {status} at {path}", self.log)
 
 
-def _reply(content: Any) -> tuple[str, str, int]:
-    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is
-    none.
-    """
-    (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
-    said = choice.get("message", choice)
-    reason = choice["finish_reason"]
-    text = said.get("content", said.get("text"))
-    if reason not in ("stop", "length"):
-        raise ValueError(f"finish_reason {reason}")
-    if not isinstance(num_tokens, int) or num_tokens < 1:
-        raise ValueError(f"{num_tokens} tokens")
-    # A reasoning parser leaves no content of an answer that was cut while thinking.
-    return str(text or "").encode(errors="replace").decode(), reason, num_tokens
+def _start(content: bytes) -> str:
+    """The first words of a reply."""
+    return content[:_MAX_WORDS].decode(errors="replace")
 
 
 @contextmanager
@@ -288,7 +317,6 @@ def serving(
             httpx.Client(
                 base_url=f"http://{_LOOPBACK}:{port}",
                 limits=httpx.Limits(max_connections=None),
-                timeout=httpx.Timeout(600.0, connect=5.0),
                 trust_env=False,
             ) as client,
         ):
@@ -316,9 +344,9 @@ def _is_healthy(client: httpx.Client, name: str, child: Child, log: Path) -> boo
     if status is not None:
         raise ServerFailed(last_error(log, status), log)
     try:
-        if not client.get("/health", timeout=5.0).is_success:
+        if fetched(client, "/health")[0] != 200:
             return False
-        is_ours = name in client.get("/v1/models").text
+        is_ours = name.encode() in fetched(client, "/v1/models")[1]
     except httpx.HTTPError:
         return False  # not listening yet
     if not is_ours:
@@ -391,24 +419,6 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     points = "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
     (info / "entry_points.txt").write_text(points)
     return environment(changes)
-
-
-def read_counters(text: str) -> Drafts:
-    """vLLM's draft counters in Prometheus' text form, summed over engines."""
-    totals = Counter[str]()
-    by_position = Counter[int]()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == f"{_COUNTERS}accepted_tokens_per_pos_total":
-                by_position[int(sample.labels["position"])] += int(sample.value)
-            elif sample.name.startswith(_COUNTERS):
-                totals[sample.name.removeprefix(_COUNTERS)] += int(sample.value)
-    return Drafts(
-        drafts=totals["drafts_total"],
-        draft_tokens=totals["draft_tokens_total"],
-        accepted_tokens=totals["accepted_tokens_total"],
-        accepted_per_position=tuple(by_position[position] for position in sorted(by_position)),
-    )
 
 
 def last_error(log: Path, returncode: int | None) -> str:

@@ -30,11 +30,11 @@ from torch import Tensor
 from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
-from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
+from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.frozen import Raw, frozen
 from ....recipes.schema import Calibration, Texts
 from ...plan.texts_here import READERS, SHORTER, file_of, refuse_columns
-from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders, one_line
+from .tokenize import Answered, DataRow, Encoders, one_line
 
 SHUFFLED_ROWS = 10_000
 """Rows are drawn in a seeded order from this many first ones of the split, then from as many next
@@ -109,14 +109,14 @@ def calibration_data(
     """
     length = calibration.sequence_length
     mix = calibration.mix
-    encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
     num_held = portions(calibration.held_out, shares)
-    draw = partial(_draw, calibration, encoding)
-    drawn = list(map(draw, mix, num_used, num_held))
-    calibrated_on = set[str]().union(*(part.sums for _, part, _ in drawn))
-    drawn += [draw(texts, 0, calibration.held_out, calibrated_on) for texts in guard]
+    with Encoders(source, may_run_code=calibration.model_code == "checkpoint") as encoding:
+        draw = partial(_draw, calibration, encoding)
+        drawn = list(map(draw, mix, num_used, num_held))
+        calibrated_on = set[str]().union(*(part.sums for _, part, _ in drawn))
+        drawn += [draw(texts, 0, calibration.held_out, calibrated_on) for texts in guard]
     read, used, held = zip(*drawn, strict=True)
     ids = _laid_among(map(attrgetter("ids"), used[: len(mix)]), length)
     held_out_ids = _laid_among(map(attrgetter("ids"), held), length)
@@ -230,7 +230,7 @@ def _draw(
             own = ids[: length - place]
             written = None
             if not place:
-                written = encoding.written(row, ids)
+                written = encoding.written(row, ids, f"{where}: row {number}")
             held.ids += own
             held.written += (written or [False] * len(own))[: len(own)]
             held.says_who_wrote |= written is not None
@@ -276,17 +276,7 @@ def _encoded(
         if not text:  # spaces alone, or a conversation without turns
             yield number, row, []
             continue
-        try:
-            ids = encoding.encode(row)
-        except KeepMTPError:
-            raise
-        except UNENCODABLE as error:
-            raise RecipeError(
-                f"{where}: row {number}",
-                "must suit the model's chat format",
-                got=one_line(error) or type(error).__name__,
-                cure="Mend the row, or name a column",
-            ) from error
+        ids = encoding.encode(row, f"{where}: row {number}")
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
             raise CheckpointError(
                 encoding.source.where,

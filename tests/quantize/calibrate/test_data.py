@@ -17,12 +17,13 @@ from hub import serving
 from json_files import put_json, put_lines
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
+from keepmtp.quantize.calibrate.data import tokenize
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data, portions
 from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration, Texts, TextsOfMix
-from tables import table
+from tables import spelled, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -510,3 +511,16 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
     assert "split must be one of train; got 'test'" in no_split
     assert "column must be one of text; got 'txt'" in no_column
     assert "calibration.subset" in no_subset and "default" in no_subset, "names what there is"
+
+
+HOSTILE = table("quantize/calibrate/hostile_tokenizers")
+
+
+@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case["says"])
+def test_a_tokenizer_or_template_of_a_stranger(case, tmp_path, source, monkeypatch):
+    """Whatever it does, it is done in a process with limits, and one sentence is said of it."""
+    monkeypatch.setattr(tokenize, "SECONDS", case.get("seconds", 60))
+    monkeypatch.setattr(tokenize, "MOST_BYTES", 1 << 29)
+    text = spelled(case["text"])
+    (source.folder / case.get("file", "chat_template.jinja")).write_text(text)
+    assert f"; got {case['says']}" in refusal(talked(tmp_path), source)

@@ -5,6 +5,7 @@ The server is a small model in this process: a real one cannot be made to die at
 are asked in tests/vllm/test_closeness.py.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from keepmtp.validate.measure import closeness as measure
 from keepmtp.validate.measure import harness
 from keepmtp.validate.measure.closeness import NO_TOKEN, Depth, Predicted, compare, cut_windows
 from keepmtp.validate.measure.harness import Model, Setup
+from keepmtp.validate.measure.replies import Reply
 from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, read_lines
 from keepmtp.validate.measure.texts import HeldOut
@@ -49,9 +51,9 @@ class Toy:
         )
         self.dies_after, self.raw, self.asked = dies_after, raw, list[tuple[int, ...]]()
 
-    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 0) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], form: type[Reply], **_: float) -> Reply:
         if path == "/tokenize":
-            return {"tokens": [1, *body["prompt"].encode()]}
+            return form(tokens=(1, *body["prompt"].encode()))
         if self.dies_after is not None and len(self.asked) >= self.dies_after:
             raise ServerFailed("ended by SIGKILL", Path("a.log"))
         self.asked.append(tuple(body["prompt"]))
@@ -59,11 +61,12 @@ class Toy:
             self.row(last, after, body)
             for last, after in zip(body["prompt"], body["prompt"][1:], strict=False)
         ]
-        return {"choices": [{"prompt_logprobs": [None, *rows]}]}
+        said = {"choices": [{"prompt_logprobs": [None, *rows]}]}
+        return form.model_validate_json(json.dumps(said))
 
     seconds_to_health = 1.0
 
-    def drafts(self) -> Drafts:
+    def drafts(self, *_: Drafts) -> Drafts:
         return Drafts()
 
     drafts_now = drafts

@@ -8,8 +8,9 @@ import pytest
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.served import Drafts, Output, Run, partings, total
 from keepmtp.validate.measure.harness import ks_up_to
+from keepmtp.validate.measure.replies import read_counters
 from keepmtp.validate.measure.serve_line import draft_words, refuse_settings
-from keepmtp.validate.measure.server import last_error, read_counters, refuse_words
+from keepmtp.validate.measure.server import last_error, refuse_words
 from keepmtp.validate.measure.texts import PROMPTS
 from tables import cases
 
@@ -43,13 +44,13 @@ def test_partings():
 
 
 def test_counters():
-    found = read_counters(METRICS)
+    found = read_counters(METRICS.encode())
     assert found == Drafts(
         drafts=11, draft_tokens=20, accepted_tokens=17, accepted_per_position=(10, 7)
     )
     assert found.acceptance == 0.85 and found.mean_accepted_length == 1 + 17 / 11
     assert found.since(Drafts()) == found and found.since(found).acceptance is None
-    assert read_counters("") == Drafts()
+    assert read_counters(b"") == Drafts()
     assert total([found, Drafts(drafts=1, accepted_per_position=(1,))]).accepted_per_position == (
         11,
         7,

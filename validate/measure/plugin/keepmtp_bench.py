@@ -17,6 +17,7 @@ import os
 import sys
 from importlib import import_module
 
+_MOST_SAID = 10_000  # characters of an error, which is a server's whole answer
 _KEPT = ("completed", "errors", "duration", "total_input_tokens", "total_output_tokens")
 
 
@@ -56,6 +57,7 @@ def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dic
             **asked,
         )
     )
+    figures["errors"] = [words[-_MOST_SAID:] for words in figures["errors"]]
     return {name: figures[name] for name in figures if name in _KEPT or name.endswith("_ms")}
 
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 from commands import ROOT, captured
-from keepmtp.validate.facts.child import Child, answer, environment
+from keepmtp.quantize.run.child import Child, answer, environment
 from survivors import MARK, marked, none_left, only_child, outright, until
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
@@ -25,10 +25,22 @@ time.sleep(600)
 """
 OWNER = f"""
 import sys
-from keepmtp.validate.facts.child import Child, environment
+from keepmtp.quantize.run.child import Child, environment
 with Child([sys.executable, "-c", {TREE!r}], environment=environment(is_ours=True)) as child:
     child.process.wait()
 """
+
+
+SECRETS = (
+    "HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_OIDC_RESOURCE AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID GH_PAT "
+    "OPENAI_API_KEY OPENAI_APIKEY VLLM_API_KEY DB_PASS DATABASE_URL PGPASSWORD SESSION HTTPS_PROXY "
+    "RAY_REDIS_PASSWORD HOMEBREW_GITHUB"
+)
+READ = (
+    "LD_LIBRARY_PATH LC_ALL XDG_CACHE_HOME VLLM_USE_V2 VLLM_CPU_KVCACHE_SPACE TORCH_LOGS HF_HOME "
+    "TORCHINDUCTOR_CACHE_DIR PYTORCH_CUDA_ALLOC_CONF CUDA_VISIBLE_DEVICES CUDAHOSTCXX NCCL_DEBUG "
+    "HIP_VISIBLE_DEVICES OMP_NUM_THREADS MKL_NUM_THREADS RAY_ADDRESS http_proxy no_proxy CC TMPDIR"
+)
 
 
 @pytest.fixture
@@ -97,13 +109,15 @@ def test_what_is_no_executable(tmp_path):
 
 
 def test_an_offline_child_gets_no_secret(monkeypatch):
-    names = "HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_OIDC_RESOURCE AWS_SECRET_ACCESS_KEY OPENAI_API_KEY"
-    for name in names.split():
-        monkeypatch.setenv(name, "hf_secret")
+    for name in SECRETS.split():
+        monkeypatch.setenv(name, "https://me:hf_secret@proxy" if "PROXY" in name else "hf_secret")
+    for name in READ.split():
+        monkeypatch.setenv(name, "as_is")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     words = [sys.executable, "-c", "import os; print(dict(os.environ))"]
     said = answer(words, environment=environment(), timeout=60)
     assert "hf_secret" not in said and "'HF_HUB_OFFLINE': '1'" in said
+    assert [name for name in READ.split() if f"'{name}': 'as_is'" not in said] == []
     assert "hf_secret" in answer(words, environment=environment(reaches_hub=True), timeout=60)
 
 

@@ -3,11 +3,11 @@ stations.
 
 In: the child's words, and whether it may reach the Hub. Out: a `Child`, which ends with its context
 and with keepmtp, by whatever signal, and takes its own children with it
-(validate/facts/supervisor.py).
+(quantize/run/supervisor.py).
 
 Easy to get wrong: a checkpoint may bring code, and the current folder may be a stranger's. So a
-child that stays offline gets no secret of the environment, and no child imports from the current
-folder.
+child that stays offline gets of the environment what `_LISTED` names and no secret, and no child
+imports from the current folder.
 """
 
 import os
@@ -28,7 +28,24 @@ _OURS = (
     "PYTHONSTARTUP",
     "VIRTUAL_ENV",
 )  # they belong to keepmtp's Python
-_SECRET = re.compile(r"(?:TOKEN|SECRET|PASSWORD|CREDENTIALS|_KEY|HF_OIDC_RESOURCE)$", re.IGNORECASE)
+_LISTED = """
+    PATH HOME USER LOGNAME SHELL HOSTNAME PWD TERM COLUMNS NO_COLOR TZ LANG LANGUAGE LC_* XDG_*
+    TMPDIR TEMP TMP CONDA_PREFIX VIRTUAL_ENV PYTHON* KEEPMTP_*
+    LD_* LIBRARY_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH CC CXX
+    SSL_CERT_FILE SSL_CERT_DIR HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY
+    VLLM_* RAY_* HF_* HUGGINGFACE_* TRANSFORMERS_* TOKENIZERS_* SAFETENSORS_* RAYON_*
+    TORCH* PYTORCH_* TRITON_* FLASHINFER_* FLASH_ATTN* AITER_* DG_* TVM_* TILELANG_* CUTE_*
+    CUDA* NVIDIA_* NCCL_* NVSHMEM_* NVTE_* CUBLAS* CUDNN_* CUTLASS_*
+    ROCM_* ROCR_* HIP_* HSA_* GPU_* AMD_* RCCL_* MIOPEN_* ONEAPI_* ZE_* CCL_*
+    GLOO_* TP_SOCKET_IFNAME UCX_* FI_* MASTER_ADDR MASTER_PORT
+    OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* DNNL_* ONEDNN_* MALLOC_*
+"""
+"""What vLLM, its libraries, compilers and GPUs read. A star stands for the rest of a name."""
+_KEPT = re.compile("|".join(_LISTED.split()).replace("*", r"\w*"), re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?:TOKEN|SECRET|PASS|PASSWORD|PAT|CREDENTIALS|KEY|HF_OIDC_RESOURCE)$", re.IGNORECASE
+)
+_LOGIN = re.compile("://[^/]*@")
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
@@ -46,14 +63,21 @@ def environment(
 
     Args:
         changes: further variables.
-        reaches_hub: it may load from the Hub, with the user's token. Any other child gets no
-            secret, and stays offline.
+        reaches_hub: it may load from the Hub, with the user's token, and gets everything. Any
+            other child gets what is listed and no secret, and stays offline.
         is_ours: it runs keepmtp's own Python.
     """
     kept = {name: value for name, value in os.environ.items() if is_ours or name not in _OURS}
     if not reaches_hub:
-        kept = {name: value for name, value in kept.items() if not _SECRET.search(name)} | _OFFLINE
+        listed = {name: value for name, value in kept.items() if _is_harmless(name, value)}
+        kept = listed | _OFFLINE
     return {**kept, "PYTHONSAFEPATH": "1", **changes}
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    """Listed, by name no secret, and no address with a password."""
+    is_secret = _SECRET.search(name) or _LOGIN.search(value)
+    return bool(_KEPT.fullmatch(name)) and not is_secret
 
 
 class Child:

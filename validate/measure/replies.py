@@ -1,0 +1,153 @@
+"""What a server says, read strictly: so many bytes at most, so long at most, and in one form.
+
+In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Reply`; `Drafts`.
+
+Easy to get wrong: a server runs a stranger's checkpoint, so what it says may be anything, of any
+length, a byte a minute. A number that nobody could have measured is no answer.
+"""
+
+import time
+from typing import Annotated, Any, Literal
+
+import httpx
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from ..facts.served import Drafts
+
+MOST_BYTES = 2**24
+_COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenName = Annotated[str, Field(pattern=r"^token_id:[0-9]{1,9}$")]
+_Logprob = Annotated[float, Field(ge=-1e6, le=1e6)]  # logits of --logprobs-mode pass, NaN does not
+
+
+class Reply(BaseModel):
+    """An answer of a server; fields that nobody asks for are left out."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class _Message(Reply):
+    # A reasoning parser leaves no content of an answer that was cut while thinking.
+    content: str | None = None
+
+
+class _Answer(Reply):
+    finish_reason: Literal["stop", "length"]
+    text: str | None = None
+    message: _Message | None = None
+
+
+class _Usage(Reply):
+    completion_tokens: Annotated[int, Field(gt=0, lt=2**63)]
+
+
+class AnswerReply(Reply):
+    """An answer to a text, or to messages."""
+
+    choices: tuple[_Answer]
+    usage: _Usage
+
+
+class _Likeliest(Reply):
+    top_logprobs: tuple[dict[_TokenName, _Logprob], ...]
+
+
+class _Continued(Reply):
+    text: str
+    token_ids: tuple[_TokenId, ...]
+    logprobs: _Likeliest
+
+
+class ContinuationReply(Reply):
+    """Tokens, and the likeliest ones in their places."""
+
+    choices: tuple[_Continued]
+
+
+class _Entry(TypedDict):
+    logprob: _Logprob
+
+
+class _Predicted(Reply):
+    prompt_logprobs: tuple[dict[_TokenId, _Entry] | None, ...]
+
+
+class PredictionsReply(Reply):
+    """What was predicted in each place of a prompt but the first."""
+
+    choices: tuple[_Predicted]
+
+
+class TokensReply(Reply):
+    """The tokens of a text."""
+
+    tokens: tuple[_TokenId, ...]
+
+
+class TextReply(Reply):
+    """The text of tokens."""
+
+    prompt: str
+
+
+def fetched(
+    client: httpx.Client,
+    path: str,
+    *,
+    method: str = "GET",
+    seconds: float = 5.0,
+    most: int = MOST_BYTES,
+    **sent: Any,
+) -> tuple[int, bytes]:
+    """Status and content of a reply.
+
+    Args:
+        client: bound to the server's address.
+        path, method, sent: the request.
+        seconds: until the reply is whole.
+        most: bytes of its content.
+
+    Raises:
+        httpx.HTTPError: no reply, or one that is too long or takes too long.
+    """
+    deadline = time.monotonic() + seconds
+    content = bytearray()
+    with client.stream(method, path, timeout=seconds, **sent) as reply:
+        for part in reply.iter_raw():
+            content += part
+            if len(content) > most:
+                raise httpx.ReadError(f"a reply of more than {most:,} bytes")
+            if time.monotonic() > deadline:
+                raise httpx.ReadTimeout(f"a reply that is not whole after {seconds:.0f} s")
+    return reply.status_code, bytes(content)
+
+
+def read_counters(content: bytes) -> Drafts:
+    """vLLM's draft counters in Prometheus' text form, summed over engines.
+
+    Raises:
+        ValueError: no text, or a counter that nobody could have counted.
+    """
+    totals = dict[str, int]()
+    by_position = dict[int, int]()
+    for line in content.decode().splitlines():
+        name, total, rest = line.partition("_total")
+        if not (total and name.startswith(_COUNTERS)):
+            continue
+        labels, _, number = rest.rpartition(" ")
+        count = float(number)
+        if not 0 <= count < 2**63:
+            raise ValueError(f"{name}: {number}")
+        name = name.removeprefix(_COUNTERS)
+        totals[name] = totals.get(name, 0) + int(count)
+        if name == "accepted_tokens_per_pos":
+            place = int(labels.partition('position="')[2].partition('"')[0])
+            by_position[place] = by_position.get(place, 0) + int(count)
+    return Drafts(
+        drafts=totals.get("drafts", 0),
+        draft_tokens=totals.get("draft_tokens", 0),
+        accepted_tokens=totals.get("accepted_tokens", 0),
+        accepted_per_position=tuple(by_position[place] for place in sorted(by_position)),
+    )
