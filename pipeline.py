@@ -146,7 +146,7 @@ def _named(
     recipe, text = find_recipe(name, **choices)
     changed: Json = {}
     if requantize:
-        changed["rounds_twice"] = True
+        changed["requantize"] = True
     known = recipe.mtp_source
     if mtp_source is not None and (known is None or known.source != mtp_source):
         revision = "local" if find_path(mtp_source) else "main"

@@ -46,7 +46,7 @@ BLOCKS = (
     "format",
     "kv_cache",
     "search",
-    "rounds_twice",
+    "requantize",
     "evaluation",
     "gates",
 )

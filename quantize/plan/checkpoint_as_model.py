@@ -102,7 +102,7 @@ def recipe_of_checkpoint(
     source = opened(word, mtp_source)
     raw = family_mapping(source)
     if requantize:
-        raw["rounds_twice"] = True
+        raw["requantize"] = True
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
         rule = "--scheme must choose a variant where MODEL is a checkpoint"

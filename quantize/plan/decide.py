@@ -271,7 +271,7 @@ class Decisions:
         """
         stored = SCHEMES.get(weight.scheme)
         is_same = stored is not None and stored.weights == scheme.weights
-        if weight.form == "plain" or is_same or self.recipe.rounds_twice:
+        if weight.form == "plain" or is_same or self.recipe.requantize:
             return
         source = self.source
         if source.mtp_source is not None and weight.weight.file.startswith(MTP_FILES):

@@ -214,7 +214,7 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
         f"{module}.weight_scale": ("BF16", (rows, columns // 128)),
         f"{module}.weight_zero_point": ("I32", (rows // 8, columns // 128)),
     }
-    kept = plan_of(tmp_path, tensors=tensors, rounds_twice=True)
+    kept = plan_of(tmp_path, tensors=tensors, requantize=True)
     (weight,) = (tensor for tensor in kept.tensors if tensor.module == module)
     assert weight.form == "int_packed" and len(weight.inputs) == 4
     tensors[f"{module}.weight_zero_point"] = ("I32", (rows // 4, columns // 128))
@@ -243,6 +243,6 @@ def test_what_a_tool_has_rounded_is_rounded_again_only_where_that_is_asked_for(t
     ) as caught:
         fate()
     assert caught.value.cure.startswith("Quantize org/release, or add --requantize")
-    assert fate(rounds_twice=True) == "quantize"
+    assert fate(requantize=True) == "quantize"
     assert fate(scheme="bf16") == "dequantize" and fate(scheme="FP8_DYNAMIC") == "keep"
     assert fate(config={"quantization_config": {"quant_method": "fp8"}}) == "quantize"

@@ -86,7 +86,8 @@ def questions(account: LoadAccount, part: str) -> list[Question]:
     family = find_family(json_of(Path(account.path) / "config.json"), account.path)
     failure = account.load.failure
     if not model.cls and failure:
-        defect = known_defect(failure, family=family.model_type, version=find_vllm().version)
+        version = find_vllm().version
+        defect = known_defect(failure, family=family.model_type, dialect="", version=version)
         assert defect, failure
         pytest.skip(f"vLLM cannot build it: {defect.says}")
     # A layer without a place in the model was thrown away again during construction.

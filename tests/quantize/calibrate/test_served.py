@@ -65,7 +65,8 @@ def compared_for(
         words["attention"] = "FP8_BLOCK"
     mtp = {g: w for g, w in words.items() if g not in ("dense_mlp", "linear_attention")}
     data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
-    recipe = recipe_with(model, backbone=words, mtp=mtp, calibration=data, search=search or None)
+    words = {"backbone": words, "mtp": mtp, "calibration": data, "requantize": True}
+    recipe = recipe_with(model, **words, search=search or None)
     plan = make_plan(recipe, open_source(source))
     statistics = saved(folder / "statistics", made_up(plan))
     tensors = written(plan, folder / "out", statistics=statistics)
