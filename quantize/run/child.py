@@ -40,7 +40,7 @@ _LISTED = """
     GLOO_* TP_SOCKET_IFNAME UCX_* FI_* MASTER_ADDR MASTER_PORT
     OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* DNNL_* ONEDNN_* MALLOC_*
 """
-"""What vLLM, its libraries, compilers and GPUs read. A star stands for the rest of a name."""
+"""What vLLM, its libraries, compilers and GPUs read. A star is the rest of a name."""
 _KEPT = re.compile("|".join(_LISTED.split()).replace("*", r"\w*"), re.IGNORECASE)
 _SECRET = re.compile(
     r"(?:TOKEN|SECRET|PASS|PASSWORD|PAT|CREDENTIALS|KEY|HF_OIDC_RESOURCE)$", re.IGNORECASE
