@@ -25,7 +25,7 @@ from json_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import find_recipe
-from tables import spelled
+from tables import spelled, table
 from task_rows import TASK_ROWS
 
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
@@ -244,8 +244,9 @@ def _front_matter(rng: Random, file: str) -> Edit:
 def tokenizers(rng: Random) -> Case:
     """Tokenizers and chat templates, where a calibrated run uses them."""
     folder = corpus.folder(corpus.REAL[0])
-    template = spelled(rng.choice(ODD["templates"]))
-    edit = _written("chat_template.jinja", edits.shown(template), template.encode())
+    case = rng.choice(table("quantize/calibrate/hostile_tokenizers"))
+    file = case.get("file", "chat_template.jinja")
+    edit = _written(file, case["says"], spelled(case["text"]).encode())
     if rng.random() < 0.5:
         edit = edits.spoilt(rng, folder, rng.choice(("tokenizer_config.json", "tokenizer.json")))
     return _case(base=corpus.REAL[0], edits=(edit,), words=("{}",), call=_tokenized)

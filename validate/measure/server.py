@@ -79,7 +79,7 @@ _BYTES_BESIDES = 2**16  # what a reply says besides its tokens
 _MOST_TOKENS = 2**14  # of an answer, where nobody says how many
 _SETTLE_SECONDS = 60.0
 _NONE = Drafts()
-ReplyType = TypeVar("ReplyType", bound=Reply)
+ReplyForm = TypeVar("ReplyForm", bound=Reply)
 
 
 class ServerFailed(GateError):
@@ -186,11 +186,11 @@ class Server:
         self,
         path: str,
         body: Raw,
-        form: type[ReplyType],
+        form: type[ReplyForm],
         *,
         tokens: int,
         timeout: float = 600.0,
-    ) -> ReplyType:
+    ) -> ReplyForm:
         """What one path answers to a request.
 
         Args:
