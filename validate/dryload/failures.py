@@ -43,6 +43,8 @@ class KnownFailure(Fact):
         sources: public threads, or numbers of docs/failures.md.
         families: model_types concerned; () for any.
         rules: rules of the check that confirm it on a checkpoint.
+        cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
+            none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class KnownFailure(Fact):
     sources: str = "dry loads of vLLM 0.32.0"
     families: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
+    cure_in_vllm: str = ""
 
     @property
     def is_general(self) -> bool:

@@ -12,6 +12,7 @@ too small for one.
 """
 
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -31,7 +32,7 @@ CHILD_SECONDS = 1800
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    gpu, cache = sys.argv[1:]
+    gpu, cache, cures = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints must not get into the answers
     _prepare(gpu, cache)
@@ -40,7 +41,7 @@ def main() -> None:
         while waiting or children:
             while waiting and len(children) < (os.cpu_count() or 1):
                 job = waiting.pop(0)
-                children[_fork(job, gpu, cache)] = job["id"]
+                children[_fork(job, gpu, cache, cures)] = job["id"]
             pid, status = os.wait()
             number = children.pop(pid)
             written = Path(cache, f"{number}.json")
@@ -96,7 +97,7 @@ def _prepare(gpu_name: str, cache: str) -> None:
     gc.freeze()
 
 
-def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
+def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
     """Start a child that loads, answers, and leaves without running the parent's exit handlers."""
     if pid := os.fork():
         return pid
@@ -107,6 +108,8 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
         signal.alarm(CHILD_SECONDS)
         limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
+        if chosen := job.pop("cures"):
+            _mend(cures, chosen, job["vllm"])
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
         Path(cache, f"{number}.json").write_text(
             json.dumps({"id": number, "account": account}, default=str)
@@ -117,6 +120,18 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _mend(folder: str, chosen: str, version: str) -> None:
+    """Switch cures on in this child: a package of that folder, which is not installed here."""
+    place = Path(folder)
+    spec = importlib.util.spec_from_file_location(
+        place.name, place / "__init__.py", submodule_search_locations=[folder]
+    )
+    assert spec is not None and spec.loader is not None
+    package = sys.modules[place.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    package.mend(chosen, version)
 
 
 def limit_memory(num_bytes: int) -> None:
