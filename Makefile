@@ -4,6 +4,7 @@
 #   make quantize MODEL=PATH|ORG/NAME|URL SCHEME=nvfp4a16-fp8   a checkpoint without a recipe, such as your fine-tune
 #   make plan ... [GPU_MEMORY=H100]   the same arguments: what would happen, what it needs; nothing written
 #   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
+#   make quantize|plan|all ... REQUANTIZE=1   round again what a tool has quantized already; the release is better
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             a task of source and checkpoint (all: every one), and the gates
@@ -48,7 +49,8 @@ PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
 VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 SERVED = $(if $(VLLM_ARGS),-- $(VLLM_ARGS))
-CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code)
+CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code) \
+	$(if $(REQUANTIZE),--requantize)
 # The extra that a run needs. A recipe, a source or a Hub that would stop the run stops it here, before an installation.
 EXTRA = extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(CHOICES))
 # One sentence, before an environment is made that keepmtp cannot be installed in.
@@ -141,7 +143,7 @@ measure: $(VENV)/.base
 # What another vLLM changes: cited files, answers, families, the corpus; writes docs/versions.md.
 follow: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(if $(VLLM),,$(error VLLM: must be the version to look at, as VLLM=0.34.0; got none))
-	@PYTHONPATH=tests/helpers $(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")
+	@$(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py
@@ -157,13 +159,9 @@ families: $(VENV)/.test
 quality: $(VENV)/.test
 	@$(VENV)/bin/python benchmarks/quality.py
 
+# Every script of docs/benchmarks.md, whatever one of them misses; SMALL=1: in seconds, as the tests run them.
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
-	$(VENV)/bin/python benchmarks/packing.py
-	$(VENV)/bin/python benchmarks/writing.py
-	$(VENV)/bin/python benchmarks/values.py
-	$(VENV)/bin/python benchmarks/dryload.py
-	$(VENV)/bin/python benchmarks/calibrating.py
-	$(VENV)/bin/python benchmarks/ranks.py
+	@$(VENV)/bin/python benchmarks/figures.py $(if $(SMALL),--small)
 
 cuda-wheel: $(VENV)/.test $(VENV_VLLM)/.vllm $(CUDA_WHEEL)/.vllm
 	@$(VENV)/bin/python benchmarks/cuda_wheel.py --folder $(CUDA_WHEEL) $(foreach gpu,$(GPU),--gpu $(gpu))

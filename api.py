@@ -93,6 +93,7 @@ def plan(
     mtp: str | None = None,
     calibration: str | None = None,
     mtp_source: str | None = None,
+    requantize: bool = False,
     trust_remote_code: bool = False,
 ) -> "Plan":
     """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
@@ -105,6 +106,7 @@ def plan(
         scheme, mtp, calibration: as for `load_recipe`.
         mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
             recipe's.
+        requantize: weights that a tool has quantized may be rounded again, into another scheme.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
 
     Raises:
@@ -119,7 +121,9 @@ def plan(
         "calibration": calibration,
         "mtp_source": mtp_source,
     }
-    made, recipe_text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    made, recipe_text = pipeline.plan_for(
+        model, **words, requantize=requantize, trust_remote_code=trust_remote_code
+    )
     return replace(made, recipe_text=recipe_text)
 
 
@@ -167,8 +171,8 @@ class Loads(TypedDict, total=False):
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
-        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM; default the
-            environment's.
+        vllms: versions of the dry loads, "all", or folders and wheels with a vLLM, whose Python
+            runs; default the environment's.
         runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
     """
 
@@ -229,8 +233,8 @@ def check_all(
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of
     them.
 
-    `vllms` are versions of the dry loads, "all", or folders and wheels with a vLLM; default the
-    environment's. `progress` is called with what is done now.
+    `vllms` are versions of the dry loads, "all", or folders and wheels with a vLLM, whose Python
+    runs; default the environment's. `progress` is called with what is done now.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
@@ -241,13 +245,15 @@ def check_all(
         yield from (_with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
-    from .validate.dryload.versions import chosen_vllms
+    from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
     progress = progress or (lambda doing: None)
+    found, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
         paths,
-        vllms=chosen_vllms(vllms, find_vllm(), progress=progress),
+        vllms=found,
+        missing=missing,
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,

@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from .checkpoints.files import partial_path
 from .checkpoints.mtp_source import has_mtp, with_mtp_of
 from .checkpoints.record import RECIPE, RECORD, read_record
@@ -38,8 +40,9 @@ from .quantize.write.output import claim, is_finished, publish, refuse_output, t
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe, read_recipe
-from .recipes.frozen import Advance, frozen
-from .recipes.schema import AUTO, Recipe
+from .recipes.frozen import Advance, Json, frozen
+from .recipes.model_file import find_path, flat_text
+from .recipes.schema import AUTO, Recipe, validated
 from .validate.check.check import examine
 from .validate.check.own_values import refuse_broken_values
 from .validate.facts.results import CheckData
@@ -78,6 +81,7 @@ def plan_for(
     mtp: str | None = None,
     calibration: str | None = None,
     mtp_source: str | None = None,
+    requantize: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
@@ -88,6 +92,7 @@ def plan_for(
         source: another checkpoint than the recipe's.
         scheme, mtp, calibration: see `find_recipe`.
         mtp_source: another place of the MTP block than the recipe's, for a release that has none.
+        requantize: what a tool has quantized may be rounded again.
         trust_remote_code: the checkpoint's own Python may run.
 
     Raises:
@@ -96,20 +101,29 @@ def plan_for(
     word = model_word(model)
     choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
     if word.is_recipe:
-        recipe, text = find_recipe(word.name, **choices)
+        recipe, text = _named(word.name, mtp_source, requantize=requantize, **choices)
         where = source or recipe.source
         # The recipe's revision belongs to the recipe's source. Another repository has a history of
         # its own.
         revision = "main" if where != recipe.source else word.revision or recipe.revision
-        opened = _with_mtp(open_source(where, revision=revision), recipe, mtp_source)
+        opened = _with_mtp(
+            open_source(where, revision=revision), recipe, is_named=mtp_source is not None
+        )
     else:
         _refuse_two_sources(source)
-        recipe, text, opened = recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)
+        recipe, text, opened = recipe_of_checkpoint(
+            word, mtp_source=mtp_source, requantize=requantize, **choices
+        )
     return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
 
 
 def recipe_for(
-    model: str, *, source: str | None = None, mtp_source: str | None = None, **choices: str | None
+    model: str,
+    *,
+    source: str | None = None,
+    mtp_source: str | None = None,
+    requantize: bool = False,
+    **choices: str | None,
 ) -> Recipe:
     """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
 
@@ -118,9 +132,29 @@ def recipe_for(
     """
     word = model_word(model)
     if word.is_recipe:
-        return find_recipe(word.name, **choices)[0]
+        return _named(word.name, mtp_source, requantize=requantize, **choices)[0]
     _refuse_two_sources(source)
-    return recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)[0]
+    return recipe_of_checkpoint(word, mtp_source=mtp_source, requantize=requantize, **choices)[0]
+
+
+def _named(
+    name: str, mtp_source: str | None, *, requantize: bool, **choices: str | None
+) -> tuple[Recipe, str]:
+    """A recipe and its text, with what else a command line decides: the text makes the checkpoint
+    again.
+    """
+    recipe, text = find_recipe(name, **choices)
+    changed: Json = {}
+    if requantize:
+        changed["requantize"] = True
+    known = recipe.mtp_source
+    if mtp_source is not None and (known is None or known.source != mtp_source):
+        revision = "local" if find_path(mtp_source) else "main"
+        changed["mtp_source"] = {"source": mtp_source, "revision": revision}
+    if not changed:
+        return recipe, text
+    recipe = validated(recipe.model_dump() | changed, "the command line")
+    return recipe, flat_text(yaml.safe_load(text) | changed)
 
 
 def _refuse_two_sources(source: str | None) -> None:
@@ -133,15 +167,11 @@ def _refuse_two_sources(source: str | None) -> None:
         )
 
 
-def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
-    """The source with the MTP block that the user names, or else the recipe; a block of its own
-    comes before that.
+def _with_mtp(source: Source, recipe: Recipe, *, is_named: bool) -> Source:
+    """The source with the MTP block of the recipe's `mtp_source`; a block of its own comes before
+    one that the command line has not named.
     """
-    if named is not None:
-        known = recipe.mtp_source
-        revision = known.revision if known is not None and known.source == named else "main"
-        return with_mtp_of(source, open_source(named, revision=revision))
-    if recipe.mtp_source is None or has_mtp(source):
+    if recipe.mtp_source is None or (has_mtp(source) and not is_named):
         return source
     return with_mtp_of(
         source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision)

@@ -11,10 +11,10 @@ Easy to get wrong: vLLM finds Nemotron Omni's draft by its architecture and by t
 language model together.
 """
 
+import argparse
 import ast
 import copy
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,13 @@ def runnable(override: ast.FunctionDef) -> Callable[[Config], Config]:
     return names[OVERRIDE]
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="+", metavar="VERSION=SITE")
     found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    for word in words:
+    for word in parser.parse_args().versions:
         version, _, site = word.partition("=")
         found[version] = ask(Path(site))
     ordered = {version: found[version] for version in sorted(found, key=Version)}
@@ -140,4 +144,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

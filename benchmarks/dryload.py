@@ -1,26 +1,23 @@
 """The dry load against its limits: a full-size checkpoint in seconds and under 1 GB, growth linear,
 tiny ones at once.
 
-In: nothing; sparse checkpoints in a temporary folder (headers alone). Out: a table, or JSON with
---json; exit status 1 if a target is missed. What is timed is the command as people type it, process
-start and static check included.
+In: nothing; sparse checkpoints in a temporary folder (headers alone). Out: figures (figures.py).
+What is timed is the command as people type it, process start and static check included.
 """
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
 from checkpoint_files import Checkpoint, as_source
+from figures import Figure, run
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.config.written import files_of
 from keepmtp.quantize.plan.plan import make_plan
@@ -31,21 +28,24 @@ KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 FULL = "dsv4-flash.nvfp4-fp8"
 LAYERS = (11, 22, 43)  # a quarter, half and all of DeepSeek-V4-Flash
 TINY = ("glm-4.7", "deepseek-r1", "qwen3-next-80b", "dsv4-flash", "glm-4.7-flash", "qwen3.5-397b")
-LIMIT_SECONDS, LIMIT_MIB = 35, 1000 * 1000 / 1024
-LIMIT_FIRST, LIMIT_FURTHER = 20, 2
-LIMIT_BEND = 1.25
+SMALL_LAYERS = (4,)  # the first three layers choose their experts otherwise
+REPEATS = 3
+# 17 s and 672 MiB were measured; 6.6 s for a tiny one, and 0.3 s for each further one.
+MOST_SECONDS, MOST_MIB = 35, 1000 * 1000 / 1024
+MOST_FIRST, MOST_FURTHER = 20, 2
+MOST_BEND = 1.25
 LISTED = "minimax-m3"  # its published NVFP4 release lists each projection of each expert
-LIMIT_LISTED = 1.5
+MOST_LISTED = 1.6  # 1.39 to 1.40 in three runs on a busy machine
 
 
-def full_size(folder: Path, num_layers: int) -> Path:
+def flash(folder: Path, num_layers: int, size: Literal["tiny", "full"]) -> Path:
     """What keepmtp writes for DeepSeek-V4-Flash with that many decoder layers, headers over
     holes.
     """
     recipe, _ = find_recipe(FULL)
     ratios = releases.MODELS[recipe.model]["compress_ratios"]
     changes = {"num_hidden_layers": num_layers, "compress_ratios": [*ratios[:num_layers], 0]}
-    config, tensors = releases.source_layout(recipe.model, size="full", changes=changes)
+    config, tensors = releases.source_layout(recipe.model, size=size, changes=changes)
     source = releases.write_checkpoint(
         folder / f"source-{num_layers}", config, tensors, num_shards=None
     )
@@ -75,11 +75,11 @@ def check(*folders: Path) -> tuple[float, float, list[dict]]:
     return seconds, processor_seconds() - worked, reports
 
 
-def listed_by_expert(folder: Path) -> tuple[float, int]:
+def listed_by_expert(folder: Path, *, small: bool) -> Iterator[Figure]:
     """The static check of modelopt's mixture with an entry an expert, over the same with an entry
-    for all experts.
+    for all experts; the best of interleaved repeats.
     """
-    config, tensors = releases.source_layout(LISTED, size="full")
+    config, tensors = releases.source_layout(LISTED, size="tiny" if small else "full")
     names = [name.removesuffix(".weight") for name in tensors if ".experts." in name]
     stored = {name: spec for name, spec in tensors.items() if ".experts." not in name}
     for name in names:
@@ -92,21 +92,32 @@ def listed_by_expert(folder: Path) -> tuple[float, int]:
             f"{name}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
             f"{name}.input_scale": ("F32", ()),
         }
-    took = []
-    for entries in (names, sorted({name.partition(".experts.")[0] + ".experts" for name in names})):
+    stacks = sorted({name.partition(".experts.")[0] + ".experts" for name in names})
+    checkpoints = []
+    for entries in (names, stacks):
         layers = {entry: {"quant_algo": "NVFP4", "group_size": 16} for entry in entries}
         said = {
             "quant_method": "modelopt",
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": layers,
         }
-        source = as_source(
-            Checkpoint(config=config | {"quantization_config": said}, tensors=stored), folder
+        checkpoints.append(
+            Checkpoint(config=config | {"quantization_config": said}, tensors=stored)
         )
-        started = time.process_time()
-        check_source(source)
-        took.append(time.process_time() - started)
-    return took[0] / took[1], len(names)
+    best = [float("inf"), float("inf")]
+    for _ in range(1 if small else REPEATS):
+        for side, checkpoint in enumerate(checkpoints):
+            source = as_source(checkpoint, folder)
+            started = time.process_time()
+            check_source(source)
+            best[side] = min(best[side], time.process_time() - started)
+    listed, stacked = best
+    yield Figure(
+        what=f"static check, {len(names):,} entries over one for each layer's experts",
+        measured=f"{listed:.2f} s over {stacked:.2f} s, {listed / stacked:.2f}x",
+        expected=f"<= {MOST_LISTED}x",
+        met=listed <= MOST_LISTED * stacked,
+    )
 
 
 def processor_seconds() -> float:
@@ -114,78 +125,57 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory() as scratch:
-        sized = [full_size(Path(scratch), layers) for layers in LAYERS]
-        runs = [check(folder) for folder in sized]
-        tensors = [reports[0]["facts"]["num_tensors"] for *_, reports in runs]
-        for count, (took, worked, (report,)) in zip(tensors, runs, strict=True):
-            peak = report["dry"][0]["peak_mib"]
-            is_full = count == max(tensors)
-            rows.append(
-                (
-                    f"DeepSeek-V4-Flash, {count:,} tensors",
-                    f"{took:.1f} s, {worked:.1f} s of work, {peak} MiB",
-                    f"{LIMIT_SECONDS} s, {LIMIT_MIB:.0f} MiB" if is_full else "",
-                    not is_full or (took <= LIMIT_SECONDS and peak <= LIMIT_MIB),
-                )
-            )
+def sizes(folder: Path, *, small: bool) -> Iterator[Figure]:
+    """A quarter, half and all of a full-size checkpoint, and whether seconds grow faster than
+    tensors.
+    """
+    runs, size = [], "tiny" if small else "full"
+    for layers in SMALL_LAYERS if small else LAYERS:
+        took, worked, (report,) = check(flash(folder, layers, size))
+        count, dry = report["facts"]["num_tensors"], report["dry"][0]
+        runs.append((count, dry["seconds"]))
+        peak = dry["peak_mib"]
+        is_full = layers == LAYERS[-1]
+        yield Figure(
+            what=f"DeepSeek-V4-Flash, {count:,} tensors",
+            measured=f"{took:.1f} s, {worked:.1f} s of work, {peak} MiB",
+            expected=f"<= {MOST_SECONDS} s, {MOST_MIB:.0f} MiB" if is_full else "",
+            met=not is_full or (took <= MOST_SECONDS and peak <= MOST_MIB),
+        )
+    if not small:
         # Of the dry load alone: starting both processes costs the same at every size.
-        quarter, half, full = (reports[0]["dry"][0]["seconds"] for *_, reports in runs)
-        bend = ((full - half) / (tensors[2] - tensors[1])) / (
-            (half - quarter) / (tensors[1] - tensors[0])
+        (few, quarter), (more, half), (every, full) = runs
+        bend = ((full - half) / (every - more)) / ((half - quarter) / (more - few))
+        yield Figure(
+            what="seconds a tensor, half to full over quarter to half",
+            measured=f"{bend:.2f}x",
+            expected=f"<= {MOST_BEND}x",
+            met=bend <= MOST_BEND,
         )
-        rows.append(
-            (
-                "seconds a tensor, half to full over quarter to half",
-                f"{bend:.2f}x",
-                f"{LIMIT_BEND}x",
-                bend <= LIMIT_BEND,
-            )
-        )
-        layouts = {model: releases.source_layout(model, size="tiny") for model in TINY}
-        tiny = [
-            releases.write_checkpoint(Path(scratch) / model, *layout)
-            for model, layout in layouts.items()
-        ]
-        first, *_ = check(tiny[0])
-        together, *_ = check(*tiny)
-        further = (together - first) / (len(tiny) - 1)
-        rows.append(
-            ("one tiny checkpoint", f"{first:.1f} s", f"{LIMIT_FIRST} s", first <= LIMIT_FIRST)
-        )
-        ratio, count = listed_by_expert(Path(scratch))
-        what = f"static check, {count:,} entries over one for each layer's experts"
-        rows.append((what, f"{ratio:.2f}x", f"{LIMIT_LISTED}x", ratio <= LIMIT_LISTED))
-        rows.append(
-            ("each further one", f"{further:.2f} s", f"{LIMIT_FURTHER} s", further <= LIMIT_FURTHER)
-        )
-    show(rows, as_json=options.json)
-    return 0 if all(is_met for *_, is_met in rows) else 1
 
 
-def show(rows: list[tuple[str, str, str, bool]], *, as_json: bool) -> None:
-    if as_json:
-        print(
-            json.dumps(
-                [
-                    dict(zip(("what", "measured", "limit", "is_met"), row, strict=True))
-                    for row in rows
-                ]
-            )
-        )
-        return
-    table = Table(title="dry load")
-    for column in ("what", "measured", "limit", ""):
-        table.add_column(column)
-    for what, measured, limit, is_met in rows:
-        table.add_row(what, measured, limit, "" if is_met else "[red]missed[/]")
-    Console().print(table)
+def tiny(folder: Path, *, small: bool) -> Iterator[Figure]:
+    """One tiny checkpoint, and what each further one in the same call adds."""
+    folders = []
+    for model in TINY[:2] if small else TINY:
+        layout = releases.source_layout(model, size="tiny")
+        folders.append(releases.write_checkpoint(folder / model, *layout))
+    first, *_ = check(folders[0])
+    yield Figure(
+        what="one tiny checkpoint",
+        measured=f"{first:.1f} s",
+        expected=f"<= {MOST_FIRST} s",
+        met=first <= MOST_FIRST,
+    )
+    together, *_ = check(*folders)
+    further = (together - first) / (len(folders) - 1)
+    yield Figure(
+        what="each further one",
+        measured=f"{further:.2f} s",
+        expected=f"<= {MOST_FURTHER} s",
+        met=further <= MOST_FURTHER,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(__doc__, {"sizes": sizes, "tiny": tiny, "listed": listed_by_expert})

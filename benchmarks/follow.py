@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from ask_vllm import ask
 from dry_corpus import broken_cases, good_cases, judged
 from keepmtp.recipes.families import find_family

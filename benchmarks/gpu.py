@@ -1,8 +1,8 @@
 """`make gpu-test`: keepmtp on a GPU against keepmtp on a CPU, and how fast and how large it is
 there.
 
-In: a device (and --small for sizes that a CPU computes in seconds). Out: a table, its JSON with
---json, and on a GPU the table of docs/gpu.md. Exit status 1 if anything differs, 2 if the device is
+In: a device (and --small for sizes that a CPU computes in seconds). Out: a row when it is measured,
+its JSON with --json, and on a GPU the table of docs/gpu.md. Exit status 1 if anything differs, 2 if the device is
 not there.
 
 Easy to get wrong: what is started here has no network and no installed keepmtp. The make target
@@ -11,22 +11,18 @@ along.
 """
 
 import argparse
-import json
 import os
 import platform
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 try:
     import torch
-    from gpu_row import GpuRow
-    from rich.console import Console
-    from rich.table import Table
+    from figures import Figure, measured, printed
 except ModuleNotFoundError as error:
     print(
         "error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; got "
@@ -51,7 +47,7 @@ BEGIN, END = "<!-- begin: written by make gpu-test -->\n", "<!-- end -->\n"
 
 
 def main() -> None:
-    """Run every part, print the rows, write the page; the exit status says whether all is as
+    """Run every part, print its rows, write the page; the exit status says whether all is as
     expected.
     """
     parser = argparse.ArgumentParser(description=__doc__)
@@ -73,7 +69,7 @@ def main() -> None:
         type=Path,
         help="Write the table here, too; docs/gpu.md after a whole run on a GPU.",
     )
-    parser.add_argument("--json", action="store_true", help="Print the rows as JSON.")
+    parser.add_argument("--json", action="store_true", help="Print each row as JSON.")
     chosen = parser.parse_args()
     device = torch.device(chosen.device)
     if refusal := missing(device):
@@ -83,11 +79,11 @@ def main() -> None:
 
     # As a run of keepmtp does, with its choice of allocator.
     with tempfile.TemporaryDirectory(prefix="keepmtp-gpu-") as folder, joined():
-        rows = measured(parts(device, Path(folder), small=chosen.small), chosen.only)
+        calls = parts(device, Path(folder), small=chosen.small)
+        rows = printed(measured(calls, chosen.only), as_json=chosen.json)
     is_whole = device.type == "cuda" and not chosen.small and not chosen.only
     if page := chosen.page or (PAGE if is_whole else None):
         write_page(page, rows, device)
-    show(rows, as_json=chosen.json)
     sys.exit(not all(row.met for row in rows))
 
 
@@ -114,7 +110,7 @@ def _is_there(device: torch.device) -> bool:
 
 def parts(
     device: torch.device, folder: Path, *, small: bool
-) -> Mapping[str, Callable[[], list[GpuRow]]]:
+) -> Mapping[str, Callable[[], list[Figure]]]:
     """Name -> a function of no arguments that gives the rows of the part."""
     # llm-compressor logs to standard output, also while it is imported.
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
@@ -133,43 +129,7 @@ def parts(
     return {name: partial(call, small=small) for name, call in zip(PARTS, calls, strict=True)}
 
 
-def measured(all_parts: Mapping[str, Callable[[], list[GpuRow]]], only: list[str]) -> list[GpuRow]:
-    """The rows of the parts that were asked for. A part that ends in an error is a row, and the
-    others go on.
-    """
-    rows = []
-    for name, part in all_parts.items():
-        if only and name not in only:
-            continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        try:
-            rows += part()
-        except (RuntimeError, ValueError) as error:  # PyTorch's errors and keepmtp's refusals
-            got = f"{type(error).__name__}: {error}".splitlines()[0]
-            rows.append(
-                GpuRow(
-                    part=name, what="the whole part", measured=got, expected="no error", met=False
-                )
-            )
-    return rows
-
-
-def show(rows: list[GpuRow], *, as_json: bool) -> None:
-    """Print the rows."""
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
-        return
-    table = Table(title="keepmtp on a device, against the CPU")
-    for column in ("part", "what", "measured", "expected", "met"):
-        table.add_column(column)
-    for row in rows:
-        table.add_row(
-            row.part, row.what, row.measured, row.expected, _met(row, "yes", "[red]NO[/]")
-        )
-    Console(width=160).print(table)
-
-
-def write_page(page: Path, rows: list[GpuRow], device: torch.device) -> None:
+def write_page(page: Path, rows: list[Figure], device: torch.device) -> None:
     """Put the table between the markers of a page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -188,7 +148,7 @@ def write_page(page: Path, rows: list[GpuRow], device: torch.device) -> None:
     page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
 
 
-def _met(row: GpuRow, yes: str, no: str) -> str:
+def _met(row: Figure, yes: str, no: str) -> str:
     return "" if not row.expected else yes if row.met else no
 
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import as_broadcastable
-from gpu_row import GpuRow, seconds_of
+from figures import Figure
+from gpu_row import seconds_of
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
@@ -30,7 +31,7 @@ STORED = ("NVFP4A16", "MXFP4A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W
 SENT = (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.float8_e4m3fn)
 
 
-def casts(device: torch.device, *, small: bool) -> list[GpuRow]:
+def casts(device: torch.device, *, small: bool) -> list[Figure]:
     """FP8 and FP4: every code, and values of every size, to the bit."""
     rows = []
     for name, values in _values(small).items():
@@ -94,19 +95,19 @@ def _dequantized(packed: Mapping[str, Tensor]) -> Tensor:
     return dequantize(form, packed, shape=(rows, 2 * num_bytes))
 
 
-def _compared(part: str, what: str, found: Tensor, expected: Tensor) -> GpuRow:
+def _compared(part: str, what: str, found: Tensor, expected: Tensor) -> Figure:
     """Whether two tensors have the same bits, and how many elements have others."""
     found, expected = (value.contiguous().view(-1).view(torch.uint8) for value in (found, expected))
     different = (
         int((found != expected).sum()) if found.shape == expected.shape else expected.numel()
     )
     measured = f"{different} of {expected.numel()} bytes differ"
-    return GpuRow(
+    return Figure(
         part=part, what=what, measured=measured, expected="the CPU's bits", met=not different
     )
 
 
-def _merged(rows: list[GpuRow]) -> list[GpuRow]:
+def _merged(rows: list[Figure]) -> list[Figure]:
     """One row for all that is equal in a part, and one for each difference."""
     merged = []
     for part in dict.fromkeys(row.part for row in rows):
@@ -115,13 +116,13 @@ def _merged(rows: list[GpuRow]) -> list[GpuRow]:
             what = f"{good[0].what} ... {good[-1].what}"
             measured = f"{len(good)} of {len(own)} comparisons equal"
             merged.append(
-                GpuRow(part=part, what=what, measured=measured, expected="the CPU's bits")
+                Figure(part=part, what=what, measured=measured, expected="the CPU's bits")
             )
         merged += [row for row in own if not row.met]
     return merged
 
 
-def finite(device: torch.device, *, small: bool) -> list[GpuRow]:
+def finite(device: torch.device, *, small: bool) -> list[Figure]:
     """Whether one NaN or infinity among a layer's inputs is found: reductions of a device may skip
     a NaN.
     """
@@ -143,7 +144,7 @@ def finite(device: torch.device, *, small: bool) -> list[GpuRow]:
             found = False
         measured = f"{'finite' if found else 'not finite'}"
         rows.append(
-            GpuRow(
+            Figure(
                 part="finite",
                 what=f"inputs with {name}",
                 measured=measured,
@@ -154,7 +155,7 @@ def finite(device: torch.device, *, small: bool) -> list[GpuRow]:
     return rows
 
 
-def rates(device: torch.device, *, small: bool) -> list[GpuRow]:
+def rates(device: torch.device, *, small: bool) -> list[Figure]:
     """What the device can do at most: copies within it and to it, matrix products."""
     size, side = (2**22, 256) if small else (2**31, 8192)
     values = torch.empty(size, dtype=torch.uint8, device=device)
@@ -167,7 +168,7 @@ def rates(device: torch.device, *, small: bool) -> list[GpuRow]:
         "copy to pinned host memory": (lambda: host.copy_(values, non_blocking=True), size),
     }
     rows = [
-        GpuRow(
+        Figure(
             part="rates",
             what=what,
             measured=_per_second(num_bytes, seconds_of(call, device, repeats=repeats)),
@@ -176,10 +177,10 @@ def rates(device: torch.device, *, small: bool) -> list[GpuRow]:
     ]
     seconds = seconds_of(lambda: matrix @ matrix, device, repeats=repeats)
     product = f"{2 * side**3 / seconds / 1e12:.3g} TFLOP/s"
-    return [*rows, GpuRow(part="rates", what=f"BF16 matrix product, {side} wide", measured=product)]
+    return [*rows, Figure(part="rates", what=f"BF16 matrix product, {side} wide", measured=product)]
 
 
-def packing(device: torch.device, *, small: bool) -> list[GpuRow]:
+def packing(device: torch.device, *, small: bool) -> list[Figure]:
     """How fast weights are packed, as a share of how fast the device copies them."""
     shape = (256, 512) if small else (8192, 16384)
     weight = (torch.randn(shape, generator=_seeded()) * 0.02).bfloat16().to(device)
@@ -192,11 +193,11 @@ def packing(device: torch.device, *, small: bool) -> list[GpuRow]:
             f"{_per_second(weight.nbytes, seconds)} of BF16, {copied / seconds:.1%} of the rate "
             "of a copy"
         )
-        rows.append(GpuRow(part="packing", what=name, measured=share))
+        rows.append(Figure(part="packing", what=name, measured=share))
     return rows
 
 
-def collectives(device: torch.device, *, small: bool) -> list[GpuRow]:
+def collectives(device: torch.device, *, small: bool) -> list[Figure]:
     """NCCL (gloo on a CPU) in a group of one: each collective that calibration calls, with each
     dtype.
     """
@@ -214,7 +215,7 @@ def collectives(device: torch.device, *, small: bool) -> list[GpuRow]:
     what = f"{backend}: all_reduce, broadcast, all_gather_object, barrier"
     dtypes = ", ".join(str(dtype)[6:] for dtype in SENT)
     return [
-        GpuRow(
+        Figure(
             part="collectives",
             what=what,
             measured=found,

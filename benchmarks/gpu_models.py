@@ -15,7 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_row import GpuRow, forget_peak, peak_bytes, wait_for
+from figures import Figure
+from gpu_row import forget_peak, peak_bytes, wait_for
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.pipeline import plan_before_measuring
@@ -53,7 +54,7 @@ DEPTH = {"glm-4.5-air": 46, "deepseek-v3.1": 61}
 # --- the tiny line --------------------------------------------------------------------------------
 
 
-def tiny_line(device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:
+def tiny_line(device: torch.device, folder: Path, *, small: bool) -> list[Figure]:
     """Calibrate, measure and write the shipped model on the device and on the CPU."""
     rows = []
     for name in LINES[:1] if small else LINES:
@@ -64,7 +65,7 @@ def tiny_line(device: torch.device, folder: Path, *, small: bool) -> list[GpuRow
             sides[side] = _line(name, folder / name / side, where, small=small)
             wait_for(device)
             rows.append(
-                GpuRow(
+                Figure(
                     part=name,
                     what=f"time, {side}",
                     measured=f"{time.perf_counter() - started:.1f} s",
@@ -97,7 +98,7 @@ def _line(
 
 def compared(
     name: str, device: tuple[dict[str, Any], Path], cpu: tuple[dict[str, Any], Path]
-) -> list[GpuRow]:
+) -> list[Figure]:
     """Tensors and figures of two runs."""
     found, expected = (_tensors(folder) for _, folder in (device, cpu))
     rewritten = "gptq" in name
@@ -106,7 +107,7 @@ def compared(
     different = [key for key in sorted(of_weights) if not _same(found.get(key), expected[key])]
     measured = f"{len(of_weights) - len(different)} of {len(of_weights)} tensors equal"
     rows = [
-        GpuRow(
+        Figure(
             part=name,
             what="bytes of the output but input scales",
             measured=measured + (f", not {different[0]}" if different else ""),
@@ -139,8 +140,8 @@ def compared(
     return rows
 
 
-def _within(part: str, what: str, apart: float, limit: float) -> GpuRow:
-    return GpuRow(
+def _within(part: str, what: str, apart: float, limit: float) -> Figure:
+    return Figure(
         part=part,
         what=what,
         measured=f"{apart:.2%}",
@@ -172,7 +173,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 # --- one wide layer -------------------------------------------------------------------------------
 
 
-def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:
+def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -> list[Figure]:
     """One decoder layer of a real model, of random weights: time, tokens a second, and the peak of
     the memory.
     """
@@ -194,12 +195,12 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
     minutes = seconds * DEPTH[model] / 60
     sizes = f"{len(data.ids)} x {data.ids.shape[1]} tokens, batches of {calibration.batch_size}"
     rows = [
-        GpuRow(
+        Figure(
             part=model,
             what=f"one layer, {sizes}",
             measured=f"{seconds:.1f} s, {tokens / seconds:.3g} tokens/s",
         ),
-        GpuRow(
+        Figure(
             part=model,
             what=f"{DEPTH[model]} such layers",
             measured=f"{minutes:.3g} min",
@@ -208,7 +209,7 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
     return [*rows, *_memory(model, plan, peak_bytes(device))]
 
 
-def _memory(model: str, plan: Plan, peaks: tuple[int, int]) -> list[GpuRow]:
+def _memory(model: str, plan: Plan, peaks: tuple[int, int]) -> list[Figure]:
     """The peaks of the device against what `keepmtp plan` says: what the allocator has runs out."""
     counted = stations(plan)[0].device_bytes
     rows = []
@@ -220,7 +221,7 @@ def _memory(model: str, plan: Plan, peaks: tuple[int, int]) -> list[GpuRow]:
             measured = f"{peak / 2**30:.3g} GiB, {peak / planned:.2f} of what is planned"
         expected = "at most what is planned" if peak else ""
         rows.append(
-            GpuRow(part=model, what=what, measured=measured, expected=expected, met=peak <= planned)
+            Figure(part=model, what=what, measured=measured, expected=expected, met=peak <= planned)
         )
     return rows
 

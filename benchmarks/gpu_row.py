@@ -1,4 +1,4 @@
-"""One line of the table of `make gpu-test`, and how time and memory of a device are taken.
+"""How time and memory of a device are taken.
 
 Easy to get wrong: a GPU computes later than it is asked to. A time counts only between two waits
 for it.
@@ -6,28 +6,8 @@ for it.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuRow:
-    """What was found.
-
-    Attributes:
-        part: of the program.
-        what: was measured or compared.
-        measured: for people.
-        expected: what it must be; "" for a figure that nothing is expected of.
-        met: whether it is that.
-    """
-
-    part: str
-    what: str
-    measured: str
-    expected: str = ""
-    met: bool = True
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int) -> float:

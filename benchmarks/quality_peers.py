@@ -10,7 +10,7 @@ Easy to get wrong: neither peer keeps the MTP block, and neither is helped. What
 this program.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +71,24 @@ class NoProcessor:
         """Saves nothing."""
 
 
+PEERS = {"llm-compressor": llm_compressor, "modelopt": modelopt}
+
+
 def main() -> None:
     """Run one peer."""
-    peer, file, folder, out = sys.argv[1], *map(Path, sys.argv[2:])
-    recipe = read_recipe(file)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("peer", choices=PEERS)
+    for name in ("recipe", "source", "out"):
+        parser.add_argument(name, type=Path)
+    chosen = parser.parse_args()
+    recipe = read_recipe(chosen.recipe)
     assert recipe.calibration is not None
-    data = calibration_data(recipe.calibration, open_source(folder))
+    data = calibration_data(recipe.calibration, open_source(chosen.source))
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="eager"
+        chosen.source, dtype=torch.bfloat16, attn_implementation="eager"
     )
     batches = [*data.ids.split(recipe.calibration.batch_size)]
-    {"llm-compressor": llm_compressor, "modelopt": modelopt}[peer](recipe, model, batches, out)
+    PEERS[chosen.peer](recipe, model, batches, chosen.out)
 
 
 if __name__ == "__main__":

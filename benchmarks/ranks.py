@@ -1,9 +1,8 @@
 """Several processes against one: the same calibrated run, from its data to a finished checkpoint.
 
-In: nothing. GLM-4.7's layout with narrow layers, under minmax. Out: a table, or JSON with --json;
-exit status 1 if a target is missed. Each process has one thread, and its processor time is counted
-from its first use of the plan on: states, statistics, figures and shards are in it, imports are
-not.
+In: nothing. GLM-4.7's layout with narrow layers, under minmax. Out: figures (figures.py).
+Each process has one thread, and its processor time is counted from its first use of the plan on:
+states, statistics, figures and shards are in it, imports are not.
 
 Easy to get wrong: this machine may have fewer cores than there are processes, and other work on
 them. So the figure is the processor time of the busiest process over that of the single one: what
@@ -11,24 +10,16 @@ is left of the work where each process has a device of its own. Waiting costs no
 every process runs at its own pace there; wall time is printed for what it is.
 """
 
-import argparse
 import json
 import os
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-from calibrating import LAYOUT
-from keepmtp.recipes.find import find_recipe
-from releases import source_layout, write_checkpoint
+from calibrating import SMALL, TINY, narrow, recipe_of
+from figures import Figure, output_of, run
 
 ROOT = Path(__file__).parent.parent
 SIZE = 4
@@ -36,89 +27,72 @@ REPEATS = 2
 # With four processes, each has a quarter of the text and of the shards, and all of the weights to
 # load and to round.
 MOST = 0.5
+# All processes of a run are forked from one that has imported everything.
 CHILD = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 from keepmtp.pipeline import plan_for, quantize
 import keepmtp.quantize.calibrate.run, keepmtp.quantize.write.writer
-recipe, source, out = sys.argv[1:]
-started, wall = time.process_time(), time.perf_counter()
-plan, text = plan_for(recipe, source=source)
-quantize(plan, text, out=Path(out), threads=1)
-print(json.dumps({"processor": time.process_time() - started, "wall": time.perf_counter() - wall}))
+recipe, source, out, size = sys.argv[1:]
+children = []
+for rank in map(str, range(int(size))):
+    child = os.fork()
+    if not child:
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        started, wall = time.process_time(), time.perf_counter()
+        plan, text = plan_for(recipe, source=source)
+        quantize(plan, text, out=Path(out), threads=1)
+        took = {"processor": time.process_time() - started, "wall": time.perf_counter() - wall}
+        os.write(1, (json.dumps(took) + "\\n").encode())
+        os._exit(0)
+    children.append(child)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
-def main() -> None:
-    """Measure, print, and fail on a missed target."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    as_json = parser.parse_args().json
-    with tempfile.TemporaryDirectory() as folder:
-        rows = list(measured(Path(folder)))
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    else:
-        table = Table(title=f"{SIZE} processes against one, {os.cpu_count()} cores")
-        for column in ("what", "measured", "target", "met"):
-            table.add_column(column)
-        for row in rows:
-            table.add_row(
-                row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]"
-            )
-        Console(width=140).print(table)
-    sys.exit(not all(row["met"] for row in rows))
-
-
-def measured(folder: Path) -> list[dict]:
-    """The rows of the table."""
-    source = folder / "source"
-    layout = source_layout("glm-4.7", size="tiny", changes=LAYOUT | {"num_hidden_layers": 6})
-    write_checkpoint(source, *layout, data="random")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "models" / "tiny-glm4-moe" / file, source / file)
-    words = yaml.safe_load(find_recipe("tiny-glm4-moe", scheme="nvfp4")[1]) | {"default": False}
-    words["calibration"] |= {"samples": 256, "held_out": 16, "batch_size": 8}
+def ranks(folder: Path, *, small: bool) -> Iterator[Figure]:
+    """A single process and several, in turns."""
+    size, repeats = (2, 1) if small else (SIZE, REPEATS)
+    layout = TINY | {"num_hidden_layers": 2} if small else {"num_hidden_layers": 6}
+    source = narrow(folder / "source", layout)
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(words, sort_keys=False))
-    runs: dict[int, list[list[dict]]] = {1: [], SIZE: []}
-    for number in range(REPEATS):
-        for size, found in runs.items():
-            found.append(run(recipe, source, folder / f"{size}-{number}", size))
+    text = SMALL if small else {"samples": 256, "held_out": 16, "batch_size": 8}
+    recipe.write_text(yaml.safe_dump(recipe_of("nvfp4", **text), sort_keys=False))
+    runs: dict[int, list[list[dict]]] = {1: [], size: []}
+    for number in range(repeats):
+        for processes, ended in runs.items():
+            ended.append(quantized(recipe, source, folder / f"{processes}-{number}", processes))
     # Of processor time the least is the truest: caches that others use only add to it.
     single = min(each["processor"] for (each,) in runs[1])
-    busiest, every = (
-        min(part(each["processor"] for each in found) for found in runs[SIZE])
-        for part in (max, sum)
-    )
-    same = weights(folder / "1-0") == weights(folder / f"{SIZE}-0")
+    busiest = min(max(each["processor"] for each in ended) for ended in runs[size])
+    every = min(sum(each["processor"] for each in ended) for ended in runs[size])
     many, one = (
-        min(max(each["wall"] for each in found) for found in runs[size]) for size in (SIZE, 1)
+        min(max(each["wall"] for each in ended) for ended in runs[count]) for count in (size, 1)
     )
-    walls = f"(wall {many:.0f} s against {one:.0f} s)"
-    return [
-        {
-            "what": "processor time of the busiest process",
-            "measured": f"{busiest:.1f} s against {single:.1f} s, {busiest / single:.2f}x {walls}",
-            "target": f"<= {MOST}x",
-            "met": busiest <= MOST * single,
-        },
-        {
-            "what": "processor time of all processes",
-            "measured": f"{every:.1f} s against {single:.1f} s, {every / single:.2f}x",
-            "target": f"<= {MOST * SIZE}x",
-            "met": every <= MOST * SIZE * single,
-        },
-        {
-            "what": "the same shards, byte for byte",
-            "measured": str(same),
-            "target": "True",
-            "met": same,
-        },
-    ]
+    yield Figure(
+        what=f"processor time of the busiest of {size} processes",
+        measured=f"{busiest:.1f} s against {single:.1f} s, {busiest / single:.2f}x "
+        f"(wall {many:.0f} s against {one:.0f} s)",
+        expected=f"<= {MOST}x",
+        met=busiest <= MOST * single,
+    )
+    yield Figure(
+        what=f"processor time of all {size} processes",
+        measured=f"{every:.1f} s against {single:.1f} s, {every / single:.2f}x",
+        expected=f"<= {MOST * SIZE}x",
+        met=every <= MOST * SIZE * single,
+    )
+    is_same = weights(folder / "1-0") == weights(folder / f"{size}-0")
+    yield Figure(
+        what=f"shards of {size} processes",
+        measured="the same" if is_same else "others",
+        expected="byte for byte those of one",
+        met=is_same,
+        at_any_size=True,
+    )
 
 
-def run(recipe: Path, source: Path, out: Path, size: int) -> list[dict]:
+def quantized(recipe: Path, source: Path, out: Path, size: int) -> list[dict]:
     """One run by so many processes; what each of them says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -130,24 +104,9 @@ def run(recipe: Path, source: Path, out: Path, size: int) -> list[dict]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    environment = os.environ | shared | own
-    words = [sys.executable, "-c", CHILD, str(recipe), str(source), str(out)]
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-    ended = [process.communicate() for process in started]
-    for process, (_, said) in zip(started, ended, strict=True):
-        if process.returncode:
-            sys.exit(said[-3000:])
-    return [json.loads(said.splitlines()[-1]) for said, _ in ended]
+    words = [sys.executable, "-c", CHILD, str(recipe), str(source), str(out), str(size)]
+    said = output_of(words, cwd=ROOT, env=os.environ | shared | own)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 def weights(out: Path) -> dict[str, bytes]:
@@ -156,4 +115,4 @@ def weights(out: Path) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, {"ranks": ranks})

@@ -2,26 +2,23 @@
 asks of the Hub.
 
 In: nothing; synthetic checkpoints in a temporary folder, of 3.5 GB and of 1.2 GB, and one of full
-size that is mostly holes, on a Hub on loopback. Out: a table, or JSON with --json; exit status 1 if
-a target is missed. All sides read pages that are in memory: a disk makes the ratios smaller.
+size that is mostly holes, on a Hub on loopback. Out: figures (figures.py). All sides read pages
+that are in memory: a disk makes the ratios smaller.
 """
 
-import argparse
 import json
 import os
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import hub as loopback
 from checkpoint_files import Checkpoint, write
+from figures import Figure, run
 from good import ours, planned
 from huggingface_hub import constants
 from keepmtp.checkpoints.safetensors_file import lay_out
@@ -31,7 +28,7 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.own_values import refuse_broken_values
 from keepmtp.validate.check.reading import Stretch, chosen, joined, summaries
-from writing import synthetic
+from writer import synthetic
 from written_values import opened
 
 REPEATS = 5
@@ -41,37 +38,14 @@ WIDE = {
     "n_routed_experts": 32,
     "num_hidden_layers": 5,
 }
-GOAL, SHARE_OF_A_RUN, SHARE_OF_THE_SCALES = 3.0, 0.15, 0.05
+# 0.92 to 0.94 times were measured, and 9 to 14 % of a run.
+TIMES_OF_READING, SHARE_OF_A_RUN, SHARE_OF_THE_SCALES = 1.5, 0.2, 0.05
 
 
-def main() -> None:
-    """Measure, print, and fail on a missed target."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    as_json = parser.parse_args().json
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [
-            read_all(Path(folder) / "checkpoint"),
-            own_output(Path(folder)),
-            *on_the_hub(Path(folder)),
-        ]
-    if as_json:
-        print(json.dumps(rows, indent=2))
-    else:
-        table = Table(title="keepmtp: the values of a checkpoint")
-        for column in ("what", "measured", "target", "met"):
-            table.add_column(column)
-        for row in rows:
-            table.add_row(
-                row["what"], row["measured"], row["target"], "yes" if row["met"] else "[red]NO[/]"
-            )
-        Console(width=140).print(table)
-    sys.exit(not all(row["met"] for row in rows))
-
-
-def read_all(folder: Path) -> dict:
+def read_all(folder: Path, *, small: bool) -> Iterator[Figure]:
     """The best of interleaved repeats of both."""
-    runtime = opened(write(folder, ours("glm-4.7", "NVFP4A16", **WIDE)))
+    folder, sizes = folder / "checkpoint", {} if small else WIDE
+    runtime = opened(write(folder, ours("glm-4.7", "NVFP4A16", **sizes)))
     entries = chosen(runtime, "all")
     stretches = joined(runtime.source, entries)
     num_bytes = sum(entry.num_bytes for entry in entries)
@@ -81,18 +55,17 @@ def read_all(folder: Path) -> dict:
         best["judged"] = min(best["judged"], seconds(lambda: summaries(runtime, entries)))
     ratio = best["judged"] / best["read"]
     rates = [num_bytes / best[side] / 1e9 for side in ("judged", "read")]
-    return {
-        "what": f"{num_bytes / 1e9:.1f} GB, {len(entries):,} tensors, {os.cpu_count()} threads",
-        "ratio": ratio,
-        "measured": f"{rates[0]:.1f} GB/s, reading alone {rates[1]:.1f}: {ratio:.2f} times its time",
-        "target": f"<= {GOAL:g} times",
-        "met": ratio <= GOAL,
-    }
+    yield Figure(
+        what=f"{num_bytes / 1e9:.1f} GB, {len(entries):,} tensors, {os.cpu_count()} threads",
+        measured=f"{rates[0]:.1f} GB/s, reading alone {rates[1]:.1f}: {ratio:.2f} times its time",
+        expected=f"<= {TIMES_OF_READING:g} times",
+        met=ratio <= TIMES_OF_READING,
+    )
 
 
-def own_output(folder: Path) -> dict:
+def own_output(folder: Path, *, small: bool) -> Iterator[Figure]:
     """The part of a run of quantize that reads its own output before it gets its name."""
-    source = synthetic(folder / "source", num_layers=5)
+    source = synthetic(folder / "source", num_layers=5, small=small)
     plan, text = plan_for("glm-4.7", source=str(source), scheme="nvfp4a16-fp8")
     best = {"whole": float("inf"), "values": float("inf")}
     for repeat in range(3):
@@ -102,24 +75,21 @@ def own_output(folder: Path) -> dict:
         best["values"] = min(best["values"], seconds(reads))
     share = best["values"] / best["whole"]
     num_bytes = sum(entry.num_bytes for entry in chosen(opened(out), "unpacked"))
-    return {
-        "what": (
-            f"own output, {plan.num_bytes_after / 1e9:.1f} GB, of which {num_bytes / 1e9:.2f} GB "
-            "are read"
-        ),
-        "ratio": share,
-        "measured": f"{share:.1%} of the run's time",
-        "target": f"<= {SHARE_OF_A_RUN:.0%}",
-        "met": share <= SHARE_OF_A_RUN,
-    }
+    yield Figure(
+        what=f"own output, {plan.num_bytes_after / 1e9:.1f} GB, of which {num_bytes / 1e9:.2f} GB are read",
+        measured=f"{share:.1%} of the run's time",
+        expected=f"<= {SHARE_OF_A_RUN:.0%}",
+        met=share <= SHARE_OF_A_RUN,
+    )
 
 
-def on_the_hub(folder: Path) -> list[dict]:
+def on_the_hub(folder: Path, *, small: bool) -> Iterator[Figure]:
     """Bytes and requests of a quantization of GLM-4.7 at full size: our order of tensors, and that
     of their names.
     """
-    plan = planned("glm-4.7", "NVFP4", "bf16", "full")
-    checkpoint = ours("glm-4.7", "NVFP4", size="full")
+    size = "tiny" if small else "full"
+    plan = planned("glm-4.7", "NVFP4", "bf16", size)
+    checkpoint = ours("glm-4.7", "NVFP4", size=size)
     by_name = Checkpoint(config=checkpoint.config, tensors=dict(sorted(checkpoint.tensors.items())))
     places = {
         "ours": written(folder / "ours", checkpoint, plan),
@@ -132,10 +102,11 @@ def on_the_hub(folder: Path) -> list[dict]:
         )
         for name, place in places.items():
             hub.link(f"org/{name.replace(' ', '-')}", place)
-        return [fetched(name, f"org/{name.replace(' ', '-')}") for name in places]
+        for name in places:
+            yield fetched(name, f"org/{name.replace(' ', '-')}")
 
 
-def fetched(name: str, repo: str) -> dict:
+def fetched(name: str, repo: str) -> Figure:
     """What `scalars` and `scales` would ask for; the scalars are fetched."""
     runtime = opened(repo)
     num_bytes = sum(entry.num_bytes for entry in runtime.source.entries.values())
@@ -149,14 +120,12 @@ def fetched(name: str, repo: str) -> dict:
         for level, (size, count) in asked.items()
     )
     ratio = asked["scalars"][0] / asked["scales"][0]
-    return {
-        "what": f"Hub, {num_bytes / 1e9:,.0f} GB, tensors in order: {name}",
-        "asked": asked,
-        "seconds": took,
-        "measured": f"{words}; scalars fetched in {took:.0f} s",
-        "target": f"scalars <= {SHARE_OF_THE_SCALES:.0%} of the scales",
-        "met": ratio <= SHARE_OF_THE_SCALES,
-    }
+    return Figure(
+        what=f"Hub, {num_bytes / 1e9:,.0f} GB, tensors in order: {name}",
+        measured=f"{words}; scalars fetched in {took:.0f} s",
+        expected=f"scalars <= {SHARE_OF_THE_SCALES:.0%} of the scales",
+        met=ratio <= SHARE_OF_THE_SCALES,
+    )
 
 
 def written(folder: Path, checkpoint: Checkpoint, plan: Plan) -> Path:
@@ -197,4 +166,4 @@ def seconds(work) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, {"reading": read_all, "own": own_output, "hub": on_the_hub})

@@ -5,7 +5,8 @@ the disk itself, so it survives a power cut. And `ScratchFolder`: a folder for w
 while a run lasts.
 
 Easy to get wrong: a file that is written under its own name. A reader, or the next run, can then
-find half of it. Each file here has the name NAME.partial until it is whole. And an old scratch
+find half of it. Each file here has the name NAME.partial until it is whole. A link that somebody
+has put at such a name leads elsewhere what is written or removed there. And an old scratch
 folder may belong to a run that is still at work. The kernel holds a lock on each of them for as
 long as its process lives, and a folder gets its name only once it is locked.
 """
@@ -15,11 +16,12 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
+from tempfile import TemporaryFile, gettempdir, mkdtemp
 
 from ..recipes.errors import CheckpointError, RecipeError, size_in_words
 
@@ -86,6 +88,85 @@ def refuse_name(path: Path) -> None:
         ) from error
 
 
+def refuse_strange(path: Path, *, below: bool = False, is_alone: bool = False) -> None:
+    """Refuse what was put at a name that keepmtp writes or removes.
+
+    Args:
+        path: such a name; there may be nothing.
+        below: whether all names in this folder are such names, too.
+        is_alone: whether a file is written where it is, so that no hard link may share its bytes.
+
+    Raises:
+        RecipeError: no file or folder, or not this user's.
+    """
+    left = [path]
+    for each in left:
+        with suppress(FileNotFoundError):  # of a run that is at work
+            state = each.lstat()
+            got = ""
+            if stat.S_ISLNK(state.st_mode):
+                got = "a link"
+            elif not (stat.S_ISDIR(state.st_mode) or stat.S_ISREG(state.st_mode)):
+                got = "a pipe or a device"
+            elif state.st_uid != os.geteuid() and state.st_uid != _owner_in(each.parent):
+                got = "another user's"
+            elif is_alone and stat.S_ISREG(state.st_mode) and state.st_nlink > 1:
+                got = "a hard link"
+            if got:
+                raise RecipeError(
+                    each,
+                    "what keepmtp writes or removes must be a file or a folder of your own",
+                    got=got,
+                    cure="Move it away",
+                )
+            if below and stat.S_ISDIR(state.st_mode):
+                left += each.iterdir()
+
+
+def _owner_in(folder: Path) -> int:
+    """The owner of what is made there: a network's disk may give all files one."""
+    with TemporaryFile(dir=folder) as made:
+        return os.fstat(made.fileno()).st_uid
+
+
+def fresh(path: Path) -> Path:
+    """The path of a file that is written anew: what a killed run left there is gone, so that its
+    other names keep their bytes.
+
+    Raises:
+        RecipeError: see `refuse_strange`.
+    """
+    refuse_strange(path)
+    path.unlink(missing_ok=True)
+    return path
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it; of a link, the link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def making(path: Path) -> Iterator[Path]:
+    """The name of a file until it is whole. It gets its own at the end; after an error nothing is
+    left, since a full disk needs the room.
+
+    Raises:
+        RecipeError: see `refuse_strange`.
+    """
+    refuse_strange(path)
+    partial = fresh(partial_path(path))
+    try:
+        yield partial
+        complete(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def complete(path: Path) -> None:
     """Give the file or folder at `partial_path(path)` its own name; an older file of that name is
     replaced.
@@ -115,8 +196,8 @@ def write_whole(path: Path, text: str) -> Path:
         ) from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path(path).write_bytes(raw)
-        complete(path)
+        with making(path) as partial, open(partial, "xb") as file:
+            file.write(raw)
     except OSError as error:
         raise unwritable(path, error) from error
     return path
@@ -212,12 +293,12 @@ def _locked(folder: Path) -> int | None:
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:  # the run that had it gave it its final name just now
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(folder)):
                 return descriptor
         except FileNotFoundError:
             pass

@@ -24,12 +24,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from ..recipes.errors import CheckpointError
 from ..recipes.frozen import Advance, Bar
 from .fact import Count, Fact
-from .files import naming_file, refuse_name, write_whole
+from .files import naming_file, refuse_name, refuse_strange, write_whole
 from .safetensors_file import open_regular
 
 CACHE = ".hashes.json"
@@ -70,6 +70,7 @@ class FileStamp(Fact):
     inode: int
     mtime_ns: int
     ctime_ns: int
+    num_links: int = Field(default=1, exclude=True, repr=False)
 
 
 class _Seen(Fact):
@@ -111,6 +112,9 @@ def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = Non
         (path for path in files if not files[path].sha256), key=lambda path: -files[path].num_bytes
     )
     if unread:
+        if cache is not None:
+            for path in (cache, cache / CACHE):
+                refuse_strange(path)
         bar: AbstractContextManager[Advance] = nullcontext(lambda _: None)
         if watch is not None:
             bar = watch(sum(files[path].num_bytes for path in unread))
@@ -209,20 +213,18 @@ def states_of(folder: Path, names: Iterable[str]) -> dict[str, FileStamp]:
                 inode=found.st_ino,
                 mtime_ns=found.st_mtime_ns,
                 ctime_ns=found.st_ctime_ns,
+                num_links=found.st_nlink,
             )
     return states
 
 
-def refuse_changed(
-    folder: Path, states: Mapping[str, FileStamp], *, cure: str, is_linked: bool = False
-) -> None:
+def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) -> None:
     """Refuse a checkpoint that was written to since it was opened.
 
     Args:
         folder: the checkpoint.
         states: of its files when it was opened.
         cure: what to do.
-        is_linked: this run has given them further names.
 
     Raises:
         CheckpointError: names the files.
@@ -231,8 +233,9 @@ def refuse_changed(
     changed = []
     for name, state in states.items():
         found = now.get(name)
-        if found is not None and is_linked:
-            found = found.model_copy(update={"ctime_ns": state.ctime_ns})
+        if found is not None and found.num_links != state.num_links:  # that is a change, too
+            same = {"ctime_ns": state.ctime_ns, "num_links": state.num_links}
+            found = found.model_copy(update=same)
         if found != state:
             changed.append(name)
     if changed:

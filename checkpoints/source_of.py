@@ -7,6 +7,7 @@ Easy to get wrong: the record has only the folder's name, and that folder may ho
 by now. It is taken only if its files have the recorded sizes.
 """
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
@@ -86,6 +87,27 @@ def folder_it_was_made_from(checkpoint: Path) -> Path | None:
         return Path(recorded_source(opened, cure=""))
     except (RecipeError, CheckpointError):  # whoever needs no source refuses a stranger's record
         return None
+
+
+def release_of(checkpoint: Source, native: Collection[str]) -> str:
+    """The release that a tool has quantized this checkpoint from: by keepmtp.json, by config.json,
+    or in words. "" where it has none behind it.
+
+    Args:
+        checkpoint: with weights that are quantized.
+        native: each quant_method that releases are published with.
+
+    Raises:
+        CheckpointError: the record is not keepmtp's.
+    """
+    path = small_file(checkpoint, RECORD)
+    if path is not None:
+        return read_record(path).source.name
+    config = checkpoint.config
+    said = config.get("quantization_config") or checkpoint.text_config.get("quantization_config")
+    if isinstance(said, Mapping) and said.get("quant_method") in native:
+        return ""
+    return str(config.get("_name_or_path") or "the release that it was made from")
 
 
 def refuse_stranger(checkpoint: Source, source: Source) -> None:

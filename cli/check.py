@@ -7,6 +7,7 @@ Easy to get wrong: the JSON lines have names of their own, which other programs 
 they stay when a field of check.json gets another name.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -68,7 +69,7 @@ def check(
     target and draft classes and loaders judge too, on meta tensors for a GPU that need not be
     there: every parameter must be written, every tensor used, and each layer must get a kernel.
     With --vllm, other versions load it: their Python is fetched once, and runs over the installed
-    packages.
+    packages, with your rights. So does that of a folder or wheel: name only one that you trust.
 
     A model that has no MTP block is judged in part: its packed weights, layers and index, but no
     names of vLLM's.
@@ -102,8 +103,8 @@ def check(
         gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
         num_drafts: num_speculative_tokens.
         draft: The draft's own checkpoint, where it has one.
-        vllms: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM;
-            repeatable. Default: the installed one.
+        vllms: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM, whose
+            Python then runs here; repeatable. Default: the installed one.
         static_only: No vLLM, whatever --gpu says.
         html: Also write report.json and report.html there.
         record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
@@ -142,9 +143,14 @@ def check(
     loads: Json = {"runtimes": servers}
     if is_dry:
         loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
+        from ..validate.dryload.versions import named
+
         loads |= {"draft": draft, "vllms": vllms or ()}
         if not vllms:
             chosen_vllm()
+        for word in named(vllms or ()):
+            if os.path.exists(word):
+                say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
     keep, status = None, 0
     if record:
         keep = recorder(paths, err)

@@ -105,13 +105,16 @@ def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
     """1 for a regression in what this command measures; 3 if the prompts are too few to compare
     acceptance.
 
-    Without a source nothing is compared, by choice.
+    Without a source nothing is compared, by choice; nor is one without an MTP block.
     """
+    from ..validate.report.drafted import has_no_block
     from ..validate.report.gates import verdict_on
 
     if verdict_on(judged, _OWN_GATES) == "regression":
         return FINDINGS
-    return OF_VERDICT[verdict_on(judged, ("acceptance",))] if found.source else 0
+    if found.source is None or has_no_block(found, None):
+        return 0
+    return OF_VERDICT[verdict_on(judged, ("acceptance",))]
 
 
 def _parts(

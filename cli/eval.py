@@ -143,8 +143,9 @@ def evaluate(
         session.err.print(model_code.OPEN, highlight=False)
     asked = [lm_eval_task.questions(one, runs_code=run_model_code) for one in protocols]
     for one in protocols:
-        for checkpoint in filter(None, (session.opened, session.original)):
-            tasks.refuse_model(checkpoint, one, session.extra)
+        tasks.refuse_model(session.opened, one, session.extra)
+        if session.original is not None:
+            tasks.refuse_model(session.original, one, session.extra, is_original=True)
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
@@ -167,6 +168,8 @@ def evaluate(
     gated = {"drafting", fact.protocol.task, *_OF_THE_SOURCE}
     if not fact.source:
         gated = {"drafting"}
+    elif not fact.source.drafts:
+        gated.remove("acceptance")
     status = OF_VERDICT[verdict_on(judgement, gated)]
     parts = chain(shown(fact, judgement), [session.places])
     answer(found, parts, as_json=served.as_json, status=status)
@@ -225,6 +228,8 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
         for one in task.evaluated:
             if one.as_served != "native":
                 yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
+            if not one.drafts:
+                yield f"The {one.title} has no MTP block: it was served with MTP off."
             if one.sittings > 1:
                 yield f"The {one.title} was asked in {one.sittings} sittings."
         protocol = task.protocol

@@ -129,6 +129,8 @@ def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
     if tuple(servers) != ("vllm",):
         names = {"vllm": f"vLLM {found.judged_by}", "sglang": f"SGLang {VERSION} (not run)"}
         words += f"; judged for {', '.join(names[each] for each in servers)}"
+    if unjudged := found.facts.num_unjudged:
+        words += f"; {counted(unjudged, 'module')} of the vision tower: not judged without --gpu"
     return Text.assemble(verdict, f" {printable(found.path)}: {words}")
 
 

@@ -83,6 +83,7 @@ class ModelOptions:
             the recipe's.
         calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
             default: the recipe's, else ultrachat-256x2048.
+        requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.
     """
@@ -93,6 +94,7 @@ class ModelOptions:
     mtp: str | None = None
     calibration: str | None = None
     mtp_source: MtpSourceOption = None
+    requantize: bool = False
     trust_remote_code: bool = False
 
     def recipe(self) -> "Recipe":

@@ -143,7 +143,8 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     schemes = sorted({t.scheme or "plain" for t in plan.mtp if len(t.shape) >= 2})
     block = f"stored as {', '.join(schemes)}"
     if schemes == ["plain"]:
-        block = "kept in BF16"
+        dtypes = Counter(output.dtype for tensor in plan.mtp for output in tensor.outputs)
+        block = f"kept in {dtypes.most_common(1)[0][0]}"
     if any(tensor.tuned for tensor in plan.tensors):
         block = f"tuned, {block}"
     size = size_in_words(plan.num_bytes_after)
@@ -267,6 +268,8 @@ def will_do(plan: Plan) -> Iterator[str]:
         if tuned.guard:
             kinds = ", ".join(texts.title for texts in tuned.guard)
             yield f"Guards: it may not be worse on {kinds} either; none of that is trained on."
+        elif not plan.calibration.also:
+            yield "It will be judged on one kind of text alone; mtp_tuned.guard names others."
     says = (
         "the block is run on the backbone's hidden states, and its acceptance is measured "
         "without a server."

@@ -203,7 +203,13 @@ def init(
 
 
 def _text(model: str, out: Path, mtp_source: str | None) -> str:
-    from ..quantize.plan.checkpoint_as_model import family_mapping, fitting, model_word, opened
+    from ..quantize.plan.checkpoint_as_model import (
+        family_mapping,
+        fitting,
+        model_word,
+        opened,
+        refuse_unfit,
+    )
     from ..recipes.family_wide import text_of
     from ..recipes.find import named_file
 
@@ -220,10 +226,9 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         return file.path.read_text()
     source = opened(word, mtp_source)
     raw = family_mapping(source)
-    if source.mtp_source is not None:
-        raw["mtp_source"] = {"source": mtp_source, "revision": source.mtp_source.revision}
     variants = list(fitting(source, raw))
     if not variants:
+        refuse_unfit(source, raw, raw["default"])  # which says why
         raise RecipeError(
             source.where,
             "a variant of its family must fit",

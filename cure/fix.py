@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
-from ..validate.check.check import Checked, examine
+from ..validate.check.check import Checked, examine, examine_source
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
@@ -25,6 +25,11 @@ from .rewritten import Rewritten, rewrite
 
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
+# What a list must say hangs on the numbers of layers: these end a round.
+_OF_NUMBERS: tuple[Fix, ...] = (
+    fixes.mtp_count_is_what_is_there,
+    fixes.mtp_names_have_the_promised_number,
+)
 LIST_FIXES: tuple[tuple[str, Fix], ...] = (
     ("config-group", fixes_lists.lists_say_what_is_stored),
     ("form", fixes_lists.lists_say_what_is_stored),
@@ -36,6 +41,7 @@ FIXES: tuple[tuple[str, Fix], ...] = (
     ("unindexed", fixes.mtp_files_are_indexed),
     ("mtp-not-promised", fixes.mtp_count_is_what_is_there),
     ("mtp-missing", fixes.mtp_count_is_what_is_there),
+    ("mtp-missing", fixes.mtp_names_have_the_promised_number),
     ("config", fixes.layer_types_are_cut),
     ("mtp-prefix", fixes.mtp_names_lose_a_prefix),
     ("kv-scales", fixes.kv_scales_leave),
@@ -109,7 +115,7 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
 def settled(
     checked: Checked,
     proposal: Proposal,
-    fixes: Iterable[tuple[str, Fix]],
+    rows: Iterable[tuple[str, Fix]],
     progress: Say = lambda doing: None,
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
@@ -117,23 +123,25 @@ def settled(
     Args:
         checked: what the check finds of `proposal` as it is; further changes are made to copies.
         proposal: to begin with.
-        fixes: rows as in FIXES.
+        rows: as in FIXES.
         progress: gets a line for each check.
     """
     best = checked, proposal
     for _ in range(_MAX_ROUNDS):
         rules = {finding.rule for finding in checked.data.findings}
-        cures = dict.fromkeys(cure for rule, cure in fixes if rule in rules)
+        cures = dict.fromkeys(cure for rule, cure in rows if rule in rules)
         if checked.runtime is None or not cures:
             break
         had = len(proposal.edits)
         proposal = proposal.copy()
         for cure in cures:
             cure(Faulty(checked.runtime, checked.data.findings, proposal))
+            if cure in _OF_NUMBERS and len(proposal.edits) > had:
+                break
         if len(proposal.edits) == had:
             break
         progress(f"{proposal.source.where}: check of what it would be")
-        checked = proposal.examined()
+        checked = proposal.examined(checked.runtime.vllm)
         if _weight(checked.data) < _weight(best[0].data):
             best = checked, proposal
     return best
@@ -157,19 +165,28 @@ def _outcome(checked: Checked, progress: Say = lambda doing: None) -> Outcome:
 def with_commands(checked: Checked) -> Checked:
     """A check whose findings end with the command that cures them, where there is one.
 
-    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
+    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and
+    SGLang's rules judge what is left.
     """
     data = checked.data
     commands = dict[Finding, str]()
     of_cures = dict[str, str]()
     static = [each for each in data.findings if each.origin == "static"]
     own = tuple(each for each in static if each.runtime == "vllm")
+    of_sglang = [each for each in static if each.runtime == "sglang"]
     if checked.source is None or not static:
         return checked
     try:
         with time_limit():
+            if of_sglang:
+                own = examine_source(checked.source).data.findings
             alone = data.model_copy(update={"findings": own})
             outcome = _outcome(checked._replace(data=alone))
+            cured = [*outcome.cured]
+            if of_sglang and outcome.proposal.edits:
+                after = examine_source(outcome.proposal.outcome(), runtimes=("sglang",))
+                left = {each.key for each in after.data.findings}
+                cured += [each for each in of_sglang if each.key not in left]
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
     # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
@@ -179,7 +196,7 @@ def with_commands(checked: Checked) -> Checked:
     is_good = all(each.key in known and each.rule != "layer-missing" for each in errors)
     for each in static:
         commands[each] = cure_elsewhere(each, outcome)
-        if is_good and each in outcome.cured:
+        if is_good and each in cured:
             commands[each] = f"keepmtp fix {shlex.quote(outcome.proposal.source.where)} --out NEW"
         of_cures[each.cure] = commands[each]
     findings = []

@@ -55,6 +55,8 @@ def mtp_count_is_what_is_there(faulty: Faulty) -> None:
     key = view.mtp_count_key
     found = len(runtime.found) // view.num_mtp_parts
     is_beyond = max(runtime.found, default=runtime.promised) >= runtime.promised
+    modules = view.required_mtp_modules(sorted(runtime.found))
+    is_beyond &= not (runtime.found and runtime.placed.keys() >= {*modules})
     if view.layout.mtp is None and runtime.promised and is_beyond:
         # The tensors that join embedding and hidden state show which layer is the MTP layer.
         key = view.family.num_layers_key
@@ -66,6 +68,23 @@ def mtp_count_is_what_is_there(faulty: Faulty) -> None:
         return
     if found:
         proposal.set(CONFIG, (*_holder(proposal, key), key), found, why)
+
+
+def mtp_names_have_the_promised_number(faulty: Faulty) -> None:
+    """MTP layers that are all there under numbers that are too high."""
+    runtime = faulty.runtime
+    view = runtime.view
+    first = min(runtime.found, default=0)
+    if not first or not view.is_number_wrong(runtime.found):
+        return
+    for index in sorted(runtime.found):
+        old = view.mtp_stem(index)
+        new = view.mtp_stem(index - first)
+        why = f"config.json promises the MTP layer as {new}*"
+        for name, entry in runtime.source.entries.items():
+            if name.startswith(old):
+                renamed = HFName(new + name.removeprefix(old))
+                faulty.proposal.retensor(entry, replace(entry, name=renamed), why)
 
 
 def layer_types_are_cut(faulty: Faulty) -> None:

@@ -120,7 +120,7 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
         error = module.resolution.error
         is_hit = "scheme" in error or "not all shards" in error or _builds_plain(module)
         if module.loads_quantized and _is_packed(module) and is_hit:
-            dialect = runtime.draft_dialect if module.part == "mtp" else runtime.dialect
+            dialect = runtime.dialect_of(module)
             for entry in dialect.entries:
                 for name in (module.name, *module.shards):
                     if entry.where != "targets" and dialect.hits(entry, name):
@@ -138,14 +138,14 @@ def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
             packed += [module.name, *module.shards]
         if module.part == "mtp" and module.loads_quantized and not _is_plain(module):
             quantized.add(module.layer)
-    layers: dict[tuple[Part, int | None], list[Module]] = defaultdict(list)
+    stems: dict[tuple[Part, str], list[Module]] = defaultdict(list)
     for module in missed:
-        layers[module.part, module.layer].append(module)
+        stems[module.part, runtime.stem_of(module)].append(module)
     found: dict[str, None] = {}
-    for (part, layer), modules in layers.items():
-        is_plain = part == "mtp" and layer not in quantized
-        if of_stem and is_plain and layer is not None:
-            entry = _spelled(of_stem, runtime.view.runtime_stem(part, layer))
+    for (part, stem), modules in stems.items():
+        is_plain = part == "mtp" and modules[0].layer not in quantized
+        if of_stem and stem and (is_plain or modules[0].role == "vision"):
+            entry = _spelled(of_stem, stem)
             if not _reached(runtime, part, [entry], packed):
                 found[entry] = None
                 # vLLM looks for the parts of a fused module before it looks at modelopt's patterns.

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from ..checkpoints.files import WORK, within, write_at
+from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.safetensors_file import Entry, total_bytes
@@ -133,7 +133,7 @@ def plan_graft(
         )
     proposal = Proposal(quantized)
     _count_mtp_layers(proposal, source.config, family)
-    view = FamilyView(family=family, config=proposal.value(CONFIG, ()))
+    view = FamilyView(family, proposal.value(CONFIG, ()), quantized.entries)
     runtime = RuntimeView(source=quantized, view=view)
     # Whole or not, also under a wrong prefix.
     both = (*quantized.entries.values(), *quantized.unindexed.values())
@@ -263,6 +263,7 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
     source = graft.plan.source
     lines = folder / "ranges.jsonl"
     lock = Lock()
+    refuse_strange(folder, below=True, is_alone=True)
     folder.mkdir(parents=True, exist_ok=True)
     lines.touch()
     done = set[tuple[str, int, int]]()

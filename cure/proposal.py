@@ -23,6 +23,7 @@ from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, small_bytes, small_object
 from ..recipes.errors import CheckpointError, printable
 from ..recipes.family import HFName
+from ..recipes.runtimes.vllm import NEWEST
 from ..validate.check.check import Checked, examine_source
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.facts.findings import Finding
@@ -275,9 +276,9 @@ class Proposal:
         tensors = {"entries": entries, "unindexed": unindexed}
         return replace(self.source, config=config, changed=self.files(), **tensors)
 
-    def examined(self) -> Checked:
-        """What the check finds of it, from headers."""
-        return examine_source(self.outcome())
+    def examined(self, vllm: str = NEWEST) -> Checked:
+        """What the check finds of it for a version of vLLM, from headers."""
+        return examine_source(self.outcome(), vllm=vllm)
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""

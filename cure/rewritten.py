@@ -21,7 +21,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,16 +34,19 @@ from ..checkpoints.files import (
     WORK,
     complete,
     held,
+    making,
     naming_file,
     nearest_folder,
     partial_path,
     refuse_name,
     refuse_small_disk,
+    refuse_strange,
+    remove,
     sync,
     within,
     write_whole,
 )
-from ..checkpoints.identity import refuse_changed, states_of
+from ..checkpoints.identity import FileStamp, refuse_changed, states_of
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, lay_out
 from ..checkpoints.source import Source, read
@@ -164,26 +167,39 @@ def rewrite(
         # What the same command kept for itself stays.
         for path in partial.iterdir():
             if path.name != WORK or (begun is not None and begun.command != command):
-                _remove(path)
+                remove(path)
+        states = _unchanged(source, source.states)
         write_whole(partial / _STAMP, Rewritten(command=command).model_dump_json())
         make_shards(partial)
         for name, entries in again.items():
             _write_shard(within(partial, name), entries, proposal, written)
         for name, data in small.items():
-            path = within(partial, name)
-            partial_path(path).write_bytes(data)
-            complete(path)
+            with making(within(partial, name)) as path:
+                path.write_bytes(data)
+        states = _unchanged(source, states)
         if source.folder is not None:
             for name in kept:
                 _link(source.folder / name, within(partial, name))
-            refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
+        states = _unchanged(source, states)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
         done = Rewritten(command=command, new=tuple(sorted(new)), kept=tuple(kept), folder=out)
         write_whole(partial / _STAMP, done.model_dump_json())
+        _unchanged(source, states)
         complete(out)
     _tidy(out)
     return done
+
+
+def _unchanged(source: Source, states: Mapping[str, FileStamp]) -> Mapping[str, FileStamp]:
+    """The states of the old folder's files now, if none was written to since it had these.
+
+    What links them also changes their ctime: it is asked before they are linked, and after it.
+    """
+    if source.folder is None:
+        return states
+    refuse_changed(source.folder, states, cure=_CHANGED)
+    return states_of(source.folder, states)
 
 
 def _link(old: Path, new: Path) -> None:
@@ -306,13 +322,10 @@ def kept_files(source: Source) -> tuple[str, ...]:
 
 def _tidy(out: Path) -> None:
     """Remove what only an unfinished folder needs."""
+    refuse_strange(out / WORK, below=True)
     for path in (out / WORK).iterdir():
         if path != out / _STAMP:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            remove(path)
 
 
 def _states(source: Source) -> list[Any]:

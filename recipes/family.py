@@ -137,6 +137,22 @@ class Renames:
     substrings: Mapping[str, str] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
+    def read(self, name: str) -> str:
+        """A name as vLLM reads it."""
+        for rules in (self.substrings, self.prefixes):
+            for old, new in rules.items():
+                if rules is self.substrings or name.startswith(old):
+                    name = name.replace(old, new, 1)
+        return name
+
+    def sources(self, name: str) -> list[str]:
+        """What a rule may have made this name of."""
+        found = [name.replace(new, old, 1) for old, new in self.substrings.items() if new]
+        for old, new in self.prefixes.items():
+            if name.startswith(new):
+                found.append(old + name.removeprefix(new))
+        return found
+
 
 @frozen
 class Loader:
@@ -160,6 +176,8 @@ class Loader:
             all.
         builds_as_drafted: vLLM builds an MTP layer for each drafted token, and leaves alone those
             beyond.
+        plain_alone: of embedding and head, what target or draft cannot load in a packed form,
+            although the target builds it as the config says.
     """
 
     unknown_name: Literal["KeyError", "ValueError", ""] = "KeyError"
@@ -175,6 +193,7 @@ class Loader:
     )
     num_layers_used: int = 0
     builds_as_drafted: bool = False
+    plain_alone: tuple[Role, ...] = ()
 
     def most_layers(self, num_drafts: int) -> int:
         """MTP layers that vLLM builds at most, to draft `num_drafts` tokens a step; 0 for all."""
@@ -202,6 +221,8 @@ class Layout:
         top: modules outside layers.
         mtp_top: modules of the MTP block outside its layers.
         opaque: (prefix on disk, prefix in vLLM, role) of parts that keepmtp copies whole.
+        vision: their matrices by vLLM's names, `{}` for each number; () where vLLM builds all of
+            them without a quantization config, None where it was not asked.
         unread: prefixes on disk of those parts that vLLM drops on purpose.
         head: the target's head on disk.
         draft_head: a head that the draft constructs with the quantization config although it uses
@@ -222,6 +243,7 @@ class Layout:
     top: tuple[Row, ...]
     mtp_top: tuple[Row, ...] = ()
     opaque: tuple[tuple[str, str, Role], ...] = ()
+    vision: tuple[Row, ...] | None = None
     unread: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     draft_head: str = ""
@@ -341,12 +363,15 @@ class Family:
         modelopt_by_module: vLLM builds a module that no exclude entry reaches: a head without a
             name, or attention that is plain under one algorithm. modelopt's config then names the
             algorithm of each module (MIXED_PRECISION).
+        released_as: quant_method of its release, where that is one that tools write, too.
         fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"),
             whatever the quantization config says.
         mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release),
             where they differ.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes
             nothing.
+        embeddings: the prefix with which vLLM asks its quantization config about an embedding, by
+            part; "{}" for the module's own. Others are plain whatever the config says.
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or
             measure it.
         no_draft: why not.
@@ -382,9 +407,11 @@ class Family:
     config_changes: Raw = field(default_factory=dict)
     rerouted_format: str = ""
     modelopt_by_module: bool = False
+    released_as: str = ""
     fp8_table_key: str = ""
     mtp_source_prefixes: tuple[tuple[str, str], ...] = ()
     norms_add_one: bool = False
+    embeddings: Mapping[Part, str] = field(default_factory=dict)
     draft: Draft | None = None
     no_draft: str = ""
     built_as: str = ""

@@ -19,8 +19,8 @@ replace the others.
 
 Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
 `_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)
-unless it is a head, or the group says so. Of a used block only the rows that have no reason get the
-group's.
+unless it is a head or in a vision tower, or the group says so. Of a used block only the rows that
+have no reason get the group's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +35,7 @@ from .runtimes.vllm import holds
 from .yaml_file import load_shipped
 
 FOLDER = Path(__file__).parent / "families"
+_ASKED = ("head", "vision")
 Blocks = Mapping[str, Sequence[str | Raw]]
 
 
@@ -74,8 +75,9 @@ def _of_version(value: Any, vllm: str) -> Any:
 def _layout(raw: str | Raw, blocks: Blocks) -> Layout:
     table = _shared()["layouts"][raw] if isinstance(raw, str) else raw
     given: Json = dict(table)
-    for key in ("top", "mtp_top"):
-        given[key] = _rows(given.get(key, ()), blocks)
+    for key in ("top", "mtp_top", "vision"):
+        if key in given:
+            given[key] = _rows(given[key], blocks)
     for key in ("layers", "mtp"):
         if stem := given.get(key):
             given[key] = Stem(**stem) if isinstance(stem, dict) else Stem(disk=stem, runtime=stem)
@@ -97,7 +99,8 @@ def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
         on_disk = fields.pop("on_disk", at)
         in_vllm = fields.pop("in_vllm", at)
         if used := fields.pop("use", ""):
-            why_kept = fields.pop("why_kept", "")
+            usual = _shared()["why_kept"].get(fields.get("role"), "")
+            why_kept = fields.pop("why_kept", usual)
             for row in _rows(blocks[used], blocks):
                 own = replace(row, why_kept=row.why_kept or why_kept, **fields)
                 rows.append(_moved(own, on_disk, in_vllm))
@@ -120,7 +123,7 @@ def _listed(
     runtime: str = fields.pop("runtime", fused)
     if "interleaved" in fields:
         fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
-    fields = {"shares": fused, "loads_quantized": not why_kept or role == "head"} | fields
+    fields = {"shares": fused, "loads_quantized": not why_kept or role in _ASKED} | fields
     if isinstance(modules, tuple):
         modules = dict.fromkeys(modules, runtime)
     return [

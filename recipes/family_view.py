@@ -9,8 +9,9 @@ Easy to get wrong: an MTP layer has one index on disk and may have another numbe
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMNa
 from .frozen import Raw, frozen
 
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
+_NUMBER = re.compile(rf"(?<=\.){INDEX}(?=\.)")
 _UNKNOWN = "outside of the family's table"
 
 
@@ -67,10 +69,13 @@ def unknown_place(module: HFName) -> Place:
 
 @dataclass(frozen=True)
 class FamilyView:
-    """A family table applied to one config.json."""
+    """A family table applied to one config.json, and to the names of its tensors where they are
+    known.
+    """
 
     family: Family
     config: Raw
+    names: Iterable[str] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def layout(self) -> Layout:
@@ -78,7 +83,8 @@ class FamilyView:
         architecture = (self.config.get("architectures") or ["*"])[0]
         if self.family.with_vision and self.config.get("vision_config"):
             architecture = self.family.with_vision
-        return self.family.layouts.get(architecture) or self.family.layouts["*"]
+        layout = self.family.layouts.get(architecture) or self.family.layouts["*"]
+        return _as_spelled(layout, sorted(self.names))
 
     @cached_property
     def text_config(self) -> Raw:
@@ -186,16 +192,23 @@ class FamilyView:
         for prefix, runtime, role in self.layout.opaque:
             if name.startswith(prefix):
                 module, _, leaf = name.rpartition(".")
-                row = Row(
-                    path=module,
-                    role=role,
-                    why_kept="not part of the language model",
-                    loads_quantized=False,
-                )
-                return _outside_layers(
-                    row, "backbone", leaf=leaf, runtime=runtime + module[len(prefix) :]
-                )
+                path = runtime + module[len(prefix) :]
+                numbers = _NUMBER.findall(path)
+                like = _NUMBER.sub("{}", path)
+                why = "not part of the language model"
+                row = Row(path=like, role=role, why_kept=why, loads_quantized=False)
+                for known in self.layout.vision or ():
+                    if known.path == like:
+                        row = known
+                path = (row.runtime or row.path).format(*numbers)
+                place = _outside_layers(row, "backbone", leaf=leaf, runtime=path)
+                return replace(place, module=HFName(module))
         return None
+
+    def is_judged(self, place: Place) -> bool:
+        """Whether it is known what vLLM builds there: in a vision tower not always."""
+        rows = self.layout.vision
+        return place.role != "vision" or rows == () or place.row in (rows or ())
 
     def is_mtp(self, name: HFName) -> bool:
         """Whether `name` belongs to the MTP block; False for names outside the table."""
@@ -247,6 +260,16 @@ class FamilyView:
         first = self.num_layers if self.layout.mtp is None else 0
         places = map(self.place, names)
         return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
+
+    def is_number_wrong(self, found: Collection[int]) -> bool:
+        """Whether the MTP layers on disk are a block of another count, or of other numbers, than
+        config.json promises.
+        """
+        first = min(found, default=0)
+        if not found or {*found} != {*range(first, first + len(found))}:
+            return False
+        promised = self.num_mtp_layers
+        return len(found) == promised if first else len(found) != promised
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
         """The number of slices of an interleaved matrix, and the rows of q, k and v in each.
@@ -395,6 +418,38 @@ class FamilyView:
         if self.text_config.get("q_lora_rank", 0) is None and runtime.endswith("fused_qkv_a_proj"):
             return runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa")
         return runtime
+
+
+def _as_spelled(layout: Layout, names: Sequence[str]) -> Layout:
+    """The layout under the names that the tensors have, of those that vLLM's mapper reads as one.
+
+    The target alone has the mapper. A draft finds its block by the names of the release, also where
+    that is the last of the target's layers.
+    """
+    renames = layout.renames
+    if renames is None or layout.mtp is None or not names:
+        return layout
+
+    def spelled(disk: str) -> str:
+        read = renames.read(disk)
+        for each in (disk, read, *renames.sources(read)):
+            start = each.partition("{i}")[0]
+            at = bisect_left(names, start)
+            is_there = at < len(names) and names[at].startswith(start)
+            if is_there and renames.read(each) == read:
+                return each
+        return disk
+
+    top = list[Row]()
+    for row in layout.top:
+        top.append(replace(row, path=spelled(row.path), runtime=row.runtime or row.path))
+    return replace(
+        layout,
+        layers=replace(layout.layers, disk=spelled(layout.layers.disk)),
+        top=tuple(top),
+        opaque=tuple((spelled(disk), *others) for disk, *others in layout.opaque),
+        head=spelled(layout.head),
+    )
 
 
 def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:

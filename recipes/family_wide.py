@@ -46,6 +46,7 @@ _HEAD = """\
 _VARIANTS = """\
 # One word for each group: a scheme (`keepmtp ls schemes`), bf16, or source for the released form.
 # mtp is the word for the MTP block. auto would take the smallest form that keeps enough acceptance.
+# backbone: auto, with budget and backbone_auto, in place of the groups lets a search choose.
 # calibration is null, or the text that the model is run on: a block, or the name of a shipped one.
 variants:
 """

@@ -11,13 +11,14 @@ mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
       summary: ...}
 
 `groups` names the module groups that the model has. `rest` gives one word to all groups that the
-variant does not name. `calibration` is the name of a block in `recipes/calibrations.yaml`, a block,
-or null. Each of `BLOCKS` may be a key of the file, for all variants, or of one variant.
+variant does not name; `backbone: auto` is `rest: auto`, as in a flat recipe. `calibration` is the
+name of a block in `recipes/calibrations.yaml`, a block, or null. Each of `BLOCKS` may be a key of
+the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not
 merged. The file's `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these
 get what `--mtp auto` tries.
-`rest: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's
+`backbone: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's
 `budget` and `backbone_auto` are only for the variants that search.
 `mtp_tuned` is only for those with `mtp: tuned`, and must be there.
 `keepmtp ls` must answer at once, so nothing here loads pydantic: the values are checked by
@@ -33,7 +34,7 @@ import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES
-from .frozen import Json, Raw, frozen
+from .frozen import Json, Raw, frozen, without
 from .yaml_file import load_shipped, on_one_line
 
 BLOCKS = (
@@ -45,6 +46,7 @@ BLOCKS = (
     "format",
     "kv_cache",
     "search",
+    "requantize",
     "evaluation",
     "gates",
 )
@@ -119,6 +121,14 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
         RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are
             checked by `schema.validated`.
     """
+    for key in ("backbone", *_OF_A_VARIANT):
+        if key in raw:
+            raise RecipeError(
+                where,
+                f"{key} is a key of a variant",
+                got=f"{key}: {raw[key]} for all of them",
+                cure="Move it into one of the variants",
+            )
     _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH), "a model file")
     groups = raw["groups"]
     variants = raw["variants"]
@@ -184,6 +194,11 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
             got=repr(variant),
             cure="Write {group: scheme, mtp: ...}",
         )
+    if "backbone" in variant:  # as a flat recipe has it: one word for every group, or a mapping
+        named = variant["backbone"]
+        if not isinstance(named, Mapping):
+            named = {"rest": named}
+        variant = {**named, **without(variant, "backbone")}
     allowed = (*BLOCKS, *_OF_A_SEARCH, *groups, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
     unnamed = [group for group in groups if group not in variant]

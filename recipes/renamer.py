@@ -45,14 +45,7 @@ class Renamer:
         return entry
 
     def _mapped(self, entry: str) -> str:
-        """One name, in the mapper's order: substrings, then prefixes."""
-        if self.renames is not None:
-            for old, new in self.renames.substrings.items():
-                entry = entry.replace(old, new, 1)
-            for old, new in self.renames.prefixes.items():
-                if entry.startswith(old):
-                    entry = entry.replace(old, new, 1)
-        return entry
+        return entry if self.renames is None else self.renames.read(entry)
 
     def before(self, name: str, others: Iterable[str] = ()) -> str | None:
         """A spelling that becomes `name`: itself, one of `others`, or one that a rule turns into
@@ -60,14 +53,7 @@ class Renamer:
         """
         found = [name, *others]
         if self.renames is not None:
-            found += [
-                name.replace(new, old, 1) for old, new in self.renames.substrings.items() if new
-            ]
-            found += [
-                old + name.removeprefix(new)
-                for old, new in self.renames.prefixes.items()
-                if name.startswith(new)
-            ]
+            found += self.renames.sources(name)
         return next((word for word in found if self.name(word) == name), None)
 
     def path(self, entry: str) -> str:

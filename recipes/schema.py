@@ -442,6 +442,7 @@ class Recipe(Frozen):
             `four-over-six` the better of two for each NVFP4 group, `imatrix` is `mse` with errors
             that count by the mean square of their input channels; null takes what the largest
             magnitude asks for.
+        requantize: weights that a tool has quantized may be rounded again, into another scheme.
         evaluation: how the result is scored: one protocol, or a list with one for each task;
             `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
@@ -467,13 +468,15 @@ class Recipe(Frozen):
     format: Format = "compressed-tensors"
     kv_cache: Literal["FP8"] | None = None
     search: Literal["mse", "four-over-six", "imatrix"] | None = None
+    requantize: bool = False
     evaluation: Evaluations = Evaluation()
     gates: Gates = Gates()
 
     @model_serializer(mode="wrap")
     def _without_absent_search(self, handler: SerializerFunctionWrapHandler) -> Json:
-        """A recipe that searches nothing is written, and hashed, as before there was a search."""
-        absent = {key for key in ("budget", "backbone_auto") if getattr(self, key) is None}
+        """A recipe without these keys is written, and hashed, as before there were any."""
+        optional = ("budget", "backbone_auto", "requantize")
+        absent = {key for key in optional if not getattr(self, key)}
         return without(handler(self), *absent)
 
     @property

@@ -15,9 +15,9 @@ import pretended_gpu as device_module
 import pytest
 import torch
 from commands import ROOT, make
+from figures import Figure
 from gpu_kernels import casts, packing
 from gpu_models import compared, wide_layer
-from gpu_row import GpuRow
 from gpu_runs import in_a_child
 from keepmtp.quantize.needs.memory import largest_batch_size
 from packaging.requirements import Requirement
@@ -149,19 +149,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 # --- what is red ----------------------------------------------------------------------------------
 
 
-def test_a_part_that_ends_in_an_error_is_red_and_the_others_go_on():
-    def broken() -> list[GpuRow]:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
-
-    good = GpuRow(part="b", what="w", measured="1")
-    rows = gpu.measured({"a": broken, "b": lambda: [good], "c": broken}, only=["a", "b"])
-    assert rows[1:] == [good]
-    assert (
-        not rows[0].met
-        and rows[0].measured == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    )
-
-
 @cases
 def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
     tensors = {
@@ -198,7 +185,7 @@ def test_the_parts_run_on_another_device_than_the_cpu(tmp_path):
     assert [row.measured[:5] for row in off[:2]] == ["5 of ", "5 of "]
 
 
-def on_pretended(folder: Path) -> tuple[list[GpuRow], list[GpuRow]]:
+def on_pretended(folder: Path) -> tuple[list[Figure], list[Figure]]:
     """The parts; and what is red on a device whose casts to FP8 have other last bits."""
     with pretended_gpu() as device:
         rows = [*casts(device.device, small=True), *packing(device.device, small=True)]

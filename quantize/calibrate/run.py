@@ -13,7 +13,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
-from ...checkpoints.files import held
+from ...checkpoints.files import held, refuse_strange
 from ...recipes.frozen import Json, Raw, frozen
 from ..plan.choices import found_text
 from ..plan.own_code import refuse_untrusted_code
@@ -66,6 +66,7 @@ def calibrate(
     """
     refuse_untrusted_code(plan)
     refuse_mtp(plan)
+    refuse_strange(folder, below=True)
 
     def find() -> CalibrationData:
         tuned = plan.recipe.mtp_tuned

@@ -70,6 +70,7 @@ def recipe_of_checkpoint(
     *,
     scheme: str | None = None,
     mtp_source: str | None = None,
+    requantize: bool = False,
     **choices: str | None,
 ) -> tuple[Recipe, str, Source]:
     """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
@@ -80,6 +81,8 @@ def recipe_of_checkpoint(
     """
     source = opened(word, mtp_source)
     raw = family_mapping(source)
+    if requantize:
+        raw["requantize"] = True
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
         words = []
@@ -87,6 +90,7 @@ def recipe_of_checkpoint(
         for name in fitting(source, raw):
             words.append(name + " (calibrated)" * bool(raw["variants"][name]["calibration"]))
         if not words:
+            refuse_unfit(source, raw, raw["default"])  # which says why
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
         raise NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
     raw["default"] = next(fitting(source, raw), raw["default"])
@@ -112,24 +116,36 @@ def family_mapping(source: Source) -> Json:
     Raises:
         RecipeError: config.json names no family of keepmtp.
     """
-    return model_mapping(
+    raw = model_mapping(
         view_of(source),
         source.entries,
         model=model_name(source.where),
         source=source.where,
         revision=source.revision,
     )
+    if (other := source.mtp_source) is not None:
+        raw["mtp_source"] = {"source": other.where, "revision": other.revision}
+    return raw
 
 
 def fitting(source: Source, raw: Json) -> Iterator[str]:
     """The variants of a model file that can be made of this checkpoint."""
-    file = _recipe_file(source, raw)
-    for variant in file.flat:
+    for variant in raw["variants"]:
         try:
-            refuse_no_draft(make_plan(file.recipe(variant).before_measuring, source))
+            refuse_unfit(source, raw, variant)
         except RecipeError:
             continue
         yield variant
+
+
+def refuse_unfit(source: Source, raw: Json, variant: str) -> None:
+    """Refuse a variant of a model file that cannot be made of this checkpoint.
+
+    Raises:
+        RecipeError, CheckpointError: see `make_plan` and `refuse_no_draft`.
+    """
+    recipe = _recipe_file(source, raw).recipe(variant)
+    refuse_no_draft(make_plan(recipe.before_measuring, source))
 
 
 def _recipe_file(source: Source, raw: Json) -> RecipeFile:

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from ...checkpoints.source import Entry, Source
+from ...checkpoints.source import MTP_FILES, Entry, Source
+from ...checkpoints.source_of import release_of
 from ...checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, StoredWeight
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
@@ -24,6 +25,9 @@ from ...recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
 FP8_TABLE = "F8_E4M3"
+# Each quant_method of a config.json that releases are published with and no tool writes: DeepSeek's
+# FP8 and gpt-oss's MXFP4. No form of them is less rounded.
+_NATIVE = ("fp8", "mxfp4")
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -48,6 +52,7 @@ class Decisions:
         self.source = source
         self.view = view
         self.matched = set[str]()
+        self._releases = dict[str, str]()
 
     def override(self, module: HFName) -> str | None:
         """The scheme of the first override that names this module."""
@@ -252,12 +257,35 @@ class Decisions:
             outputs = renamed_outputs(weight, scheme.name)
             reason = f"the source stores {scheme.name} already"
             return _planned(weight, place, "keep", reason, outputs, scheme.name)
+        self._refuse_second_rounding(weight, place, scheme)
         for rule, got, otherwise in self._misfits(weight, place, scheme):
             raise RecipeError(
                 self._group(place), rule, got=got, cure=f"Set {place.role}: {otherwise}"
             )
         outputs = packed_outputs(place, scheme.name, weight.shape)
         return _planned(weight, place, "quantize", reason, outputs, scheme.name)
+
+    def _refuse_second_rounding(self, weight: StoredWeight, place: Place, scheme: Scheme) -> None:
+        """What a tool has rounded is not rounded into another scheme: both errors would be in the
+        output.
+        """
+        stored = SCHEMES.get(weight.scheme)
+        is_same = stored is not None and stored.weights == scheme.weights
+        if weight.form == "plain" or is_same or self.recipe.requantize:
+            return
+        source = self.source
+        if source.mtp_source is not None and weight.weight.file.startswith(MTP_FILES):
+            source = source.mtp_source
+        if source.where not in self._releases:
+            native = (*_NATIVE, self.view.family.released_as)
+            self._releases[source.where] = release_of(source, native)
+        if release := self._releases[source.where]:
+            raise RecipeError(
+                self._group(place),
+                f"{source.where} is quantized already, and a weight is rounded once",
+                got=f"{weight.scheme or weight.form} in {place.module}.weight, for {scheme.name}",
+                cure=f"Quantize {release}, or add --requantize to round it a second time",
+            )
 
     def _misfits(
         self, weight: StoredWeight, place: Place, scheme: Scheme

@@ -10,6 +10,7 @@ config.json must be there.
 """
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ def make_plan(
             got=f"{recipe.family!r} for a {family.model_type}",
             cure="Choose another MODEL, or copy this recipe and change its family",
         )
-    view = FamilyView(family=family, config=source.config)
+    view = FamilyView(family=family, config=source.config, names=source.entries)
     entries = with_separate_mtp(source, view)
     decisions = Decisions(recipe, source, view)
     tensors = decided(decisions, entries.values())
@@ -329,12 +330,16 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
     found = view.mtp_layers_of(names)
     where = f"{source.where}/config.json"
     key = view.mtp_count_key
+    count_cure, lost_cure = "Correct config.json", _LOST
+    if view.is_number_wrong(found):
+        command = f"keepmtp fix {shlex.quote(source.where)} --out NEW"
+        count_cure = lost_cure = f"Run `{command}`, and quantize NEW"
     if extra := sorted(found - {*range(promised)}):
         raise CheckpointError(
             where,
             f"{key} must count the MTP layers on disk",
             got=f"{promised}, but {view.mtp_stem(extra[0])}* exists",
-            cure="Correct config.json",
+            cure=count_cure,
         )
     if not promised:
         raise CheckpointError(where, f"{key} must promise an MTP block", got=promised, cure=_LOST)
@@ -344,7 +349,7 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
                 where,
                 f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*",
                 got="no such tensor in any file",
-                cure=_LOST,
+                cure=lost_cure,
             )
     present = {name.rpartition(".")[0] for name in names} | {*names}
     for module in view.required_mtp_modules(range(promised)):

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...checkpoints.files import complete, partial_path, unwritable
+from ...checkpoints.files import fresh, making, unwritable
 from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
 from ...checkpoints.values import typed
 from ...recipes.conventions import CACHE_LEAVES
@@ -129,9 +129,9 @@ def write_statistics(
         storages.add(value.untyped_storage().data_ptr())
         apart[name] = value
         sums[name] = _sum(value.reshape(-1).view(torch.uint8))
-    save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
-    sort_metadata(partial_path(path))
-    complete(path)
+    with making(path) as partial:
+        save(apart, partial, {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
+        sort_metadata(partial)
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
@@ -152,7 +152,7 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str])
         CheckpointError: the library cannot, such as on a full disk.
     """
     try:
-        save_file(dict(tensors), path, metadata=dict(metadata))
+        save_file(dict(tensors), fresh(path), metadata=dict(metadata))
     except SafetensorError as error:
         raise unwritable(path, error) from error
 

@@ -25,9 +25,11 @@ from ...checkpoints.files import (
     WORK,
     complete,
     final_path,
+    fresh,
     held,
     is_held,
     partial_path,
+    refuse_strange,
     within,
     write_whole,
 )
@@ -64,6 +66,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
     """
     config_of(plan)  # `format: modelopt` has no entry for some modules
     refuse_place(plan.source, out)
+    refuse_strange(calibration_folder(out), below=True)
     refuse_full_disk(plan, out, with_calibration=calibration is None)
     if plan.source.folder is not None and calibration is not None:
         _refuse_another_plan(partial_path(out), fingerprint(plan, calibration))
@@ -117,7 +120,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     other = plan.source.mtp_source
     assert source.folder is not None
     for name in plan.companions:
-        shutil.copyfile(inside(source.folder, name), within(partial, name))
+        shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
     # What no part of this run wrote would be served and published with the output.
     own = {*texts, *plan.companions, *(shard.file for shard in plan.shards)}
     strays = list[str]()
@@ -160,6 +163,7 @@ def tidy(out: Path, *, keep_calibration: bool) -> None:
     """
     if not (out / WORK).is_dir():
         return
+    refuse_strange(out / WORK)
     if not keep_calibration:
         shutil.rmtree(calibration_folder(out), ignore_errors=True)
     shutil.rmtree(out / WORK, ignore_errors=True)
@@ -252,13 +256,13 @@ def refuse_place(source: Source, out: Path) -> None:
     faults = list[tuple[str, str]]()
     if out.is_symlink():
         found = "a link"
-    elif out.is_file():
+    elif out.exists() and not out.is_dir():
         found = "a file"
     elif out.is_mount():
         found = "the root of a disk"
     elif (out / RECORD).is_file():
         found = "a finished checkpoint"
-    elif out.exists() and not is_empty(out):
+    elif out.is_dir() and not is_empty(out):
         found = "a folder with files in it"
     if found:
         faults.append(("an existing output is never overwritten", found))
@@ -273,6 +277,8 @@ def refuse_place(source: Source, out: Path) -> None:
         faults.append(("must be in a folder that can be written to", got))
     for rule, got in faults:
         raise RecipeError(out, rule, got=got, cure="Choose another OUT")
+    for path in (out, partial_path(out)):
+        refuse_strange(path, below=True)
 
 
 def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -> None:

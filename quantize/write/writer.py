@@ -31,6 +31,7 @@ import torch
 from ...checkpoints.files import (
     WORK,
     complete,
+    fresh,
     naming_file,
     partial_path,
     write_at,
@@ -173,7 +174,8 @@ class _Job:
             _log.warning("%s: %s.", final, rule)
             final.unlink()
         sums = {output.name: hashlib.sha256() for output in shard.outputs}
-        with naming_file(partial_path(final)), open(partial_path(final), "wb", buffering=0) as file:
+        partial = fresh(partial_path(final))
+        with naming_file(partial), open(partial, "xb", buffering=0) as file:
             file.write(layout.header)
             file.truncate(layout.num_bytes)
             for unit in shard.units:

@@ -72,10 +72,9 @@ def find_family(
         got = f"{model_type!r}, which drafts by DSpark. {says}".strip(". ")
         cure = f"Serve it with --speculative-config '{json.dumps(words)}'"
         raise RecipeError(file, rule, got=got, cure=cure)
-    drafting = [version for version in KNOWN if is_drafted(config, version)]
-    if drafting and not is_drafted(config, vllm):
-        got, cure = f"{model_type!r}, for which {vllm} has none", ", ".join(drafting)
-        raise RecipeError(file, rule, got=got, cure=f"Serve it with one of these versions: {cure}")
+    if cure := drafted_elsewhere(config, vllm):
+        got = f"{model_type!r}, for which {vllm} has none"
+        raise RecipeError(file, rule, got=got, cure=cure)
     if family := families(vllm).get(architecture) or families(vllm).get(model_type):
         return family
     rule = "model_type must be a family of keepmtp (`keepmtp ls families`)"
@@ -83,7 +82,7 @@ def find_family(
         rule += f"; {why}"
     elif _is_any_model(config, vllm):
         rule += "; vLLM drafts for it by transformers' own classes (--model-impl transformers)"
-    if drafting:
+    if is_drafted(config, vllm):
         near = difflib.get_close_matches(str(model_type), families(), n=1)
         nearest = f", the nearest is {families()[near[0]].model_type}" if near else ""
         cure = f"Write its table{nearest}: CONTRIBUTING.md, 'A new family'"
@@ -102,6 +101,16 @@ def is_drafted(config: Raw, vllm: str = NEWEST) -> bool:
     drafts = asked(vllm)
     named = config.get("model_type") in drafts.model_types
     return named or _architecture(config) in drafts.architectures or _is_any_model(config, vllm)
+
+
+def drafted_elsewhere(config: Raw, vllm: str) -> str:
+    """Which versions have a draft class for a model where this one has none; "" where it has one,
+    or nobody.
+    """
+    drafting = [version for version in KNOWN if is_drafted(config, version)]
+    if not drafting or is_drafted(config, vllm):
+        return ""
+    return f"Serve it with one of these versions: {', '.join(drafting)}"
 
 
 def _is_any_model(config: Raw, vllm: str) -> bool:
@@ -140,7 +149,7 @@ def find_view(
     config: Raw, where: object, names: Iterable[str] = (), vllm: str = NEWEST
 ) -> FamilyView:
     """The names of the checkpoint that `config` describes; arguments and errors as `find_family`."""
-    return FamilyView(family=find_family(config, where, names, vllm), config=config)
+    return FamilyView(find_family(config, where, names, vllm), config, names)
 
 
 # --- what can be calibrated -----------------------------------------------------------------------

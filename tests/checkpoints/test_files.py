@@ -2,13 +2,23 @@
 that was killed.
 """
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from keepmtp.checkpoints.files import ScratchFolder, complete, held, partial_path, write_whole
+from keepmtp.checkpoints import files
+from keepmtp.checkpoints.files import (
+    ScratchFolder,
+    complete,
+    held,
+    partial_path,
+    refuse_strange,
+    write_whole,
+)
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 
 HOLDER = """
@@ -77,6 +87,37 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     ):
         write_whole(path, "new")
     assert path.read_text() == "old"
+
+
+def test_a_full_disk_leaves_nothing_of_a_file(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_whole(tmp_path / "report.json", "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_hard_link_keeps_its_bytes(tmp_path):
+    path, other = tmp_path / "a.json", tmp_path / "other"
+    other.write_text("other")
+    partial_path(path).hardlink_to(other)
+    with pytest.raises(RecipeError, match=r"a\.json\.partial: .*; got a hard link"):
+        refuse_strange(tmp_path, below=True, is_alone=True)
+    write_whole(path, "new")
+    assert other.read_text() == "other"
+
+
+def test_another_users_folder_is_refused_unless_the_disk_gives_all_files_one_owner(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    refuse_strange(tmp_path, below=True)
+    monkeypatch.setattr(files, "_owner_in", lambda folder: os.getuid() + 1)
+    with pytest.raises(RecipeError, match="got another user's"):
+        refuse_strange(tmp_path / "a")
 
 
 def test_a_lock_ends_with_its_holder(holder, tmp_path):

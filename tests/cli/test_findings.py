@@ -202,6 +202,16 @@ def test_what_some_versions_leave_unread_is_their_defect(tmp_path):
     assert defect.cure == "Install transformers<5.18 beside it; vLLM 0.31.0 does not have it"
 
 
+def test_a_version_without_a_draft_says_that_before_what_breaks_first(tmp_path):
+    folder = write_checkpoint(tmp_path / "glm", *source_layout("glm-5.3-flash"))
+    failure = LoadFailure(stage="config", role="", type="OSError", words="no image processor")
+    loads = (by("0.29.0", ok=False, failure=failure), by("0.33.0"))
+    accounts = [LoadAccount(path=str(folder), load=each) for each in loads]
+    (told,) = with_loads(examine(folder), accounts).data.findings
+    assert "vLLM 0.29.0 has no draft for 'glm5_next'; it stops while" in told.says
+    assert told.rule == "family" and told.cure.endswith("versions: 0.30.0, 0.31.0, 0.32.0, 0.33.0")
+
+
 def test_what_can_be_pasted():
     assert pasted("Run `keepmtp doctor`; see `config.json`") == ["keepmtp doctor"]
     wanted = '{"num_bits": 8, "block": {"a": true}}'

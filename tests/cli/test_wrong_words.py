@@ -27,6 +27,7 @@ MODEL_FILE = find.named_file("tiny-glm4-moe")[0].path.read_text()
 FILES = table("cli/test_wrong_words")["FILES"] | {
     "alone/config.json": (TINY / "config.json").read_text(),
     "seed.yaml": MODEL_FILE + "seed: 1\n",
+    "backbone.yaml": MODEL_FILE + "backbone: auto\n",
     "modle.yaml": MODEL_FILE.replace("model:", "modle:", 1),
     "colour.yaml": MODEL_FILE + "colour: red\n",
     "nogroups.yaml": MODEL_FILE.replace("groups:", "keep:", 1),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import releases
-from broken import BROKEN, GOOD, Case
+from broken import BROKEN, GOOD, Case, built
 from checkpoint_files import write
 from commands import ROOT
 from dry_corpus import DRY, TWINS
@@ -38,6 +38,7 @@ from typer.testing import CliRunner, Result
 from written_values import fill, opened, poke
 
 CURES = table("cure/cures")
+FINDINGS = table("validate/check/findings")
 
 
 def starting(*starts: str) -> list[Case]:
@@ -141,6 +142,25 @@ def test_a_block_that_sglang_misses_is_grafted(tmp_path):
     checkpoint.take(r"model\.layers\.3\..*")
     (finding,) = check(write(tmp_path / "without", checkpoint), "--runtime", "sglang")
     assert commands(finding)[0].startswith("keepmtp graft ")
+
+
+@cases
+def test_where_only_a_number_is_wrong_nothing_is_fetched(model, change, tmp_path):
+    checkpoint = built({"of": ["llmcompressor", model, "FP8_DYNAMIC"], **change})
+    folder = write(tmp_path / "it", checkpoint)
+    findings = check(folder)
+    assert findings and all("keepmtp fix" in each["cure"] for each in findings), findings
+    assert fix.proposed(str(folder)).after.data.findings == ()
+
+
+def test_a_fix_that_serves_both_engines_is_printed_for_each(tmp_path):
+    """W4AFP8 with a plain block that nothing excepts: SGLang has no linear class for it."""
+    row = FINDINGS["a plain block under targets of a scheme that is not known"]
+    folder = write(tmp_path / "it", built(row))
+    for server in ("vllm", "sglang"):
+        (checked,) = api.check_all([folder], runtimes=[server])
+        drafts = [each for each in checked.data.findings if each.where.startswith("mtp.")]
+        assert drafts and all("keepmtp fix" in each.cure for each in drafts), drafts
 
 
 def test_lists_wait_for_the_right_number_of_layers(tmp_path):

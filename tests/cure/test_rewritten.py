@@ -171,6 +171,30 @@ def test_a_killed_process_leaves_nothing_that_stops_the_next(old, tmp_path, monk
     assert digests(out) == digests(tmp_path / "whole") and not partial_path(out).exists()
 
 
+@pytest.mark.parametrize("is_dated_back", [False, True])
+def test_a_kept_file_that_is_written_to_is_found(old, tmp_path, monkeypatch, is_dated_back):
+    """Until the new folder gets its name; one that is dated back, but for while it is linked."""
+    shard, step, passed = old / "mtp.safetensors", 0, list[str]()
+    calls = [""]
+
+    def write() -> None:
+        state = shard.stat()
+        with open(shard, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"5")
+        if is_dated_back:
+            os.utime(shard, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+    while len(calls) >= step:
+        step += 1
+        out, wanted = tmp_path / f"out-{step}", changed(old)
+        with monkeypatch.context() as patched, suppress(CheckpointError):
+            calls = ended_at(step, patched, write)
+            made(wanted, out)
+            passed += calls[step - 1 : step]  # nobody has seen it
+    assert passed == ["mkdir", "link"] * 3 * is_dated_back + ["fsync", "replace", "fsync"]
+
+
 def test_a_disk_without_links_gets_copies(old, tmp_path, monkeypatch):
     def no_link(*_: object) -> None:
         raise OSError(18, "Invalid cross-device link")

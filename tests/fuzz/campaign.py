@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import canary  # noqa: E402
 import corpus  # noqa: E402
 import kinds  # noqa: E402
+import planted  # noqa: E402
 import verbs  # noqa: E402
 import warm  # noqa: E402
 from case import Case  # noqa: E402
@@ -48,15 +49,22 @@ def tried(case: Case) -> Verdict:
         folder = room / case.name
         canary.guard(room)
         corpus.copied(corpus.folder(case.base), folder)
+        words = tuple(word.replace("{}", str(folder)) for word in case.words)
+        if case.begun:
+            killed = planted.interrupted(case.begun, room, lambda: os._exit(0))
+            with chdir(room):
+                judged(words, folder, reads_weights=False, call=killed)
         for edit in case.edits:
             try:
                 edit.do(folder)
             except UNEDITABLE:
                 continue
-        words = tuple(word.replace("{}", str(folder)) for word in case.words)
+        call = warm.main
+        if case.changes:
+            call = planted.interrupted(case.changes, room, lambda: planted.change(Path(words[1])))
         before = canary.seen(room)
         with chdir(room):
-            verdict = judged(words, folder, reads_weights=case.reads_weights, call=warm.main)
+            verdict = judged(words, folder, reads_weights=case.reads_weights, call=call)
         beside = (*canary.left(case, room, before), *case.also(case, folder, verdict.status))
         return replace(verdict, faults=(*verdict.faults, *beside))
 

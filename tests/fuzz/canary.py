@@ -51,6 +51,8 @@ def left(case: Case, room: Path, before: dict[str, object]) -> list[str]:
     faults = [f"writes {path!a}" for path in changed if not path.startswith((*may, "out"))]
     for path in changed:
         file = room / path
+        if os.path.lexists(file) and file.lstat().st_uid != os.getuid():
+            faults.append(f"{path!a} is another user's")
         if file.is_file() and not file.is_symlink() and SECRET in file.read_bytes():
             faults.append(f"a secret in {path!a}")
     return faults

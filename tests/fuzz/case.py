@@ -21,6 +21,8 @@ class Case:
         name: of the copied folder.
         writes: files in the copied folder that the verb may change.
         also: further faults, from the case, the folder and the exit status.
+        begun: the call of the system below OUT.partial at which a first run was killed; 0: no run.
+        changes: the one at which the source's last shard is written to; 0: never.
     """
 
     kind: str = ""
@@ -31,6 +33,8 @@ class Case:
     name: str = "in"
     writes: tuple[str, ...] = ()
     also: "Callable[[Case, Path, int], list[str]]" = lambda case, folder, status: []
+    begun: int = 0
+    changes: int = 0
 
     def without(self, number: int) -> "Case":
         return replace(self, edits=self.edits[:number] + self.edits[number + 1 :])

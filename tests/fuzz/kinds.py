@@ -18,7 +18,10 @@ from typing import Any
 import corpus
 import cures
 import edits
+import planted
+import sealed
 import verbs
+import wheels
 import yaml
 from case import Case, some
 from edits import ODD, Edit
@@ -346,5 +349,9 @@ KINDS = {
         broken_for_cures,
         cures.links_for_cures,
         cures.names_for_cures,
+        planted.planted,
+        planted.changing,
+        wheels.wheels,
+        sealed.sealed,
     )
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import measured
 import pytest
+import sealed
 from broken import GOOD
 from checkpoint_files import write
 from commands import ROOT
@@ -17,7 +18,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import serve
 from keepmtp.cli.quantize import init
 from keepmtp.cure.rewritten import kept_files
-from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.check.check import check
@@ -28,7 +29,7 @@ from keepmtp.validate.measure.texts import held_out, read_prompts
 from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
-from keepmtp.validate.report.report import read_json, refresh
+from keepmtp.validate.report.report import of_checkpoint, read_json, refresh
 from tables import table
 
 TABLE = table("fuzz/test_found")
@@ -51,13 +52,11 @@ def test_a_pipe_is_not_waited_for(name, tmp_path):
         READERS[name](tmp_path / name)
 
 
-def test_a_pipe_in_place_of_the_kept_hashes_is_no_cache(tmp_path):
+def test_a_pipe_in_place_of_the_kept_hashes_is_refused(tmp_path):
     folder = measured.checkpoint(tmp_path / "NAME")
-    first = identify(folder, cache=tmp_path)
-    (cache,) = tmp_path.glob("*.json")
-    cache.unlink()
-    os.mkfifo(cache)
-    assert identify(folder, cache=tmp_path).sha256 == first.sha256
+    os.mkfifo(tmp_path / ".hashes.json")
+    with pytest.raises(RecipeError, match="a pipe"):
+        identify(folder, cache=tmp_path)
 
 
 def test_links_that_lead_to_each_other_are_refused(tmp_path):
@@ -145,3 +144,32 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys):
     init(str(folder), out=Path(f"{folder}.yaml"))
     said = capsys.readouterr().out
     assert said.count(r"\x1b[31m\u202ea\rb") == 4 and not {*"\x1b\u202e\r"} & {*said}
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda folder: None, ""),
+        (
+            lambda folder: put_json(folder / "NAME/config.json", []),
+            "error of the headers; got none",
+        ),
+        (lambda folder: forged(folder, dialect="x\ny"), r"headers' dialect, .*; got x\\ny"),
+    ],
+)
+def test_results_that_are_sealed_anew_do_not_hide_the_headers(change, says, tmp_path):
+    measured.measured(tmp_path / "NAME")
+    change(tmp_path)
+    sealed.seal(tmp_path)
+    if not says:
+        assert of_checkpoint(tmp_path / "NAME").verdict.ok
+        return
+    with pytest.raises(CheckpointError, match=says):
+        of_checkpoint(tmp_path / "NAME")
+
+
+def forged(folder: Path, **facts: object) -> None:
+    path = folder / "NAME.report" / "check.json"
+    result = json_of(path)
+    result["data"]["facts"] |= facts
+    put_json(path, result)

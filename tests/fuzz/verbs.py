@@ -9,6 +9,7 @@ none came up.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,9 +41,14 @@ FOLDERS = (
 
 
 def no_server(path: Path) -> Path:
-    """A Python for VLLM_PYTHON that tells versions and serves nothing."""
+    """A Python for VLLM_PYTHON that tells versions, serves nothing, and loads with vllm/__init__.py
+    alone.
+    """
     told = json.dumps(stub_vllm.VERSIONS)
-    path.write_text(f"#!/bin/sh\ncase \" $* \" in *' serve '*) exit 3;; esac\necho '{told}'\n")
+    loads = f'*/in_vllm*) exec {sys.executable} -I "$PYTHONPATH/vllm/__init__.py"'
+    path.write_text(
+        f"#!/bin/sh\ncase \" $* \" in *' serve '*) exit 3;; {loads};; esac\necho '{told}'\n"
+    )
     path.chmod(0o755)
     return path
 

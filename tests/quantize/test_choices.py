@@ -136,7 +136,7 @@ revision: local
 groups: [attention, dense_mlp, shared_experts, experts]
 default: small
 variants:
-  small: {rest: auto, mtp: auto, calibration: problems-32x128, summary: as good as can be}
+  small: {backbone: auto, mtp: auto, calibration: problems-32x128, summary: as good as can be}
   plain: {rest: bf16, mtp: bf16, calibration: null, summary: none}
 budget: 6 bits
 backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}

@@ -214,9 +214,35 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
         f"{module}.weight_scale": ("BF16", (rows, columns // 128)),
         f"{module}.weight_zero_point": ("I32", (rows // 8, columns // 128)),
     }
-    kept = plan_of(tmp_path, tensors=tensors)
+    kept = plan_of(tmp_path, tensors=tensors, requantize=True)
     (weight,) = (tensor for tensor in kept.tensors if tensor.module == module)
     assert weight.form == "int_packed" and len(weight.inputs) == 4
     tensors[f"{module}.weight_zero_point"] = ("I32", (rows // 4, columns // 128))
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: must be plain.*weight_zero_point"):
         plan_of(tmp_path, tensors=tensors)
+
+
+def test_what_a_tool_has_rounded_is_rounded_again_only_where_that_is_asked_for(tmp_path):
+    """In another scheme: the release behind it is named. FP8 that DeepSeek published is a release
+    itself.
+    """
+    module = "model.layers.0.self_attn.o_proj"
+    tensors = dict(source_layout("glm-4.7")[1])
+    rows, columns = tensors[f"{module}.weight"][1]
+    tensors[f"{module}.weight"] = ("F8_E4M3", (rows, columns))
+    tensors[f"{module}.weight_scale"] = ("F32", (rows, 1))
+    said = {"_name_or_path": "org/release", "quantization_config": {"quant_method": "modelopt"}}
+
+    def fate(config=said, scheme="W4A16", **changes) -> str:
+        overrides = [{"modules": module, "scheme": scheme}]
+        plan = plan_of(tmp_path, tensors=tensors, config=config, overrides=overrides, **changes)
+        return next(tensor.fate for tensor in plan.tensors if tensor.module == module)
+
+    with pytest.raises(
+        RecipeError, match=r"got FP8_DYNAMIC in .*o_proj\.weight, for W4A16"
+    ) as caught:
+        fate()
+    assert caught.value.cure.startswith("Quantize org/release, or add --requantize")
+    assert fate(requantize=True) == "quantize"
+    assert fate(scheme="bf16") == "dequantize" and fate(scheme="FP8_DYNAMIC") == "keep"
+    assert fate(config={"quantization_config": {"quant_method": "fp8"}}) == "quantize"

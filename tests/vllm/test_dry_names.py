@@ -186,7 +186,8 @@ def test_every_tensor_is_read_and_every_parameter_is_filled(name, accounts):
 def test_what_vllm_cannot_do_with_nemotron_omni_is_a_known_defect(name, accounts):
     failure, (words, cure) = accounts[name].load.failure, DEFECTS[name]
     assert failure and words in failure.words
-    defect = known_defect(failure, family="nemotron_h", version=find_vllm().version)
+    version = find_vllm().version
+    defect = known_defect(failure, family="nemotron_h", dialect="", version=version)
     assert defect and cure in defect.cure
 
 
@@ -194,8 +195,9 @@ def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
     """Intern-S2's encoder of time series; the same tensor under another name is a finding."""
     account = accounts["intern_s2_preview", SCHEME]
     runtime = opened(Path(account.path))
-    assert objections(account, runtime, version=find_vllm().version) == []
+    about = {"config": runtime.source.config, "version": find_vllm().version}
+    assert objections(account, runtime, **about) == []
     names = ["model.time_serie.norm.weight", "model.time_serie.norm.weight_scale"]
     other = account.model_copy(update={"unconsumed": names})
-    found = objections(other, runtime, version=find_vllm().version)
+    found = objections(other, runtime, **about)
     assert [each.finding.where for each in found] == names

@@ -213,7 +213,7 @@ def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
                 found |= {
                     each.weight.module: each for each in _unstacked(weight.weight, member.place)
                 }
-            elif num_dims == 2:
+            elif num_dims == 2 and module.role != "vision":
                 found[weight.module] = member
     return found
 

@@ -252,8 +252,9 @@ def _facts(view: StoredView) -> CheckpointFacts:
         if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
             forms.add(weight.weight.dtype if weight.form == "plain" else weight.form)
     family = ""
-    num_layers = 0
+    num_layers = num_unjudged = 0
     if isinstance(view, RuntimeView):
+        num_unjudged = view.num_unjudged
         family = view.view.family.model_type
         num_layers = len(view.found)
     return CheckpointFacts(
@@ -264,4 +265,5 @@ def _facts(view: StoredView) -> CheckpointFacts:
         num_mtp_tensors=len(names),
         num_mtp_layers=num_layers,
         mtp_forms=tuple(sorted(forms)),
+        num_unjudged=num_unjudged,
     )

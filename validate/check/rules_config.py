@@ -9,19 +9,22 @@ Easy to get wrong: of two quantization configs vLLM reads one, and which one han
 from collections.abc import Mapping
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...recipes.family import Part, VLLMName
 from ..facts.findings import Objections, objection
 from .dialects.choose import method_of, quantization_of, read_dialect
 from .dialects.given import Raw
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from .runtime_view import RuntimeView, StoredView
-from .vllm_module import UnknownDialect
+from .vllm_module import PLAIN, Dialect, UnknownDialect
 
 # The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 def quantization_configs_agree(runtime: RuntimeView) -> Objections:
-    """config.json and hf_quant_config.json name one algorithm: R5; M11."""
+    """config.json and hf_quant_config.json name one algorithm, and leave the same modules plain:
+    R5; M11.
+    """
     config = runtime.source.config
     given = quantization_of(config)
     other = runtime.hf_quant_config
@@ -41,6 +44,37 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
         )
         where = f"{HF_QUANT_CONFIG}: quantization.quant_algo"
         yield objection("two-configs", where, says, "Make both say what is on disk")
+    elif not reads_other_file(given) and (names := _plain_in_one(runtime, other)):
+        says = f"excepts other modules than config.json: {names[0]} is plain by one of them alone"
+        if len(names) > 1:
+            says += f", and so are {len(names) - 1:,} more"
+        says += ". vLLM and SGLang read config.json, TensorRT-LLM reads this file"
+        where = f"{HF_QUANT_CONFIG}: quantization.exclude_modules"
+        cure = "Make both say what is on disk"
+        yield objection("two-configs", where, says, cure, severity="warning")
+
+
+def _plain_in_one(runtime: RuntimeView, other: Raw) -> list[VLLMName]:
+    """The modules that one of the two files leaves plain, and the other does not."""
+    config = dict(runtime.source.config)
+    holders = [config]
+    if isinstance(config.get("text_config"), Mapping):
+        config["text_config"] = dict(config["text_config"])
+        holders.append(config["text_config"])
+    for holder in holders:
+        holder.pop("quantization_config", None)
+        holder.pop("compression_config", None)
+    found = list[VLLMName]()
+    readers: dict[Part, Dialect] = {"backbone": runtime.dialect, "mtp": runtime.draft_dialect}
+    for part, read in readers.items():
+        theirs = read_dialect(config, other, part, vllm=runtime.vllm)
+        for module in runtime.modules:
+            if module.part == part and module.loads_quantized:
+                asked = {"shards": module.shards, "kind": module.kind}
+                ours = read.resolve(module.name, **asked).built == PLAIN
+                if ours != (theirs.resolve(module.name, **asked).built == PLAIN):
+                    found.append(module.name)
+    return found
 
 
 def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:

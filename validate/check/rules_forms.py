@@ -116,9 +116,9 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
             if "activations" not in cause:
                 cause = f"{answer.entry} {cause}"
             yield objection("config-group", answer.entry or module.name, says, cure, cause)
-        elif answer.built.form != "unknown" and not (module.loads_quantized and _is_mixed(module)):
+        elif not (module.loads_quantized and _is_mixed(module)):
             for member in module.members:
-                if not _is_made_over(view, module, member):
+                if _is_known(view, module, member) and not _is_made_over(view, module, member):
                     yield from _compare(view, module, member)
 
 
@@ -141,7 +141,8 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
         cure = _cover_cure(view, module)
         cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
     elif weight.form == "plain":
-        says = f"{stored} {module.name} as {built.form} ({_decided(view, module)}): {_EFFECT}"
+        form = built.form.replace("unknown", "quantized weights")
+        says = f"{stored} {module.name} as {form} ({_decided(view, module)}): {_EFFECT}"
         cure = _ignore_cure(view, module)
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
@@ -211,6 +212,8 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
     stem = module.name
     dialect = view.dialect
     if module.part == "mtp":
+        stem = view.plain_draft_stem or view.stem_of(module) or stem
+    elif module.role == "vision":
         stem = view.stem_of(module) or stem
     if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
         return "Quantize again in groups of 128: in other groups no entry excepts experts"
@@ -223,10 +226,15 @@ def _cover_cure(view: StoredView, module: Module) -> str:
     """How the dialect reaches a module that it builds plain."""
     if view.dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"
+    entry = module.resolution.entry
+    dialect = view.dialect_of(module)
     cure = f"Let a target match {' and '.join(module.shards) or module.name}"
     if isinstance(view.dialect, Awq) and not view.dialect.entries:
         cure = "Write modules_to_not_convert: without it vLLM makes a list of the headers"
-    elif entry := module.resolution.entry:
+    elif isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
+        algorithm = dialect.quantized_layers[entry]
+        cure = f"Serve it with a newer vLLM, if one has {algorithm} for {module.kind}"
+    elif entry:
         cure = f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
     return f"{cure}, or store the weight in BF16"
 
@@ -295,7 +303,7 @@ def schemes_are_known(view: StoredView) -> Objections:
     if dialect.name.startswith("modelopt") or not (unknown or is_unknown):
         return
     says = f"is {dialect.name} with a scheme that keepmtp does not reproduce: {len(unknown)} "
-    says += "modules' weights are not judged against it"
+    says += "modules' quantized weights are not judged against it"
     cure = "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself"
     where = "config.json: quantization_config"
     yield objection("dialect", where, says, cure, severity="warning")
@@ -408,6 +416,13 @@ def _is_put_in_order(module: Module, member: Member) -> bool:
     if not member.place.row.interleaved or module.resolution.built.leaves != leaves:
         return False
     return member.weight.parts.keys() == leaves and member.weight.weight.dtype in FP8
+
+
+def _is_known(view: StoredView, module: Module, member: Member) -> bool:
+    """Whether the form that vLLM builds is known; a scheme that is not has no plain weights."""
+    if module.resolution.built.form != "unknown":
+        return True
+    return member.weight.form == "plain" and not isinstance(view.dialect, UnknownDialect)
 
 
 def _is_made_over(view: StoredView, module: Module, member: Member) -> bool:

@@ -64,10 +64,11 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
                 f"Set {depth} to {at}: layer {at} has the modules of an MTP layer, and is "
                 "counted as a decoder layer"
             )
-        elif runtime.found and runtime.found == frozenset(range(index)):
-            cure = (
-                f"Set {key} to {index // view.num_mtp_parts}, or put the release's whole block in"
-            )
+        elif view.is_number_wrong(runtime.found) and min(runtime.found):
+            cure = f"Rename {view.mtp_stem(min(runtime.found) + index)}* to {place}"
+        elif view.is_number_wrong(runtime.found):
+            count = len(runtime.found) // view.num_mtp_parts
+            cure = f"Set {key} to {count}, or put the release's whole block in"
         says = (
             f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: {effect}"
         )

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
@@ -29,11 +30,12 @@ from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, unknown_place
 from ...recipes.runtimes.vllm import NEWEST
 from .dialects.choose import quantization_of, read_dialect
+from .dialects.compressed_tensors import CompressedTensors
 from .dialects.given import Raw
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit
-from .vllm_module import PLAIN, Dialect, Kind, Resolution
+from .vllm_module import PLAIN, Dialect, Kind, Resolution, UnknownDialect
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"(?P<stem>.*?)\.(?P<number>\d+)\.(?P<rest>.+)")
@@ -44,7 +46,7 @@ _FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head"}
+KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head", "embedding": "embedding"}
 """What a server asks its quantization config for, by the group of a module; of all others for a
 linear module.
 """
@@ -130,6 +132,15 @@ class StoredView:
 
     def stem_of(self, module: Module) -> str:
         """The runtime prefix of the module's layer, "" outside layers."""
+        return ""
+
+    def dialect_of(self, module: Module) -> Dialect:
+        """The quantization config, as the class that has the module reads it."""
+        return self.dialect
+
+    @cached_property
+    def plain_draft_stem(self) -> str:
+        """What the draft's names begin with where it is plain; "" where another module's do too."""
         return ""
 
     @cached_property
@@ -313,8 +324,28 @@ class RuntimeView(StoredView):
         return super().leaf_of(name) if place is None else place.leaf
 
     def stem_of(self, module: Module) -> str:
-        """The runtime prefix of the module's layer, "" outside layers."""
+        """The runtime prefix of the module's layer or tower, "" outside."""
+        for _, runtime, _ in self.view.layout.opaque:
+            if module.role == "vision" and module.name.startswith(runtime):
+                return runtime
         return "" if module.layer is None else self.view.runtime_stem(module.part, module.layer)
+
+    def dialect_of(self, module: Module) -> Dialect:
+        """The quantization config, as the class that has the module reads it."""
+        return self.draft_dialect if module.part == "mtp" else self.dialect
+
+    @cached_property
+    def plain_draft_stem(self) -> str:
+        """What the draft's names begin with where it is plain; "" where another module's do too."""
+        asking = [module for module in self.modules if module.loads_quantized]
+        names = [module.name for module in asking if module.part == "mtp"]
+        shared = commonprefix(names)  # noqa: RUF071 - cut to whole parts below
+        stem = shared[: shared.rfind(".") + 1]
+        for module in asking:
+            is_plain = all(member.weight.form == "plain" for member in module.members)
+            if module.name.startswith(stem) and (module.part != "mtp" or not is_plain):
+                return ""
+        return stem
 
     @cached_property
     def draft_dialect(self) -> Dialect:
@@ -338,7 +369,7 @@ class RuntimeView(StoredView):
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """Every runtime module with weights on disk, without vision and other opaque parts."""
+        """Every runtime module with weights on disk, where it is known what vLLM builds."""
         weights = dict(self.weights)
         for entry in self.others:
             place = self.placed.get(entry.name)
@@ -350,10 +381,23 @@ class RuntimeView(StoredView):
         members: dict[tuple[VLLMName, Part], list[Member]] = defaultdict(list)
         for name, weight in weights.items():
             place = self.placed.get(name)
-            if place is not None and place.role != "vision":
+            is_of_tower = place is not None and place.role == "vision"
+            if place is None or (is_of_tower and len(weight.shape) != 2):
+                continue
+            if self.view.is_judged(place):
                 members[place.runtime, place.part].append(Member(place, weight))
         with time_limit():
             return tuple(self._module(*key, tuple(group)) for key, group in members.items())
+
+    @cached_property
+    def num_unjudged(self) -> int:
+        """Matrices of vision towers for which it is not known what vLLM builds."""
+        count = 0
+        for module, place in self.placed.items():
+            is_matrix = module in self.weights and len(self.weights[module].shape) == 2
+            is_read = not module.startswith(self.view.layout.unread)
+            count += is_matrix and is_read and not self.view.is_judged(place)
+        return count if self.dialect.name != "none" else 0
 
     def resolve(
         self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part
@@ -370,6 +414,8 @@ class RuntimeView(StoredView):
         if looks_itself and excepts_draft and module.startswith("mtp.layers."):
             why = "vLLM builds this draft's layers plain where dynamic excepts mtp"
             return Resolution(PLAIN, why)
+        if kind == "embedding" and not isinstance(dialect, CompressedTensors | UnknownDialect):
+            return Resolution(PLAIN)  # no other dialect looks rows up packed
         return dialect.resolve(module, shards=shards, kind=kind)
 
     @cached_property
@@ -417,10 +463,17 @@ class RuntimeView(StoredView):
         shards = tuple(VLLMName(name.replace(last, each)) for each in self._fused.get(last, ()))
         if kind == "experts":
             shards = tuple(VLLMName(f"{name}.0.{each}") for each in self._projections)
+        family = self.view.family
         asks = place.row.loads_quantized
+        asked = name
+        if kind == "embedding":
+            asks = part in family.embeddings
+            asked = VLLMName(family.embeddings.get(part, "").format(name))
+        if place.role in family.loader.plain_alone:
+            asks &= all(member.weight.form == "plain" for member in members)
         answer = Resolution(PLAIN)
         if asks:
-            answer = self.resolve(name, shards, kind, part)
+            answer = self.resolve(asked, shards, kind, part)
         return Module(name, kind, part, shards, members, asks, answer)
 
     @cached_property

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 from ...checkpoints.stored import Form
 from ...recipes.family import VLLMName
 
-Kind = Literal["linear", "experts", "head"]
+Kind = Literal["linear", "experts", "head", "embedding"]
 
 
 class VLLMModule(NamedTuple):

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
-from ...recipes.frozen import Say
+from ...recipes.frozen import Json, Raw, Say
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
@@ -51,6 +51,7 @@ def check_on(
     num_drafts: int = 1,
     draft: str = "",
     runtimes: Sequence[Runtime] = VLLM_ALONE,
+    missing: Sequence[VLLMError] = (),
     progress: Say = lambda doing: None,
 ) -> Iterator[Checked]:
     """Check and load checkpoints, one after the other, on every GPU at every TP size.
@@ -63,6 +64,7 @@ def check_on(
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
         runtimes: the servers of the static check, whose rules are those of the newest version.
+        missing: why other versions cannot be had.
         progress: gets a line that says what is done now.
 
     Yields: what was found for each path, in order; a draft without its target has a refusal.
@@ -119,7 +121,7 @@ def check_on(
                 if len(refused) == len(vllms):
                     raise refused[0]
             accounts = [account.model_copy(update={"path": path}) for account in accounts]
-            checked = checked._replace(unjudged=(*refused, *unknown))
+            checked = checked._replace(unjudged=(*missing, *refused, *unknown))
             if separate is not None:  # then the target needs no family's table
                 kept = [each for each in checked.data.findings if each.rule != "family"]
                 update = {"findings": (*kept, *separate.data.findings)}
@@ -140,7 +142,7 @@ def _over_others(
     if not (vllm.unmet and checked.data.ok):
         return None
     found = with_loads(checked, loads, draft=draft).data.findings
-    errors = [each for each in errors_of(found) if each.rule != DEFECT]
+    errors = [each for each in errors_of(found) if each.rule not in (DEFECT, "family")]
     if not errors:
         return None
     rule, got = f"requires {vllm.unmet}, to be judged", f"{errors[0].where}: {errors[0].says}"
@@ -157,21 +159,40 @@ def with_loads(
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
     static, judged = checked.data.findings, list[LoadAccount]()
     found = list[tuple[DryLoad, list[Objection]]]()
-    family = checked.runtime.view.family.model_type if checked.runtime else ""
+    family = dialect = ""
+    if checked.runtime:
+        family = checked.runtime.view.family.model_type
+        dialect = checked.data.facts.dialect
+    source = checked.source
+    config: Raw = {}
+    if draft:
+        source = draft.source
+    if source:
+        config = source.config
     for account in accounts:
         version, failure, defect = account.load.vllm, account.load.failure, None
-        own = objections(account, checked.runtime, version=version, static=static, draft=draft)
+        own = objections(
+            account,
+            checked.runtime,
+            config=config,
+            version=version,
+            static=static,
+            draft=draft,
+        )
         errors = []
         for finding, *_ in own:
             if finding.severity == "error":
                 errors.append(f"{finding.where}: {finding.says}")
         if failure is not None:
-            defect = known_defect(failure, family=family, version=version)
+            known = {"family": family, "dialect": dialect, "version": version}
+            defect = known_defect(failure, **known)
         judged.append(account.judged(errors, f"{defect.name}: {defect.sources}" if defect else ""))
         found.append((account.load, own))
     dry = tuple(account.load for account in judged)
     merged = [*_bound(static, {load.vllm for load in dry}), *_once(found)]
-    update = {"findings": errors_first(merged), "dry": dry}
+    update: Json = {"findings": errors_first(merged), "dry": dry}
+    if any(load.target.cls for load in dry):  # vLLM has built the towers
+        update["facts"] = checked.data.facts.model_copy(update={"num_unjudged": 0})
     return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(judged))
 
 

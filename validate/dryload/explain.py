@@ -25,7 +25,7 @@ from ..check.dialects.choose import Unquantized
 from ..check.dialects.modelopt import ModelOpt
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
-from .failures import IN_LOGS, KnownFailure, known_failure
+from .failures import DEFECTS_FIRST, IN_LOGS, KnownFailure, known_failure
 from .verdict_findings import on_disk
 
 _MOST_UNKNOWN = 5
@@ -133,16 +133,20 @@ def explain(checked: Checked | None, log: "Log | None") -> Explanation:
 
 def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...], tuple[str, ...]]:
     """Each known failure of the log once, and the last exceptions that nobody knows."""
-    family = ""
+    family = dialect = ""
+    usual = IN_LOGS
     if checked and checked.runtime:
         family = checked.runtime.view.family.model_type
+        dialect = checked.data.facts.dialect
+        if checked.data.ok:
+            usual = DEFECTS_FIRST
     answers: dict[str, Recognized] = {}
     unknown: list[str] = []
     for line in dict.fromkeys((*log.raised, *log.lines)):
-        at, kinds = log.raised.get(line, ""), IN_LOGS
+        at, kinds = log.raised.get(line, ""), usual
         if at.startswith("sglang/"):
             kinds = IN_LOGS[:1]
-        found = known_failure(f"{line} [{at}]", kinds=kinds, family=family)
+        found = known_failure(f"{line} [{at}]", kinds=kinds, family=family, dialect=dialect)
         if found is None:
             if line in log.raised and not line.startswith(_FOLLOW_UPS):
                 unknown.append(shortened(f"{line} ({at})".removesuffix(" ()")))
@@ -208,9 +212,7 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
 
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
     """The reason, and the entry that decides it as config.json has it ("" for none)."""
-    dialect, resolution = runtime.dialect, module.resolution
-    if module.part == "mtp":
-        dialect = runtime.draft_dialect
+    dialect, resolution = runtime.dialect_of(module), module.resolution
     if isinstance(dialect, Unquantized):
         return "there is no quantization config", ""
     if not module.loads_quantized:

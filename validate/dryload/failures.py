@@ -25,6 +25,7 @@ FailureKind = Literal["dry_load", "sglang", "other_builds", "failures", "defects
 # The parts that a log is compared with, in this order: what SGLang raised is looked up in the first
 # alone.
 IN_LOGS: tuple[FailureKind, ...] = ("sglang", "other_builds", "failures", "defects")
+DEFECTS_FIRST: tuple[FailureKind, ...] = ("sglang", "other_builds", "defects", "failures")
 
 
 class KnownFailure(Fact):
@@ -41,7 +42,7 @@ class KnownFailure(Fact):
         versions: of vLLM that have it, as a PEP 440 specifier.
         concerns: the same for people, where it takes more words.
         sources: public threads, or numbers of docs/failures.md.
-        families: model_types concerned; () for any.
+        families, dialects: model_types and quantization dialects concerned; () for any.
         rules: rules of the check that confirm it on a checkpoint.
         cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
             none.
@@ -57,6 +58,7 @@ class KnownFailure(Fact):
     concerns: str = ""
     sources: str = "dry loads of vLLM 0.32.0"
     families: tuple[str, ...] = ()
+    dialects: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
     cure_in_vllm: str = ""
 
@@ -83,20 +85,27 @@ def known() -> Mapping[str, tuple[KnownFailure, ...]]:
 
 
 def known_failure(
-    text: str, *, kinds: Sequence[FailureKind] = IN_LOGS, family: str = "", version: str = ""
+    text: str,
+    *,
+    kinds: Sequence[FailureKind] = IN_LOGS,
+    family: str = "",
+    dialect: str = "",
+    version: str = "",
 ) -> tuple[KnownFailure, str] | None:
     """The failure that a text tells of, and the name in it ("" for none).
 
     Args:
         text: a line of a log, or `<exception>: <message> [<file:line>]`.
         kinds: parts of the table, in the order in which they are tried.
-        family: of the checkpoint; what only other families have is passed over. "" where it is not
-            known.
+        family, dialect: of the checkpoint; what only others have is passed over. "" where it is
+            not known.
         version: of vLLM; what only others have is passed over. "" where it is not known.
     """
     for kind in kinds:
         for failure in known()[kind]:
             if family and failure.families and family not in failure.families:
+                continue
+            if dialect and failure.dialects and dialect not in failure.dialects:
                 continue
             if version and not holds(failure.versions, version):
                 continue
@@ -111,10 +120,16 @@ def text_of(failure: LoadFailure) -> str:
     return f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"
 
 
-def known_defect(failure: LoadFailure, *, family: str, version: str) -> KnownFailure | None:
+def known_defect(
+    failure: LoadFailure, *, family: str, dialect: str, version: str
+) -> KnownFailure | None:
     """vLLM's own defect that caused a failure of the dry load."""
     found = known_failure(
-        text_of(failure), kinds=("defects",), family=family or "unknown", version=version
+        text_of(failure),
+        kinds=("defects",),
+        family=family or "unknown",
+        dialect=dialect or "unknown",
+        version=version,
     )
     if found is None:
         return None

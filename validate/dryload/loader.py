@@ -6,11 +6,14 @@ it speaks JSON lines.
 
 Easy to get wrong: nothing of vLLM is imported here. All jobs go out in one line before the first
 answer is read, and the other side reads that line to its end before it answers: neither waits for
-the other. vLLM's config classes read more files than config.json.
+the other. vLLM's config classes read more files than config.json. And what answers may be a
+stranger's vLLM: an answer has a form, a length and a time.
 """
 
 import json
+import os
 import subprocess
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,11 +21,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
+from pydantic import ValidationError
+
 from ...checkpoints.fact import Fact
 from ...checkpoints.files import ScratchFolder, within
 from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
-from ...recipes.errors import VLLMError
+from ...recipes.errors import VLLMError, first_fault
 from ...recipes.frozen import frozen
 from ..facts.child import Child, environment
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
@@ -38,6 +43,10 @@ _LAUNCH = (
     "from dryload.server import main; main()"
 )
 _LOG_LINES = 6
+_LOG_TAIL = 1 << 16  # bytes
+_MOST_ANSWER = 1 << 27  # characters
+_ANSWER_SECONDS = 2400.0
+"""For each answer: the start of vLLM and the time that a load may take (in_vllm/server.py)."""
 # What vLLM's config classes read, config.json apart.
 SMALL_FILES = (
     "hf_quant_config.json",
@@ -93,7 +102,7 @@ class DryLoader:
         words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path), str(_CURES)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         first = environment(_first_on_path(vllm, self._cache.path))
-        self._child = Child(words, environment=first, text=True, cwd="/", **pipes)
+        self._child = Child(words, environment=first, text=True, errors="replace", cwd="/", **pipes)
         self._process = self._child.process
 
     def __enter__(self) -> "DryLoader":
@@ -127,7 +136,7 @@ class DryLoader:
         return accounts
 
     def _load_ranks(self, jobs: Sequence[Job]) -> list[LoadAccount]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         accounts: dict[int, LoadAccount] = {}
         own = {"vllm": self._vllm.version}
         words = [{"id": number, **own, **asdict(job)} for number, job in enumerate(jobs)]
@@ -136,22 +145,9 @@ class DryLoader:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         while len(accounts) < len(jobs):
-            if not (line := self._process.stdout.readline()):
-                got = f"exit status {self._process.wait()}"
-                cure = "Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt"
-                if self._vllm.site:
-                    cure = (
-                        f"It ran over torch {self._vllm.torch} and transformers "
-                        f"{self._vllm.transformers} of that environment: if they do not fit, set "
-                        f"VLLM_PYTHON to one made for vLLM {self._vllm.version}"
-                    )
-                raise VLLMError(
-                    self._vllm.python,
-                    f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
-                    got=self._last_words().rpartition(" | ")[2] or got,
-                    cure=cure,
-                )
-            answer = _Answer.model_validate_json(line)
+            answer = self._answer()
+            if answer.id not in range(len(jobs)) or answer.id in accounts:
+                raise self._refused(f"an answer to job {answer.id}, which nobody asked for")
             job, account = jobs[answer.id], answer.account
             if account is None:  # the process of this checkpoint was killed or took too long
                 words = f"the process that judged it was lost ({answer.died}): {self._last_words()}"
@@ -162,8 +158,40 @@ class DryLoader:
             accounts[answer.id] = account
         return [accounts[number] for number in range(len(jobs))]
 
+    def _answer(self) -> _Answer:
+        """The next line of vLLM's process, which is killed where it lets wait for ever.
+
+        Raises:
+            VLLMError: no line, or none that `in_vllm` writes.
+        """
+        watch = threading.Timer(_ANSWER_SECONDS, self._child.kill)
+        watch.daemon = True
+        watch.start()
+        assert self._process.stdout is not None
+        try:
+            line = self._process.stdout.readline(_MOST_ANSWER)
+            if not line:
+                words = self._last_words().rpartition(" | ")[2]
+                raise self._refused(words or f"exit status {self._process.wait()}")
+            return _Answer.model_validate_json(line)
+        except ValidationError as error:
+            raise self._refused(f"an answer that is none: {first_fault(error)}") from error
+        finally:
+            watch.cancel()
+
+    def _refused(self, got: str) -> VLLMError:
+        cure = "Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt"
+        if self._vllm.site:
+            cure = (
+                f"It ran over torch {self._vllm.torch} and transformers {self._vllm.transformers} "
+                "of that environment: if they do not fit, set VLLM_PYTHON to one made for vLLM "
+                f"{self._vllm.version}"
+            )
+        rule = f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}"
+        return VLLMError(self._vllm.python, rule, got=got, cure=cure)
+
     def _last_words(self) -> str:
-        self._log.seek(0)
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
         lines = [line.strip() for line in self._log if line.strip() and "nanobind" not in line]
         return " | ".join(lines[-_LOG_LINES:])
 

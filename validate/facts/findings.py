@@ -60,7 +60,11 @@ def errors_of(findings: Iterable[Finding]) -> list[Finding]:
 
 
 class CheckpointFacts(Fact):
-    """What the checkpoint is, for people and for the card."""
+    """What the checkpoint is, for people and for the card.
+
+    `num_unjudged` counts matrices of vision towers for which only a dry load can say what vLLM
+    builds.
+    """
 
     family: str = ""
     dialect: str = ""
@@ -69,6 +73,7 @@ class CheckpointFacts(Fact):
     num_mtp_tensors: Count = 0
     num_mtp_layers: Count = 0
     mtp_forms: tuple[str, ...] = ()
+    num_unjudged: Count = 0
 
     @property
     def mtp_layers_follow_k(self) -> bool:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from ... import __version__
 from ...checkpoints.fact import Fact
-from ...checkpoints.files import write_whole
+from ...checkpoints.files import refuse_strange, write_whole
 from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
@@ -176,6 +176,7 @@ def write_result(
         vllm: the version that judged or served.
         made_at: default now.
     """
+    refuse_strange(folder)
     when = (made_at or datetime.now(UTC)).strftime(TIME)
     result = _FORMS[station](
         station=station,

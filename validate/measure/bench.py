@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.files import fresh
 from ...checkpoints.source import Source
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
@@ -38,6 +39,7 @@ from .harness import (
     Watch,
     Work,
     answer_missing,
+    drafted_by,
     has_template,
     refuse_drafts,
     room_for,
@@ -170,10 +172,11 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     """One checkpoint's whole matrix; servers are started only for what is missing."""
     file = open_matrix(model, plan, setup)
     header = file.header
+    ks = sorted({drafted_by(model, k) for k in plan.ks})
     works = []
     errors = dict[tuple[int, int], str]()
     left = 0
-    for k in reversed(plan.ks):  # so that each knows what those after it are asked
+    for k in reversed(ks):  # so that each knows what those after it are asked
         missing = [place for place in plan.places(k) if place not in file.lines]
         if missing:
             works.insert(0, _work(plan, setup, file, k, missing, errors, left))
@@ -181,7 +184,7 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     answer_missing(model, works, setup, watch)
     cells = []
     for concurrency in plan.concurrency:
-        for k in plan.ks:
+        for k in ks:
             error = errors.get((k, concurrency), "")
             found = []
             for number in range(plan.repeat):
@@ -300,7 +303,7 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     words = [setup.vllm.python, PLUGIN / "keepmtp_bench.py"]
     with (
-        open(log, "wb") as printed,
+        open(fresh(log), "xb") as printed,
         Child(words, environment=variables, stderr=printed, **pipes) as child,
     ):
         given = child.process.stdin

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ...checkpoints.files import complete, partial_path, unwritable
+from ...checkpoints.files import making, refuse_strange, unwritable
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
@@ -282,9 +282,10 @@ def keep(file: PredictedFile, number: int, predicted: "Predicted") -> None:
     """
     path = _path(file, number)
     try:
+        refuse_strange(path.parent)
         path.parent.mkdir(exist_ok=True)
-        save_file({name: getattr(predicted, name) for name in _ARRAYS}, partial_path(path))
-        complete(path)
+        with making(path) as partial:
+            save_file({name: getattr(predicted, name) for name in _ARRAYS}, partial)
     except (OSError, SafetensorError) as error:
         raise unwritable(path, error) from error
 

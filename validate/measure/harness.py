@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.files import ScratchFolder, held
+from ...checkpoints.files import ScratchFolder, held, refuse_strange
 from ...checkpoints.identity import Identity
+from ...checkpoints.mtp_source import has_mtp
 from ...checkpoints.source import Source, small_bytes, view_of
 from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
@@ -106,6 +107,8 @@ class Setup:
         Raises:
             RecipeError: another run is at work there.
         """
+        for folder in (self.out, self.out / "logs"):
+            refuse_strange(folder)
         return held(self.out, "only one run may measure into a folder")
 
     def log(self, name: str) -> Path:
@@ -315,6 +318,16 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Wat
         with hosting(model, setup, watch) as host:
             for together in servers.values():
                 host.answer(*together)
+
+
+def drafted_by(model: Model, k: int) -> int:
+    """How many of `k` tokens a model drafts: 0 with MTP off, and for a source without an MTP block.
+
+    Training code drops the block and leaves its count in config.json, so the tensors are asked.
+    """
+    if model.role == "plain" or (model.role == "source" and not has_mtp(model.source)):
+        return 0
+    return k
 
 
 def refuse_drafts(source: Source, k: int, *, option: str) -> None:

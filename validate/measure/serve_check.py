@@ -17,7 +17,7 @@ from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import Json, frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, hosting, room_for
+from .harness import Ask, Model, Setup, Watch, Work, drafted_by, hosting, room_for
 from .server import Server, ServerFailed
 from .store import Continuation, ContinuationHeader, LineFile, open_lines
 
@@ -75,7 +75,8 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    works = [_work(model, k, setup, check) for k in check.ks]
+    ks = sorted({drafted_by(model, k) for k in check.ks})
+    works = [_work(model, k, setup, check) for k in ks]
     errors = dict[int, str]()
     how = Json()
     if missing := [work for work in works if work.missing()]:

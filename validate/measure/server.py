@@ -27,7 +27,7 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...checkpoints.files import ScratchFolder
+from ...checkpoints.files import ScratchFolder, fresh
 from ...recipes.errors import GateError
 from ...recipes.frozen import Raw, Say, frozen
 from ..facts.child import Child, environment
@@ -270,7 +270,7 @@ def serving(
     with (
         ScratchFolder("keepmtp-server-") as private,
         socket.socket() as held,
-        open(log, "wb") as file,
+        open(fresh(log), "xb") as file,
     ):
         # A socket that does not listen keeps the port from everybody who asks for any. A server may
         # still listen on it, because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM

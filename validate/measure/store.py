@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeV
 from pydantic import Field, PositiveInt, ValidationError
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
-from ...checkpoints.files import unwritable, write_whole
+from ...checkpoints.files import refuse_strange, unwritable, write_whole
 from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
@@ -325,6 +325,7 @@ def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     number = hashlib.sha256(header.model_dump_json().encode()).hexdigest()[:8]
     path = folder / f"{name}.{number}.jsonl"
+    refuse_strange(path, is_alone=True)
     if path.is_file():
         whole = path.read_bytes()
         end = whole.rfind(b"\n") + 1

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ...checkpoints.identity import file_sha256
+from ...checkpoints.mtp_source import has_mtp
 from ...checkpoints.source import Source, view_of
 from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
@@ -28,6 +29,7 @@ from .harness import (
     Watch,
     Work,
     answer_missing,
+    drafted_by,
     has_template,
     refuse_drafts,
     room_for,
@@ -42,14 +44,20 @@ five.
 """
 
 
-def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
+def refuse_model(
+    source: Source, protocol: Evaluation, extra: tuple[str, ...], *, is_original: bool = False
+) -> None:
     """Refuse before anything is read at length or started.
+
+    Args:
+        is_original: what is judged was made from it; it may lack the block.
 
     Raises:
         RecipeError: no MTP block that drafts k tokens, or messages without a template to put them
             in.
     """
-    refuse_drafts(source, protocol.k, option="-k")
+    if not is_original or has_mtp(source):
+        refuse_drafts(source, protocol.k, option="-k")
     if protocol.api == "chat" and not has_template(source, extra):
         raise RecipeError(
             source.where,
@@ -140,16 +148,13 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
     def asking(server: Server) -> nullcontext:
         return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
 
-    k = protocol.k
-    if model.role == "plain":
-        k = 0
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
         file=file,
         missing=lambda: file.missing,
         asking=asking,
         title=lambda at: f"question {at + 1} of {len(prompts)}",
-        k=k,
+        k=drafted_by(model, protocol.k),
         max_model_len=room_for(prompts, model.source, max_tokens=protocol.max_tokens),
         concurrency=protocol.concurrency,
         words=("--enable-prefix-caching",) * protocol.prefix_caching,

@@ -329,7 +329,7 @@ def publish(
             commit = _must_be_there(hub, repo, branch).commit
         # One folder with exactly these files: links to those of the checkpoint, and the card's own.
         with (
-            held(parcel.folder, "only one run may publish a checkpoint"),
+            held(parcel.folder.resolve(), "only one run may publish a checkpoint"),
             ScratchFolder("keepmtp-publish-") as folder,
         ):
             for name in missing:

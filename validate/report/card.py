@@ -17,13 +17,12 @@ their names are; after that, only slashes show what is a path.
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ...checkpoints.files import complete, partial_path, sync, within
+from ...checkpoints.files import complete, partial_path, refuse_strange, remove, sync, within
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
@@ -114,15 +113,16 @@ def build(
     files = _files(_facts(checkpoint, report, opened, metadata, base))
     # A reader never finds a mixture of the old card and the new one.
     partial = partial_path(folder)
-    if partial.exists():
-        shutil.rmtree(partial)
-    for name, content in files.items():
-        path = within(partial, name)
-        path.write_bytes(content)
-        sync(path)
-    if folder.exists():
-        shutil.rmtree(folder)
-    complete(folder)
+    remove(partial)
+    try:
+        for name, content in files.items():
+            path = within(partial, name)
+            path.write_bytes(content)
+            sync(path)
+        remove(folder)
+        complete(folder)
+    finally:
+        remove(partial)
     return folder, report
 
 
@@ -241,6 +241,7 @@ def _readme(told: CardFacts) -> bytes:
 
 def _refuse_strange(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but a card."""
+    refuse_strange(folder, below=True)
     strange: list[object] = []
     if folder.exists() and not folder.is_dir():
         strange.append("a file")

@@ -25,12 +25,13 @@ README = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # The Hub's own forms; https://huggingface.co/docs/hub/model-cards#model-card-metadata.
 _WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
-_TEXT = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
+_TEXT = re.compile(r"[^\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069]{1,256}")
+_LINK = re.compile(r"(https?://)?[\w./#%&=?~+-]{1,256}", re.ASCII)
 _FORMS: Mapping[str, re.Pattern[str]] = {
     "base_model": HUB_ID,
     "license": _WORD,
     "license_name": _TEXT,
-    "license_link": _TEXT,
+    "license_link": _LINK,
     "pipeline_tag": _WORD,
     "language": _WORD,
 }
@@ -114,6 +115,7 @@ def front_matter(told: CardFacts) -> str:
     schemes = [name.lower() for name in told.schemes()]
     roots = [re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name) for name in schemes]
     tags = [told.report.facts.dialect, *roots, *(name.replace("_", "-") for name in schemes)]
+    tags = [tag for tag in tags if _WORD.fullmatch(tag)]
     tags += ["mtp", "speculative-decoding", "vllm"]
     if "experts" in [group.modules for group in told.groups]:
         tags.append("moe")

@@ -9,6 +9,7 @@ Easy to get wrong: a card may only have numbers of the report, and numbers compu
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
 
 from ...checkpoints.record import Record
 from ...recipes.frozen import frozen
@@ -77,6 +78,19 @@ class CardFacts:
     def best_k(self) -> BestK:
         """How many tokens to draft in a step, and why; 0 serves without drafting."""
         return best_k_of_report(self.report)
+
+    @property
+    def compared(self) -> str:
+        """What was evaluated as the source: it may have another name, such as a copy with an MTP
+        block.
+        """
+        name = self.record.source.name
+        evaluation = self.report.evaluation
+        if evaluation and evaluation.source:
+            path = evaluation.source.path
+            if PurePath(path).name != PurePath(name).name:
+                return path
+        return name
 
     def schemes(self, *parts: str) -> tuple[str, ...]:
         """Of the tensors on disk in these parts, all by default; in the order of the table of
@@ -154,7 +168,7 @@ def _commands(told: CardFacts) -> Iterator[Md]:
     if told.report.serve:
         yield shell(["keepmtp", "serve-check", out, *source])
     if told.report.evaluation:
-        yield shell(["keepmtp", "eval", out, *source])
+        yield shell(["keepmtp", "eval", out, "--source", told.compared])
     if told.report.bench:
         yield shell(["keepmtp", "bench", out])
     yield shell(["keepmtp", "card", out])

@@ -74,6 +74,15 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
     return sorted(found, key=lambda each: each.source is None)
 
 
+def has_no_block(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> bool:
+    """Whether a source was served with MTP off alone: it has no MTP block to draft with."""
+    if evaluation and evaluation.source:
+        return not evaluation.source.drafts
+    if serve and serve.source:
+        return all(run.loaded and not run.k for run in serve.source.runs)
+    return False
+
+
 def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
     """Whether a speed matrix is about the checkpoint: its own bytes were served, on a GPU or on
     `device` itself.

@@ -33,7 +33,7 @@ from ..facts.paired import one_sided
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
-from .drafted import counts_bench, drafted
+from .drafted import counts_bench, drafted, has_no_block
 from .numbers import nats, percent, points
 from .settle import WORST_FIRST, Estimate, mean_recovery, recovery, settle, unmeasured, worst
 
@@ -213,6 +213,12 @@ def _acceptance(
     source = measured and measured.source
     if measured is None or source is None:
         says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
+        if has_no_block(serve, evaluation):
+            says = (
+                "The source has no MTP block and was served with MTP off, so there is nothing to "
+                "compare with: `keepmtp graft SOURCE --from RELEASE --out WHOLE` puts the block "
+                "back, and `keepmtp eval CHECKPOINT --source WHOLE` compares."
+            )
         return unmeasured("acceptance", says)
     where = f"On {measured.what} with k={measured.k}"
     mine = measured.checkpoint.acceptance

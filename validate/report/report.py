@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ... import __version__
-from ...checkpoints.files import write_whole
+from ...checkpoints.files import refuse_strange, write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify, measured_anew
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
@@ -27,9 +27,13 @@ from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
+from ...recipes.runtimes.vllm import NEWEST, is_known
+from ..check.check import examine
 from ..facts.benched import BenchFact
+from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places
 from ..facts.evaluated import EvaluationFact
+from ..facts.findings import errors_of
 from ..facts.results import (
     STATIONS,
     CheckData,
@@ -57,8 +61,8 @@ NOT_RUN = {
     "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
     "calibration": "No calibration: nobody looked for the checkpoint's own record.",
     "serve": (
-        "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` "
-        "measures them."
+        "No serve-check was run: it serves with and without drafting, and compares outputs and "
+        "speed prompt by prompt. `keepmtp serve-check CHECKPOINT` does."
     ),
     "evaluation": (
         "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval "
@@ -180,6 +184,7 @@ def refresh(folder: Path) -> FullReport:
         checkpoint = checkpoint_folder(folder)
         record_static(folder, open_source(checkpoint), identify(checkpoint, cache=folder))
     full = from_results(folder)
+    refuse_strange(folder)
     write(folder, full)
     return full
 
@@ -209,10 +214,12 @@ def verify(folder: Path) -> FullReport:
 
 
 def of_checkpoint(checkpoint: Path) -> FullReport:
-    """The report of a checkpoint, as `verify`.
+    """The report of a checkpoint, as `verify`, once its headers are judged again: whoever seals
+    results anew can say anything of them.
 
     Raises:
-        CheckpointError: as `verify`; or no checkpoint, or none that was measured.
+        CheckpointError: as `verify`; or no checkpoint, none that was measured, or its headers have
+            an error, or facts, that the results do not have.
     """
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
@@ -229,7 +236,22 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
             got=f"no {JSON_FILE}",
             cure=f"Run {measured_anew(checkpoint)}",
         )
-    return verify(folder)
+    full = verify(folder)
+    # A version that keepmtp does not know has no rules of its own.
+    version = full.vllm if full.dry and is_known(full.vllm) else NEWEST
+    found = examine(checkpoint, vllm=version).data
+    cure, rule, got = command("check", folder), "", ""
+    for name, value in found.facts:
+        if getattr(full.facts, name) != value:
+            rule, got = f"must have the headers' {name}, {value}", getattr(full.facts, name)
+    errors = errors_of(found.findings)
+    if errors and not errors_of(full.findings):
+        rule = "must have the error of the headers"
+        got = f"none of {errors[0].where}, which is {errors[0].says}"
+    if rule:
+        where = file_of(folder, "check")
+        raise CheckpointError(where, rule, got=got, cure=f"Run `{cure}` again")
+    return full
 
 
 def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
@@ -326,6 +348,7 @@ def verdict_of(
     serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
     bench: BenchFact | None = None,
+    closeness: ClosenessFact | None = None,
     **_: object,
 ) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
@@ -359,7 +382,7 @@ def verdict_of(
             tried += f" (source: {percent(found.source.acceptance)})"
         if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
             label = "Loads and drafts"
-    elif serve or evaluation or bench:
+    elif serve or evaluation or bench or closeness:
         label = "Served"
         tried = "a server ran"
     return VerdictFact(ok=True, label=label, says=f"{says}; {tried}.")

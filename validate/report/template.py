@@ -69,8 +69,8 @@ def template(
     return environment.get_template(name)
 
 
-# An underscore between letters is one: `eh_proj`.
-_MARKUP = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
+# An underscore between letters is one: `eh_proj`. An address in plain text would be a link.
+_MARKUP = re.compile(r"([\\`*\[\]|~$]|:(?=//)|(?<=www)\.|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 # What makes a block where a line begins with it: list, heading, underline of a heading.
 _BLOCK = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[-+](?:\s|$)|#|[-=]{2}))(.)")
 _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})

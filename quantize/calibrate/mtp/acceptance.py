@@ -38,7 +38,7 @@ tests/vllm/test_acceptance_without_server.py.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import sub
 from typing import Any
 
@@ -96,6 +96,16 @@ class Target:
     log_likelihoods: Tensor
     reference: "Target | None"
     divergences: Tensor
+
+    def of_rows(self, rows: Sequence[int]) -> "Target":
+        """On some of the sequences; what it is compared with is left as it is."""
+        at = list(rows)
+        return replace(
+            self,
+            choices=self.choices[at],
+            log_likelihoods=self.log_likelihoods[at],
+            divergences=self.divergences[at],
+        )
 
     @property
     def perplexity(self) -> float:

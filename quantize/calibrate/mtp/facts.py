@@ -116,7 +116,7 @@ _BLOCKS = {
 
 
 class MeasuredFact(Fact):
-    """One backbone with one MTP block on held-out text.
+    """One backbone with one MTP block on held-out text, all kinds of it together.
 
     Attributes:
         perplexity: the backbone's, per token.
@@ -124,6 +124,7 @@ class MeasuredFact(Fact):
             slot; None for the released model, and in older records.
         flips: share of slots where its first choice is another than the released model's; None
             likewise.
+        perplexity_of_kind, divergence_of_kind: by kind, where there are several.
     """
 
     backbone: Literal["source", "quantized"]
@@ -132,6 +133,8 @@ class MeasuredFact(Fact):
     divergence: Figure | None = None
     flips: Share | None = None
     acceptance: AcceptanceFact | None
+    perplexity_of_kind: Annotated[Mapping[str, Figure], Field(max_length=101)] = {}
+    divergence_of_kind: Annotated[Mapping[str, Figure], Field(max_length=101)] = {}
 
     @property
     def title(self) -> str:
@@ -204,7 +207,7 @@ class TunedFact(Fact):
         gain: part of the untrained block's acceptance that the trained one has, the mean over the
             kinds of text, the least of all numbers of tokens a step; above 1 it is better.
         gain_at_least: its lower limit, at `confidence` for all shares that were tried.
-        kinds: where there are several.
+        kinds: of text that it was judged on; none in older records, where there was one.
         chosen: the trained block is what is written.
     """
 
@@ -235,15 +238,22 @@ class TunedFact(Fact):
     def says(self) -> str:
         """What training did, in sentences for people."""
         end, mean, by_kind = ".", "", ""
+        kinds = self.kinds
         if not self.chosen:
             end = ": it is not shown to be better, and the untrained block is what is written."
-        for each in self.kinds:
+        if len(kinds) < 2:
+            named = ""
+            if kinds and kinds[0].kind:
+                named = f", {kinds[0].kind}"
+            end += f" It was judged on one kind of text{named}; on others it was not tried."
+            kinds = ()
+        for each in kinds:
             by_kind += f" {each.kind} {each.gain:.3f} ({each.gain_at_least:.3f} to "
             by_kind += f"{each.gain_at_most:.3f});"
             if each.gain_at_most < 1 and not self.chosen:
                 end = ": it is worse on a kind, and the untrained block is what is written."
-        if self.kinds:
-            mean = f" in the mean of {len(self.kinds)} kinds of text"
+        if kinds:
+            mean = f" in the mean of {len(kinds)} kinds of text"
             end += f" These are weights {self.share:.0%} of the way from the released ones to the "
             end += f"trained ones. By kind:{by_kind.removesuffix(';')}."
         return (
@@ -342,6 +352,15 @@ class MtpFact(Fact):
     of_backbone: KeptFact | None = None
     of_block: KeptFact | None = None
     unmeasured: str = ""
+
+    @property
+    def together(self) -> str:
+        """What a figure is of that names no kind of text; "" where there is one kind."""
+        for row in self.rows:
+            if kinds := row.perplexity_of_kind:
+                says = f"A figure that names no kind is of {len(kinds)} together"
+                return f"{says}: {', '.join(kinds)}."
+        return ""
 
 
 class CalibrationFact(MtpFact):

@@ -21,7 +21,7 @@ from operator import add, itemgetter
 from pathlib import Path
 from typing import Any
 
-from ....checkpoints.files import complete, partial_path
+from ....checkpoints.files import making
 from ....recipes.errors import CheckpointError, GateError, RecipeError
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
@@ -38,7 +38,16 @@ from .acceptance import (
     fewest_slots,
     target,
 )
-from .facts import DIGITS, CandidateFact, GainFact, KeptFact, MeasuredFact, MtpFact, Side, TunedFact
+from .facts import (
+    DIGITS,
+    CandidateFact,
+    GainFact,
+    KeptFact,
+    MeasuredFact,
+    MtpFact,
+    Side,
+    TunedFact,
+)
 from .mtp_block import bind_block, build_block
 from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
@@ -108,9 +117,15 @@ def _row(backbone: Target, mtp: Side, found: Acceptance | None) -> MeasuredFact:
     """A backbone with a block; without the block's acceptance where it was not measured."""
     row: dict[str, Any] = {"mtp": mtp, "perplexity": round(backbone.perplexity, 6)}
     row["acceptance"] = found and found.fact()
+    of_kinds = dict[str, Target]()
+    kinds = backbone.backbone.data.rows_of_kinds
+    if len(kinds) > 1:
+        of_kinds = {kind: backbone.of_rows(rows) for kind, rows in kinds.items()}
+    row["perplexity_of_kind"] = {kind: round(one.perplexity, 6) for kind, one in of_kinds.items()}
     if backbone.reference is None:
         return MeasuredFact(backbone="source", **row)
     row["divergence"] = round(backbone.divergence, 6)
+    row["divergence_of_kind"] = {kind: round(one.divergence, 6) for kind, one in of_kinds.items()}
     return MeasuredFact(backbone="quantized", flips=round(1 - backbone.agreement, DIGITS), **row)
 
 
@@ -134,9 +149,8 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
         for path in folder.glob("mtp-*"):
             path.unlink()
         for index, file in enumerate(files):
-            copy = folder / f"mtp-{index:05d}.safetensors"
-            shutil.copyfile(file, partial_path(copy))
-            complete(copy)
+            with making(folder / f"mtp-{index:05d}.safetensors") as copy:
+                shutil.copyfile(file, copy)
     backbone.ranks.wait()
 
 
@@ -297,7 +311,7 @@ def gains(
     confidence: float,
     num_tries: int,
 ) -> tuple[dict[str, Any], bool]:
-    """Of a tuned block: by kind where there are several, and the mean over them, whose limit holds
+    """Of a tuned block: by kind, and the mean over them, whose limit holds
     for all of so many tries; and whether it is better.
     """
     sure = 1 - (1 - confidence) / num_tries
@@ -328,8 +342,7 @@ def gains(
         )
     figures: dict[str, Any] = {"gain": round(min(means), DIGITS)}
     figures["gain_at_least"] = round(low, DIGITS)
-    if len(kinds) > 1:
-        figures["kinds"] = tuple(facts)
+    figures["kinds"] = tuple(facts)
     return figures, low > 1 and all(most >= 1 for *_, most in of_kinds)
 
 

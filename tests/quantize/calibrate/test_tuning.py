@@ -92,6 +92,7 @@ def test_a_weak_block_is_trained_and_written(weak, trained, tmp_path):
     assert tuned.chosen and tuned.gain_at_least > 1.2
     said = "trained for 8 steps of 2 sequences of the calibration text (loss lk_hybrid, seed 0"
     assert said in tuned.says
+    assert tuned.says.endswith("It was judged on one kind of text; on others it was not tried.")
     # A quarter of the bytes, and it drafts better than the release's own block with the same
     # backbone.
     assert [row.mtp for row in found.rows] == ["source", "source", "tuned"]
@@ -188,13 +189,23 @@ def test_static_scales_are_those_of_the_trained_weights(weak, tmp_path, monkeypa
 def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
     plan, backbone = glm
     backbone = fresh(backbone, tmp_path / "pass")
-    wild = with_settings(plan, learning_rate=0.9, steps=2, draft_steps=1, frozen=("experts",))
+    kinds = ("a", "b") * 4
+    backbone = replace(backbone, data=replace(backbone.data, held_out_kinds=kinds))
+    wild = {"learning_rate": 0.9, "steps": 2, "draft_steps": 1, "frozen": ("experts",)}
+    wild = with_settings(plan, share=1.0, **wild)
     final, found = mtp_pass(wild, backbone)
     assert not found.tuned.chosen and found.tuned.gain < 0.9
     assert final.recipe == wild.recipe and not any(tensor.tuned for tensor in final.tensors)
     assert [row.mtp for row in found.rows] == ["source", "source", "quantized"]
     assert found.rows[2].acceptance == found.tuned.before
-    assert found.tuned.says.endswith("the untrained block is what is written.")
+    assert "the untrained block is what is written." in found.tuned.says
+    for row in found.rows:
+        logs = [math.log(row.perplexity_of_kind[kind]) for kind in "ab"]
+        assert math.log(row.perplexity) == pytest.approx(sum(logs) / 2) != logs[0]
+        if row.divergence is not None:
+            mean = sum(row.divergence_of_kind.values()) / 2
+            assert row.divergence == pytest.approx(mean, abs=2e-6)
+    assert found.together == "A figure that names no kind is of 2 together: a, b."
     assert not any(name.endswith("enorm.weight") for name in statistics_of(backbone, final))
 
 
@@ -222,7 +233,7 @@ def test_no_kind_may_be_lost_and_the_mean_must_gain(a, b, is_better):
     assert [each.gain for each in figures["kinds"]] == pytest.approx([a, b], abs=0.01)
     assert all(each.gain_at_least < each.gain < each.gain_at_most for each in figures["kinds"])
     alone, _ = mtp_pass_module.gains(before, after, {"": [*range(40)]}, 0.95, 1)
-    assert "kinds" not in alone
+    assert [each.gain for each in alone["kinds"]] == [alone["gain"]]
     value, low = after.kept_of(before, 0.95)
     assert (alone["gain"], alone["gain_at_least"]) == (round(value, 5), round(low, 5))
 

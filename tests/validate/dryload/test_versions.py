@@ -17,7 +17,7 @@ import pytest
 import vllms
 from keepmtp.recipes.errors import KeepMTPError, RecipeError, VLLMError
 from keepmtp.recipes.runtimes.vllm import KNOWN
-from keepmtp.validate.dryload.versions import cache_folder, cached, chosen_vllms
+from keepmtp.validate.dryload.versions import cache_folder, cached, chosen_vllms, had_vllms
 from tables import cases
 
 OWN = replace(vllms.CPU, python=Path(sys.executable))
@@ -218,6 +218,7 @@ def made_for_a_later_python(index: Path, monkeypatch) -> str:
         (of_another_package, "must be a wheel of vLLM; got no vllm/ in it", "Name one"),
         (made_for_a_later_python, "made for Python >=4; got Python 3", "Set VLLM_PYTHON"),
         (lambda index, _: str(index), "must hold vllm/ with its Python files", "lies in"),
+        (lambda *_: "0.2", "must be 0.29.0 or newer; got 0.2", f"0.29.0 to {KNOWN[-1]}"),
         (lambda *_: "newest", "must be a version of vLLM, `all`, a folder", KNOWN[-1]),
     ],
 )
@@ -229,6 +230,12 @@ def test_what_cannot_be_had_is_one_sentence(given, says, cure, index, monkeypatc
     assert isinstance(caught.value, RecipeError if word == "newest" else VLLMError)
     assert says in told and cure in told and "\n" not in told, told
     assert not cached() or cached() == ["9.6.0"]
+
+
+def test_one_that_cannot_be_had_leaves_the_others():
+    found, missing = had_vllms(["9.0.9,9.1.0", "0.28"], OWN)
+    assert [each.version for each in found] == ["9.1.0"]
+    assert [str(error.where) for error in missing] == ["vLLM 9.0.9", "--vllm"]
 
 
 def test_a_site_must_say_its_version(tmp_path):

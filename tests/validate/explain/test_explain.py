@@ -20,11 +20,12 @@ from good import llmcompressor, ours, released
 from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check_source
+from keepmtp.validate.check.rules_forms import stored_form_is_what_is_built
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.explain import MOST_BYTES, Explanation, explain, parse_log, read_log
 from keepmtp.validate.dryload.failures import known, known_defect, known_failure
 from keepmtp.validate.facts.dry_load import LoadFailure
-from modelopt_form import mixed, modelopt
+from modelopt_form import block_experts, mixed, modelopt
 from printed import printed
 from tables import cases
 from typer.testing import CliRunner
@@ -153,7 +154,7 @@ def test_every_row_has_words_from_somewhere_and_rules_that_exist():
 def test_a_defect_is_of_its_families_and_of_its_versions(family, version, says):
     place = "vllm/models/step3p5.py:421"
     failure = LoadFailure(stage="load", role="draft", type="IndexError", words="", at=place)
-    defect = known_defect(failure, family=family, version=version)
+    defect = known_defect(failure, family=family, dialect="", version=version)
     assert (defect is not None) == bool(says)
     if defect:
         assert defect.says.startswith(f"a defect of vLLM {version}, not of the checkpoint: {says}")
@@ -186,6 +187,23 @@ def test_a_log_with_its_checkpoint_names_the_tensor_and_the_finding(tmp_path):
     checkpoint.take(r"model\.layers\.3\..*")
     (answer,) = told(MISSING, checked(checkpoint, tmp_path / "lost")).answers
     assert any("layers.3" in found for found in answer.confirmed)
+
+
+def test_a_good_checkpoint_has_the_defects_of_its_dialect_first(tmp_path):
+    """vllm #55496: before 0.30 modelopt's experts in FP8 blocks were built plain."""
+    log = b"AttributeError: Layer mtp.layers.9.mlp.experts has no parameter 'w2_weight_scale_inv' for "
+    log += b"checkpoint weight 'mtp.layers.9.mlp.experts.0.down_proj.weight_scale_inv'"
+    good = block_experts()
+    for made, name in (
+        (good, "experts in FP8 blocks under modelopt"),
+        (released("deepseek-r1"), "experts built in another form"),
+        (silent(), "experts built in another form"),
+    ):
+        (answer,) = told(log, checked(made, tmp_path / made.config["model_type"])).answers
+        assert answer.failure.name == name
+    runtime = RuntimeView.of(as_source(good, tmp_path / "0.29"), "0.29.0")
+    cures = [each.finding.cure for each in stored_form_is_what_is_built(runtime)]
+    assert cures and all("a newer vLLM, if one has FP8_PB_WO for experts" in cure for cure in cures)
 
 
 @pytest.mark.parametrize("row", SAID["unknown"], ids=lambda row: row["log"][:20])

@@ -31,6 +31,8 @@ _PROJECTIONS_DIFFER = (
     "ValueError: All MoE projections need to have same quantization scheme but found multiple"
 )
 _PACKED = "pack-quantized"
+_EMBEDDING = "VocabParallelEmbedding"
+_NO_ROWS = "ValueError: compressed-tensors embeddings only support weight-only INT (WNA16)"
 _FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
 _NO_CLASS = "it has no class for these weights and inputs"
 # SGLang's classes by the last part of a module's name.
@@ -65,9 +67,13 @@ class CompressedTensors(NamedTuple):
     name: str = "compressed-tensors"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """`get_scheme_dict` for linear modules and heads, `get_moe_method` for experts."""
+        """`get_scheme_dict` for linear modules and tables, `get_moe_method` for experts."""
         if kind == "experts":
             return self._experts(shards)
+        if kind == "embedding":
+            answer = self._scheme(module, shards, _EMBEDDING, self.builds)
+            is_looked_up = answer.built.form in ("plain", "int_packed")
+            return answer if is_looked_up or answer.error else raises(_NO_ROWS, answer.entry)
         if kind == "linear" or self.runtime == "vllm":
             class_name = _class_of(self.runtime, module, shards, kind)
             return self._scheme(module, shards, class_name, self.builds)
@@ -344,6 +350,6 @@ def _class_of(runtime: Runtime, module: str, shards: Sequence[str], kind: Kind) 
         return "ParallelLMHead"
     if runtime == "sglang":
         return _CLASSES.get(last, "ColumnParallelLinear")
-    if last.endswith("qkv_proj"):
+    if last.endswith(("qkv", "qkv_proj")):
         return "QKVParallelLinear"
     return "MergedColumnParallelLinear" if shards else "RowParallelLinear"

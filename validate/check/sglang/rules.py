@@ -131,8 +131,9 @@ def stored_form_is_what_is_built(view: SglangView) -> Objections:
                 f"{weight.weight.name} is {manner(weight)}"
             )
             cause = f"{kind} {answer.error.partition(' for ')[0]}"
-            yield _error("sglang-unresolved", module.name, says, _unresolved_cure(module), cause)
-        elif answer.built.form != "unknown":
+            cure = _unresolved_cure(module, dialect.name)
+            yield _error("sglang-unresolved", module.name, says, cure, cause)
+        else:
             for member in module.members:
                 if effect := _effect(view, answer.built, member):
                     yield _misbuilt(view, module, member.weight, effect)
@@ -206,6 +207,10 @@ def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
     """
     weight = member.weight
     row = member.place.row
+    dialect = view.dialects[member.place.part]
+    is_unknown = built.form == "unknown"
+    if is_unknown and (weight.form != "plain" or isinstance(dialect, UnknownDialect)):
+        return ""
     is_v4 = view.runtime.view.family.model_type == "deepseek_v4"
     is_wo_a = is_v4 and row.path == "attn.wo_a" and weight.form == "fp8_block"
     if is_wo_a or weight.form == "fp8_sliced" or row.interleaved is not None:
@@ -236,10 +241,7 @@ def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: st
     elif why_plain:
         by = why_plain
     elif weight.form == "plain":
-        expression = module.name
-        if dialect in ("compressed-tensors", "quark"):
-            expression = _expression(module)
-        cure = f"Add '{expression}' to {_LISTS.get(dialect, 'ignore')}: it is SGLang's name for it"
+        cure = _exception(module, dialect)
     elif built.form == "plain":
         cure = (
             f"Let an entry reach {module.name}: it is SGLang's name for it, or store the "
@@ -247,24 +249,32 @@ def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: st
         )
     else:
         cure = "Convert it, or quantize the release again in a scheme that SGLang has a kernel for"
-    says = (
-        f"stored as {manner(weight)}, but {SGLANG} builds {name} as {built.form} ({by}): {effect}"
-    )
+    form = built.form.replace("unknown", "quantized weights")
+    says = f"stored as {manner(weight)}, but {SGLANG} builds {name} as {form} ({by}): {effect}"
     cause = f"{module.part} {module.role} {weight.form} {built.form} {entry}"
     return _error("sglang-form", weight.weight.name, says, cure, cause)
 
 
-def _unresolved_cure(module: Module) -> str:
+def _unresolved_cure(module: Module, dialect: str) -> str:
     """What to write where SGLang raises as it builds a module."""
     error = module.resolution.error
-    if "matching target" in error:
-        which = "the targets of its group"
-        if module.members[0].weight.form == "plain":
-            which = "ignore"
-        return f"Add '{_expression(module)}' to {which}: it is SGLang's name for it"
     if any(words in error for words in ("shards", "MoE projections", "Mixed quant_algo")):
         return "Name all parts of a fused module in the same list, under SGLang's names"
+    if all(member.weight.form == "plain" for member in module.members):
+        return _exception(module, dialect)
+    if "matching target" in error:
+        return (
+            f"Add '{_expression(module)}' to the targets of its group: it is SGLang's name for it"
+        )
     return "Quantize it in a scheme that SGLang has a kernel for: `keepmtp ls schemes`"
+
+
+def _exception(module: Module, dialect: str) -> str:
+    """The entry by which SGLang builds a module plain."""
+    expression = module.name
+    if dialect in ("compressed-tensors", "quark"):
+        expression = _expression(module)
+    return f"Add '{expression}' to {_LISTS.get(dialect, 'ignore')}: it is SGLang's name for it"
 
 
 def _expression(module: Module) -> str:

@@ -28,6 +28,9 @@ from typing import Any
 # than this.
 CHILD_MEMORY_BYTES = 8 << 30
 CHILD_SECONDS = 1800
+START_SECONDS = 600
+# A vLLM that prints without end gets an error, and the disk goes on.
+FILE_BYTES = 256 << 20
 
 
 def main() -> None:
@@ -35,7 +38,10 @@ def main() -> None:
     gpu, cache, cures = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints must not get into the answers
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    signal.alarm(START_SECONDS)
     _prepare(gpu, cache)
+    signal.alarm(0)
     for line in sys.stdin:
         waiting, children = json.loads(line), dict[int, int]()
         while waiting or children:

@@ -1,0 +1,110 @@
+"""docs/fine-tune.md, run as it stands: line by line, on a tiny fine-tune that lost its MTP block and
+on one that has it.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from commands import ROOT, keepmtp, ran
+from json_files import json_of, put_json
+from keepmtp.checkpoints.source import INDEX
+from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+from safetensors.torch import load_file, save_file
+
+BLOCK = "model.layers.3."
+# What is added to a line so that it ends in minutes: 400 short questions are enough for the gates.
+# No repository is there, and `bench` has servers of its own in tests/vllm.
+ADDED = {
+    "bench": "--dry-run",
+    "eval": f"--dataset {ROOT / 'models' / 'held_out.jsonl'} --shots 0 --max-tokens 96 "
+    f"-k 3 --concurrency 8 -- {' '.join(UNIPROC)}",
+    "publish": "--dry-run",
+}
+ALONE = ("plan", "quantize")
+
+
+def lines_for(*, has_block: bool) -> list[str]:
+    """The commands of the page, as it says that they are to be changed."""
+    block = (ROOT / "docs" / "fine-tune.md").read_text().split("```")[1]
+    found = re.findall(r"^keepmtp (.*?)(?: +#.*)?$", block, re.MULTILINE)
+    assert len(found) == 10
+    if has_block:
+        found = [line.replace(" --mtp-source RELEASE", "") for line in found]
+        found = [line.replace("./whole", "./my-fine-tune") for line in found if line[:5] != "graft"]
+    # Four attention heads are not for eight GPUs.
+    return [line.replace("RELEASE", str(GLM)).replace("--tp 8", "--tp 1") for line in found]
+
+
+def fine_tune(folder: Path, *, has_block: bool) -> Path:
+    """The shipped model as training code writes it: its config.json promises the block in any case."""
+    tune = folder / "my-fine-tune"
+    tune.mkdir()
+    for path in GLM.iterdir():
+        (tune / path.name).write_bytes(path.read_bytes())
+    if not has_block:
+        for file in tune.glob("*.safetensors"):
+            tensors = load_file(file)
+            for name in [*filter(lambda name: name.startswith(BLOCK), tensors)]:
+                del tensors[name]
+            save_file(tensors, file, metadata={"format": "pt"})
+        index = json_of(tune / INDEX)
+        for name in [*index["weight_map"]]:
+            if name.startswith(BLOCK):
+                del index["weight_map"][name]
+        put_json(tune / INDEX, index)
+    return tune
+
+
+@pytest.fixture(params=[False, True], ids=["lost", "kept"])
+def place(request, tmp_path) -> tuple[Path, list[str]]:
+    fine_tune(tmp_path, has_block=request.param)
+    return tmp_path, lines_for(has_block=request.param)
+
+
+def test_the_lines_before_a_server(place):
+    """And recipe.yaml makes the same checkpoint again, with the block of the release."""
+    folder, lines = place
+    said = ""
+    for line in lines:
+        if line.split()[0] in ALONE:
+            said = ran(line, cwd=folder)
+    assert "check passed out/mine" in said
+    ran("quantize out/mine/recipe.yaml --out again", cwd=folder)
+    for path in (folder / "out" / "mine").iterdir():
+        assert (folder / "again" / path.name).read_bytes() == path.read_bytes()
+    done = keepmtp("quantize out/mine --scheme nvfp4a16-fp8 --out twice", cwd=folder, status=2)
+    assert "Quantize my-fine-tune, or add --requantize" in done.stderr
+    assert not (folder / "twice").exists()
+
+
+class TestServed:
+    pytestmark: ClassVar = [*NEEDS_VLLM, pytest.mark.full]
+
+    def test_every_line(self, place):
+        folder, lines = place
+        said = ""
+        real = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON), "HF_HUB_OFFLINE": "1"}
+        for line in lines:
+            more = ADDED.get(line.split()[0], "")
+            said = ran(f"{line} {more}", cwd=folder, **real)
+        assert "model-00002-of-00002.safetensors" in said, "what publish would send"
+        card = (folder / "out" / "mine.card" / "README.md").read_text()
+        assert "**pass**" in card and "unknown" not in card
+
+    def test_a_source_without_a_block_is_served_with_mtp_off(self, tmp_path):
+        """Its score is compared, and the gate on acceptance stays open."""
+        fine_tune(tmp_path, has_block=False)
+        real = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
+        words = f"my-fine-tune --mtp-source {GLM} --scheme w4a16-fp8 --out mine"
+        ran(f"quantize {words}", cwd=tmp_path)
+        more = ADDED["eval"].replace(" --", " --no-plain --json --", 1)
+        told = json.loads(ran(f"eval mine --source my-fine-tune {more}", cwd=tmp_path, **real))
+        source = told["evaluation"]["source"]
+        assert source["drafts"] == 0 and source["num_questions"] == 400
+        gates = {each["gate"]: each for each in told["judgement"]["reasons"]}
+        assert gates["gsm8k"]["verdict"] == "pass"
+        assert gates["acceptance"]["verdict"] == "infeasible"
+        assert "has no MTP block and was served with MTP off" in gates["acceptance"]["says"]
