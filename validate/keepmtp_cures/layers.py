@@ -19,6 +19,24 @@ def openpangu_layer(module: ModuleType) -> None:
 
 
 @mends(
+    "vllm.v1.spec_decode.llm_base_proposer",
+    "SpecDecodeBaseProposer.model_returns_tuple",
+    hashes="419dd2e9a8da 28dd9a9eea57",
+)
+def openpangu_pair(module: ModuleType) -> None:
+    """openPangu's draft returns a pair, as DeepSeek's does: for the logits, and for the next step.
+    The V1 runner does not know it; V2 looks.
+    """
+    own = module.SpecDecodeBaseProposer.model_returns_tuple
+
+    def model_returns_tuple(self: Any) -> bool:
+        architectures = self.draft_model_config.hf_config.architectures or ()
+        return "OpenPanguMTPModel" in architectures or own(self)
+
+    module.SpecDecodeBaseProposer.model_returns_tuple = model_returns_tuple
+
+
+@mends(
     "vllm.models.qwen4_exp.nvidia.model", "without_modelopt_fp4", hashes="17b4145fb8ff c80656ccc7a0"
 )
 def qwen_indexer(module: ModuleType) -> None:

