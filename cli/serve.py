@@ -265,7 +265,12 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
 
 
 def print_commands(
-    opened: "Source", best: "BestK", further: Sequence[str], cures: Sequence[str], *, as_json: bool
+    opened: "Source",
+    best: "BestK",
+    further: Sequence[str],
+    cures: Sequence[str] = (),
+    *,
+    as_json: bool,
 ) -> None:
     """Print the serve line for a shell, where `cures` are switched on, and for Docker."""
     from ..validate.facts.vllm_env import TESTED
