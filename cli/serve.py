@@ -82,6 +82,8 @@ def serve(
         every: Seconds between two lines of acceptance.
         dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
+    from dataclasses import replace
+
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
     from ..validate.measure import foreground
@@ -160,9 +162,8 @@ def serve(
         expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
     with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
         life = foreground.serve_until_stopped(
-            vllm,
+            replace(vllm, cures=cures),
             words[1:],
-            cures=cures,
             k=best.k,
             address=address,
             expected=expected,

@@ -6,6 +6,7 @@ under modelopt's NVFP4. FP8 under modelopt has none there ("static_scaled_fp8_qu
 most 0 argument(s)"), and its router scores experts by softmax alone where Step asks for sigmoid.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ def in_modelopts_nvfp4(folder: Path) -> None:
 def drafted(folder: Path, switched_on: str, place: Path, script: str, **job: object) -> object:
     """What a script of this folder finds with cures, named as for `vllm serve`."""
     place.mkdir()
-    variables = server_environment(find_vllm(), place, tuple(switched_on.split(",")))
+    vllm = replace(find_vllm(), cures=tuple(switched_on.split(",")))
+    variables = server_environment(vllm, place)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("KEEPMTP_CURES", variables["KEEPMTP_CURES"])
         return in_vllm(script, [{"folder": str(folder), **job}], place, PLUGIN)[0]
@@ -164,7 +166,8 @@ def test_a_server_says_what_it_has_applied(made, tmp_path):
     for path in GLM.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     needed = cures.needed(open_source(folder), "0.32.0")
-    with serving(find_vllm(), folder, k=1, log=tmp_path / "log", cures=needed) as server:
+    vllm = replace(find_vllm(), cures=needed)
+    with serving(vllm, folder, k=1, log=tmp_path / "log") as server:
         assert server.complete("17 * 23 =", max_tokens=24).token_ids
         assert server.drafts().drafts > 20
         assert "step.draft_scales" in cures.in_words(server.log)
@@ -187,9 +190,13 @@ def beside(built, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("named", "applied"),
-    [(None, set()), ("0", set()), ("step.draft_scales", {"step.draft_scales"}),
-     ("1", {"step.draft_scales", "step.layer_types"})],
-)  # fmt: skip
+    [
+        (None, set()),
+        ("0", set()),
+        ("step.draft_scales", {"step.draft_scales"}),
+        ("1", {"step.draft_scales", "step.layer_types"}),
+    ],
+)
 def test_the_wheel_beside_vllm_is_off_until_it_is_named(named, applied, beside):
     changes = QUIET | {"PYTHONPATH": f"{beside}:{PLUGIN / 'stubs'}"}
     if named is not None:

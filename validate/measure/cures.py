@@ -67,7 +67,7 @@ def by_version(source: Source) -> list[str]:
 
 def install(folder: Path) -> None:
     """Let a vLLM that has `folder` on its path find the cures: a distribution that shadows a
-    keepmtp that is installed beside it, so that nothing is mended twice.
+    keepmtp that is installed next to it, so that nothing is mended twice.
     """
     (folder / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
     info = folder / f"keepmtp-{__version__}.dist-info"

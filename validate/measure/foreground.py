@@ -132,7 +132,6 @@ def serve_until_stopped(
     vllm: VLLM,
     words: Sequence[str],
     *,
-    cures: Sequence[str],
     k: int,
     address: Address,
     expected: Expected | None,
@@ -145,7 +144,6 @@ def serve_until_stopped(
     Args:
         vllm: where vLLM lives.
         words: of the server, from "serve" on.
-        cures: that are switched on in it.
         k: tokens drafted a step, as `words` say it.
         address: where it listens, as `words` say it.
         expected: what its drafts are compared with.
@@ -161,7 +159,7 @@ def serve_until_stopped(
     is_healthy = False
     drafts = Drafts()
     with ScratchFolder("keepmtp-server-") as private:
-        variables = server_environment(vllm, private, cures)
+        variables = server_environment(vllm, private)
         if key := os.environ.get("VLLM_API_KEY"):
             variables["VLLM_API_KEY"] = key  # without it, the server would answer everybody
         with (

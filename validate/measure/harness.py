@@ -189,14 +189,14 @@ class Host:
             at_once = max(at_once, work.max_num_seqs or work.concurrency)
         limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
         step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
+        cures = curing.switched_on(self.model.source, self.setup.vllm.version)
         with serving(
-            self.setup.vllm,
+            replace(self.setup.vllm, cures=cures),
             self.folder,
             k=first.k,
             log=self.setup.log(first.name),
             timeout=self.setup.timeout,
             extra=(*limits, *first.words, *self.setup.extra),
-            cures=curing.switched_on(self.model.source, self.setup.vllm.version),
             watch=lambda doing: self.watch(replace(step, doing=f"k={first.k}: {doing}")),
         ) as server:
             for work in works:

@@ -91,14 +91,14 @@ def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
 
 def serve_words(model: str, k: int, *further: str, cures: Sequence[str] = ()) -> tuple[str, ...]:
     """`vllm serve` of a folder or Hub id, with `k` tokens drafted a step, and further words at the
-    end. With cures, keepmtp is installed beside vLLM.
+    end. With cures, keepmtp is installed next to vLLM.
     """
     first = ("env", setting(cures)) if cures else ()
     return *first, "vllm", "serve", model, *draft_words(k, further)
 
 
 def setting(cures: Sequence[str]) -> str:
-    """`KEEPMTP_CURES=step.layer_types`; 0 keeps those that are installed beside vLLM out of it."""
+    """`KEEPMTP_CURES=step.layer_types`; 0 keeps those that are installed next to vLLM out of it."""
     return f"{CURES}={','.join(cures) or '0'}"
 
 

