@@ -15,6 +15,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
@@ -34,7 +35,7 @@ from ..facts.dry_load import (
 )
 from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first, errors_of
 from ..facts.vllm_env import VLLM
-from .failures import known_defect
+from .failures import cures_of, known_defect
 from .loader import DryLoader, Job, headers_of
 from .verdict_findings import DEFECT, objections
 
@@ -111,7 +112,7 @@ def check_on(
                         try:
                             for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
                                 progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
-                                loads = loader.load_all(jobs)
+                                loads = load_with_cures(loader, jobs, checked, runtime_of_draft)
                                 if error := _over_others(vllm, checked, loads, runtime_of_draft):
                                     unknown.append(error)
                                 else:
@@ -131,6 +132,30 @@ def check_on(
 
 def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
     return [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
+
+
+def load_with_cures(
+    loader: DryLoader, jobs: Sequence[Job], checked: Checked, draft: RuntimeView | None = None
+) -> list[LoadAccount]:
+    """What this vLLM does as it is; where that ends in a defect of its own, it loads again with the
+    cures of the family, and an account says so where they help.
+    """
+    accounts, again = loader.load_all(jobs), dict[int, Job]()
+    runtime = draft or checked.runtime
+    if runtime is None:
+        return accounts
+    family, dialect = runtime.view.family.model_type, runtime.draft_dialect.name
+    for number, account in enumerate(accounts):
+        found = errors_of(with_loads(checked, [account], draft=draft).data.findings)
+        cures = cures_of(family, dialect=dialect, version=account.load.vllm)
+        if cures and DEFECT in {each.rule for each in found}:
+            again[number] = replace(jobs[number], cures=",".join(cures))
+    cured = loader.load_all([*again.values()])
+    for number, account in zip(again, cured, strict=True):
+        (judged,) = with_loads(checked, [account], draft=draft).accounts
+        if judged.load.ok:
+            accounts[number] = accounts[number].with_cures(account.load.cures)
+    return accounts
 
 
 def _over_others(

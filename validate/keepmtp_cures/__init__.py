@@ -9,10 +9,10 @@ The versions that have a defect are those of validate/dryload/failures.toml, who
 loaded, never what is computed from the same weights. It is applied only if the source of what it
 replaces has a hash that it was written against, and the version is one that keepmtp knows.
 
-Easy to get wrong: this runs in vLLM's environment and imports nothing of keepmtp but data. A module
+Easy to get wrong: this runs in vLLM's environment and has nothing of keepmtp but data. A module
 that was imported before `register` is mended at once, but a name that another module took from it
-is not. And vLLM may be somebody's fork: of what is not as it was read nothing is patched, and a line
-says why.
+is not. And vLLM may be somebody's fork: of what is not as it was read nothing is patched, and one
+line says why.
 """
 
 import ast

@@ -45,9 +45,9 @@ def qwen_table(module: Any) -> None:
     own = module.Qwen4ExpPLEEmbeddingMethod.from_quant_config
 
     def from_quant_config(quant_config: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
-        if quant_config and quant_config.get_name() == "compressed-tensors":
-            if quant_config.get_scheme_dict(None, layer_name=prefix) is None:
-                quant_config = None
+        is_ours = bool(quant_config) and quant_config.get_name() == "compressed-tensors"
+        if is_ours and not quant_config.get_scheme_dict(None, layer_name=prefix):
+            quant_config = None
         return own(quant_config, prefix, *args, **kwargs)
 
     module.Qwen4ExpPLEEmbeddingMethod.from_quant_config = staticmethod(from_quant_config)
