@@ -125,6 +125,16 @@ def known_failure(
     return None
 
 
+def cures_of(family: str, *, dialect: str, version: str) -> list[str]:
+    """Names of the cures (validate/keepmtp_cures) for what a version does to a family's models."""
+    found = list[str]()
+    for defect in known()["defects"]:
+        fits = family in defect.families and dialect in (defect.dialects or (dialect,))
+        if defect.cure_in_vllm and fits and holds(defect.versions, version):
+            found.append(defect.cure_in_vllm)
+    return found
+
+
 def text_of(failure: LoadFailure) -> str:
     """The exception of a dry load, as the table's expressions want it."""
     return f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"

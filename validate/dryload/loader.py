@@ -99,7 +99,15 @@ class DryLoader:
         self._vllm = vllm
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
-        words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path), str(_CURES)]
+        words = [
+            str(vllm.python),
+            "-c",
+            _LAUNCH,
+            str(_PACKAGE),
+            gpu,
+            str(self._cache.path),
+            str(_CURES),
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         first = environment(_first_on_path(vllm, self._cache.path))
         self._child = Child(words, environment=first, text=True, errors="replace", cwd="/", **pipes)

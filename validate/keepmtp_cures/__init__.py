@@ -4,30 +4,31 @@ In: KEEPMTP_CURES, "1" for every cure or names with commas; unset, nothing happe
 `register` in its front end, its engine and each worker. Out: the classes and functions of vLLM that
 a cure names, mended as their modules are imported; `OUTCOMES` and a line of the log for each.
 
-The versions that have a defect are those of validate/dryload/failures.toml, whose key `cure` names
-a function here, as "step.draft_scales". A cure changes how a model is built or loaded, never what
-is computed from the same weights. It is applied only if the source of what it replaces has a hash
-that it was written against, and the version is one that keepmtp knows.
+The versions that have a defect are those of validate/dryload/failures.toml, whose key
+`cure_in_vllm` names a cure here, as "step.draft_scales". A cure changes how a model is built or
+loaded, never what is computed from the same weights. It is applied only if the source of what it
+replaces has a hash that it was written against, and the version is one that keepmtp knows.
 
-Easy to get wrong: this runs in vLLM's environment, which has no keepmtp: nothing is imported but
-vLLM, what vLLM needs, and the standard library. A module that was imported before `register` is
-mended at once, but a name that another module took from it is not.
+Easy to get wrong: this runs in vLLM's environment and has nothing of keepmtp but data. A module
+that was imported before `register` is mended at once, but a name that another module took from it
+is not. And vLLM may be somebody's fork: of what is not as it was read nothing is patched, and one
+line says why.
 """
 
 import ast
 import hashlib
+import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import json
 import logging
 import os
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -45,33 +46,40 @@ _LOG = logging.getLogger("vllm.keepmtp_cures")
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a cure replaces.
+class Cure:
+    """What replaces a piece of vLLM.
 
     Attributes:
-        modules: of vLLM, where another version has it elsewhere.
-        names: in the module, such as "Step3p5MTP.load_weights".
+        apply: mends a module that was imported.
+        modules: of vLLM; several where versions have the piece in different ones.
+        names: what is replaced there, such as "Step3p5MTP.load_weights".
         hashes: of their sources, one for each text that the cure was written against.
     """
 
+    apply: Callable[[Any], None]
     modules: tuple[str, ...]
     names: tuple[str, ...]
     hashes: tuple[str, ...]
 
+    def refused(self, file: str) -> str:
+        """The hash of the source of its names in a file, where it is another; "" where it fits."""
+        found = source_hash(Path(file), self.names)
+        return "" if found in self.hashes else found or "none"
 
-Cure = Callable[[ModuleType], None]
+
+Waiting = dict[str, dict[str, Cure]]
+"""Module -> the cures that wait for its import, by name."""
 
 
-def mends(module: str, *names: str, hashes: str) -> Callable[[Cure], Cure]:
-    """Say what a cure replaces. `hashes` has spaces between them; benchmarks/ask_cures.py prints
-    them.
+def mends(modules: str, *names: str, hashes: str) -> Callable[[Callable[[Any], None]], Cure]:
+    """Make a function a `Cure`; modules and hashes have spaces between them. `make follow` prints
+    the hashes of another version.
     """
 
-    def named(cure: Cure) -> Cure:
-        cure.target = Target(tuple(module.split()), names, tuple(hashes.split()))  # type: ignore[attr-defined]
-        return cure
+    def cure(apply: Callable[[Any], None]) -> Cure:
+        return Cure(apply, tuple(modules.split()), names, tuple(hashes.split()))
 
-    return named
+    return cure
 
 
 def register() -> None:
@@ -88,25 +96,32 @@ def mend(chosen: str, version: str = "") -> None:
         chosen: "1" for all, or names with commas.
         version: of vLLM; its own if "".
     """
-    version = version or _own_version()
-    waiting = dict[str, dict[str, Cure]]()
-    for name in _that_apply(chosen, version):
-        file, _, function = name.partition(".")
-        cure: Any = getattr(importlib.import_module(f"{__name__}.{file}"), function)
-        for module in cure.target.modules:
-            waiting.setdefault(module, {})[name] = cure
+    waiting: Waiting = defaultdict(dict)
+    for name in _that_apply(chosen, version or _own_version()):
+        cure = found(name)
+        for module in cure.modules:
+            waiting[module][name] = cure
     _refuse_twice(waiting)
-    if waiting:
-        sys.meta_path.insert(0, _Finder(waiting))  # first: a cure may import a module with another
-    for module in [*waiting]:
-        if module in sys.modules and module in waiting:
-            _apply(sys.modules[module], waiting.pop(module))
+    sys.meta_path.insert(0, _Finder(waiting))  # first: a cure may import a module with another
+    for name in [*waiting]:
+        if name in sys.modules:
+            _apply(sys.modules[name], waiting.pop(name, {}))
+
+
+def found(name: str) -> Cure:
+    """A cure by its name in the table of defects."""
+    file, _, function = name.partition(".")
+    return getattr(importlib.import_module(f"{__name__}.{file}"), function)
+
+
+def defects() -> list[dict[str, Any]]:
+    """The rows of the table that have a cure here."""
+    rows = tomllib.loads(_DEFECTS.read_text())["defects"]
+    return [row for row in rows if "cure_in_vllm" in row]
 
 
 def _own_version() -> str:
-    from vllm import __version__
-
-    return __version__
+    return str(importlib.import_module("vllm").__version__)
 
 
 def _that_apply(chosen: str, version: str) -> list[str]:
@@ -120,29 +135,30 @@ def _that_apply(chosen: str, version: str) -> list[str]:
     if release.release[:2] > newest.release[:2]:
         _say(chosen, f"vLLM {version} is newer than any that was read, which end with {newest}")
         return []
-    names = set(chosen.split(","))
-    found = []
-    for defect in tomllib.loads(_DEFECTS.read_text())["defects"]:
-        name = defect.get("cure_in_vllm", "")
-        if not name or (chosen != "1" and name not in names):
+    wanted, apply = {each.strip() for each in chosen.split(",")} - {"1", ""}, list[str]()
+    for defect in defects():
+        name = defect["cure_in_vllm"]
+        if chosen != "1" and name not in wanted:
             continue
-        names.discard(name)
+        wanted.discard(name)
+        if name in OUTCOMES:
+            continue  # a second call mends nothing twice
         if release in SpecifierSet(defect["versions"]):
-            found.append(name)
+            apply.append(name)
         elif chosen != "1":
             _say(name, f"vLLM {version} does not have the defect")
-    for name in sorted(names - {"1"}):
+    for name in sorted(wanted):
         _say(name, "there is no such cure")
-    return list(dict.fromkeys(found))
+    return apply
 
 
-def _refuse_twice(waiting: dict[str, dict[str, Cure]]) -> None:
+def _refuse_twice(waiting: Waiting) -> None:
     """Leave out cures that replace the same thing: the second would undo the first."""
     for cures in waiting.values():
-        holders = dict[str, list[str]]()
+        holders = defaultdict[str, list[str]](list)
         for name, cure in cures.items():
-            for replaced in cure.target.names:  # type: ignore[attr-defined]
-                holders.setdefault(replaced, []).append(name)
+            for replaced in cure.names:
+                holders[replaced].append(name)
         for replaced, names in holders.items():
             if len(names) > 1:
                 for name in names:
@@ -153,50 +169,62 @@ def _refuse_twice(waiting: dict[str, dict[str, Cure]]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Mends modules as they are imported, each once."""
 
-    def __init__(self, waiting: dict[str, dict[str, Cure]]):
+    def __init__(self, waiting: Waiting):
         self._waiting = waiting
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in self._waiting:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname not in self._waiting:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
         # Only here does the module leave the list: a spec may be looked up and never be used.
-        def execute_and_mend(module: ModuleType) -> None:
+        def execute_and_mend(module: Any) -> None:
             execute(module)
-            _apply(module, self._waiting.pop(name, {}))
+            _apply(module, self._waiting.pop(fullname, {}))
 
-        spec.loader.exec_module = execute_and_mend  # type: ignore[method-assign]
+        loader.exec_module = execute_and_mend
         return spec
 
 
-def _apply(module: ModuleType, cures: dict[str, Cure]) -> None:
+def _apply(module: Any, cures: dict[str, Cure]) -> None:
     for name, cure in cures.items():
-        found = source_hash(Path(str(module.__file__)), cure.target.names)  # type: ignore[attr-defined]
-        if found in cure.target.hashes:  # type: ignore[attr-defined]
-            cure(module)
+        other = cure.refused(str(module.__file__))
+        if other == "none" and len(cure.modules) > 1:
+            continue  # this version has it in the other module
+        if other:
+            _say(name, f"{module.__name__} is not the source that it was written for: {other}")
+            continue
+        try:
+            cure.apply(module)
+        except (
+            AttributeError,
+            ImportError,
+        ) as error:  # another fork: the function alone is the same
+            _say(name, f"{module.__name__} is not the source that it was written for: {error}")
+        else:
             _say(name, "")
-        elif found or len(cure.target.modules) == 1:  # type: ignore[attr-defined]
-            _say(name, f"{module.__name__} is not the source that it was written for ({found})")
 
 
 def source_hash(file: Path, names: Sequence[str]) -> str:
-    """Of the texts of functions and classes in a file; "" where one of them is not there."""
+    """Of the texts of functions and classes in a file; "" where there is no such file, or one of
+    them is not in it.
+    """
+    if not file.is_file():
+        return ""
     text = file.read_text(encoding="utf-8")
-    lines, digest = text.splitlines(keepends=True), hashlib.sha256()
+    tree, lines, digest = ast.parse(text), text.splitlines(keepends=True), hashlib.sha256()
     for name in names:
-        node: ast.AST = ast.parse(text)
+        node: Any = tree
         for part in name.split("."):
-            inner = [
-                each for each in ast.iter_child_nodes(node) if getattr(each, "name", "") == part
-            ]
+            inner = [each for each in node.body if getattr(each, "name", "") == part]
             if not inner:
                 return ""
             node = inner[0]
-        digest.update("".join(lines[node.lineno - 1 : node.end_lineno]).encode())  # type: ignore[attr-defined]
+        digest.update("".join(lines[node.lineno - 1 : node.end_lineno]).encode())
     return digest.hexdigest()[:12]
 
 

@@ -5,7 +5,6 @@ plain or quantized as the config says.
 """
 
 import functools
-from types import ModuleType
 from typing import Any
 
 from . import mends
@@ -13,14 +12,14 @@ from . import mends
 _ON_DISK = "lm_head"
 
 
-def _named(module: ModuleType) -> None:
+def _named(module: Any) -> None:
     head = module.ParallelLMHead
 
     @functools.wraps(head)
     def with_name(*args: Any, prefix: str = "", **kwargs: Any) -> Any:
         return head(*args, prefix=prefix or _ON_DISK, **kwargs)
 
-    module.ParallelLMHead = with_name  # type: ignore[attr-defined]
+    module.ParallelLMHead = with_name
 
 
 @mends(
@@ -28,7 +27,7 @@ def _named(module: ModuleType) -> None:
     "ExaoneMoeForCausalLM.__init__",
     hashes="82e1bc36b82f",
 )
-def k_exaone(module: ModuleType) -> None:
+def k_exaone(module: Any) -> None:
     """K-EXAONE's target builds its head without a prefix."""
     _named(module)
 
@@ -38,6 +37,6 @@ def k_exaone(module: ModuleType) -> None:
     "HYV3SharedHead.__init__",
     hashes="38b2ca2429a6 a83ac0f48681",
 )
-def hy3_draft(module: ModuleType) -> None:
+def hy3_draft(module: Any) -> None:
     """HY3's draft builds its head without a prefix; the target's takes its place after loading."""
     _named(module)

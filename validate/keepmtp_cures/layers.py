@@ -1,6 +1,5 @@
 """Single layers and classes of vLLM's models that lack a case."""
 
-from types import ModuleType
 from typing import Any
 
 from . import mends
@@ -11,7 +10,7 @@ from . import mends
     "OpenPanguDecoderLayer",
     hashes="4bb8efbd6c43 fecbdbc505dc",
 )
-def openpangu_layer(module: ModuleType) -> None:
+def openpangu_layer(module: Any) -> None:
     """DeepSeek's draft, which openPangu's is built on, asks each layer whether it scatters its
     experts over ranks; openPangu's layer never does.
     """
@@ -39,15 +38,15 @@ def openpangu_pair(module: ModuleType) -> None:
 @mends(
     "vllm.models.qwen4_exp.nvidia.model", "without_modelopt_fp4", hashes="17b4145fb8ff c80656ccc7a0"
 )
-def qwen_indexer(module: ModuleType) -> None:
+def qwen_indexer(module: Any) -> None:
     """Under modelopt's NVFP4 attention with an indexer is built plain, whatever the checkpoint
     holds; the checkpoint's exclude_modules say it, as for every other module.
     """
-    module.without_modelopt_fp4 = lambda quant_config: quant_config  # type: ignore[attr-defined]
+    module.without_modelopt_fp4 = lambda quant_config: quant_config
 
 
 @mends("vllm.model_executor.parameter", "BasevLLMParameter._shard_id_as_int", hashes="573088f2a91e")
-def minimax_indexer(module: ModuleType) -> None:
+def minimax_indexer(module: Any) -> None:
     """MiniMax-M3's fused projection has two parts behind q, k and v, which scales of one value a
     part do not know.
     """

@@ -1,7 +1,6 @@
 """Names of tensors that a loader does not know, or takes for its own."""
 
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 from . import mends
@@ -12,7 +11,7 @@ from . import mends
     "FlashModel.load_weights",
     hashes="b8f9bac6310c b81813f73810",
 )
-def longcat_target(module: ModuleType) -> None:
+def longcat_target(module: Any) -> None:
     """The target skips names with `.mtp.` in them, and those that it gets begin with `mtp.`."""
     own = module.FlashModel.load_weights
 
@@ -23,7 +22,7 @@ def longcat_target(module: ModuleType) -> None:
 
 
 @mends("vllm.model_executor.models.glm_ocr_mtp", "GlmOcrMTP.load_weights", hashes="00f110f602c7")
-def glm_ocr_draft(module: ModuleType) -> None:
+def glm_ocr_draft(module: Any) -> None:
     """The draft does not know the MTP layer under the release's names, as 0.30 does."""
     own = module.GlmOcrMTP.load_weights
 
@@ -39,15 +38,15 @@ def glm_ocr_draft(module: ModuleType) -> None:
     "Qwen4ExpPLEEmbeddingMethod.from_quant_config",
     hashes="d27627def61a",
 )
-def qwen_table(module: ModuleType) -> None:
+def qwen_table(module: Any) -> None:
     """The n-gram table refuses every config of compressed-tensors, whatever it says of the table;
     0.32 builds it plain where no target fits it.
     """
     own = module.Qwen4ExpPLEEmbeddingMethod.from_quant_config
 
     def from_quant_config(quant_config: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
-        is_ours = quant_config is not None and quant_config.get_name() == "compressed-tensors"
-        if is_ours and quant_config.get_scheme_dict(None, layer_name=prefix) is None:
+        is_ours = bool(quant_config) and quant_config.get_name() == "compressed-tensors"
+        if is_ours and not quant_config.get_scheme_dict(None, layer_name=prefix):
             quant_config = None
         return own(quant_config, prefix, *args, **kwargs)
 
