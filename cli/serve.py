@@ -131,6 +131,8 @@ def serve(
                 num_drafts=max(1, best.k),
                 progress=doing,
             )
+        is_mended = bool(cures) and loaded.refusal is None
+        if not (is_mended and all(load.ok or load.cures for load in loaded.data.dry)):
             _refuse_errors(path, loaded)
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)

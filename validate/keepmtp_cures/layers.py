@@ -22,7 +22,7 @@ def openpangu_layer(module: Any) -> None:
     "SpecDecodeBaseProposer.model_returns_tuple",
     hashes="419dd2e9a8da 28dd9a9eea57",
 )
-def openpangu_pair(module: ModuleType) -> None:
+def openpangu_pair(module: Any) -> None:
     """openPangu's draft returns a pair, as DeepSeek's does: for the logits, and for the next step.
     The V1 runner does not know it; V2 looks.
     """
