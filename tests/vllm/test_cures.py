@@ -87,7 +87,7 @@ def in_modelopts_nvfp4(folder: Path) -> None:
             tensors[f"{name}{leaf}"] = torch.tensor(0.01)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     excluded = ["lm_head", "model.layers.*.mlp*", "model.layers.3*"]
-    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": excluded}
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": excluded}
     config = json_of(folder / "config.json")
     put_json(folder / "config.json", config | {"quantization_config": quantization})
 
