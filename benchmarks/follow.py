@@ -246,9 +246,9 @@ def versions_page(
 
 Written by `make follow`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
 pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
-plain and quantized, that load without an error in this vLLM as it is, and how many with keepmtp's cures of its defects,
-and names why the others do not. *unknown*: that version requires other
-packages than the environment has, and what it says may come of that alone.
+plain and quantized, that load without an error in this vLLM as it is, and where they are more, with keepmtp's cures of its
+defects; it names why the others do not. *unknown*: that version requires other packages than the environment has, and what
+it says may come of that alone.
 
 {head}
 {chr(10).join(lines)}
