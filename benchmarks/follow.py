@@ -216,9 +216,9 @@ def dry_load_hash() -> str:
 
 
 def versions_page(
-    cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]]
+    cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]], page: str
 ) -> str:
-    """docs/versions.md, of the versions whose answers are kept."""
+    """docs/versions.md, of the versions whose answers are kept; `page` is what it was."""
     numbers, lines = dict[str, int](), list[str]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():
@@ -246,15 +246,21 @@ def versions_page(
 
 Written by `make follow`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
 pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
-plain and quantized, that load without an error in this vLLM as it is, and how many with keepmtp's cures of its defects,
-and names why the others do not. *unknown*: that version requires other
-packages than the environment has, and what it says may come of that alone.
+plain and quantized, that load without an error in this vLLM as it is, and where they are more, with keepmtp's cures of its
+defects; it names why the others do not. *unknown*: that version requires other packages than the environment has, and what
+it says may come of that alone.
 
 {head}
 {chr(10).join(lines)}
 
 {reasons}
-{corpus_section(corpora) if corpora else ""}"""
+{corpus_section(corpora) if corpora else corpus_on(page)}"""
+
+
+def corpus_on(page: str) -> str:
+    """What a page says of the corpus: --no-corpus leaves it as it is."""
+    _, title, section = page.partition("\n## Static check and dry load\n")
+    return title + section
 
 
 def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
@@ -325,7 +331,7 @@ def main() -> None:
     if not options.no_corpus:
         corpus = [kept(vllm, "corpus", corpus_of) for vllm in (old, new)]
         show("corpus: check and dry load agree otherwise", other(*corpus))
-    PAGE.write_text(versions_page(every("cells"), every("corpus")))
+    PAGE.write_text(versions_page(every("cells"), every("corpus"), PAGE.read_text()))
     print(f"\n{PAGE}")
 
 

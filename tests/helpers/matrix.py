@@ -19,7 +19,7 @@ import releases
 from checkpoint_files import Checkpoint, write
 from commands import ROOT
 from dry_corpus import SEPARATE
-from good import companions, ours
+from good import companions, ours, planned
 from keepmtp.quantize.plan.decide import Decisions
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
@@ -61,7 +61,9 @@ def _others(model: str, mtp: str) -> Checkpoint:
         return modelopt(model, SCHEME, mtp, size="split")
     except RecipeError:
         with mock.patch.object(Decisions, "_misfits", lambda *place: iter(())):
-            return modelopt(model, SCHEME, mtp, size="split")
+            checkpoint = modelopt(model, SCHEME, mtp, size="split")
+        planned.cache_clear()  # keepmtp's own plan is refused as before
+        return checkpoint
 
 
 VARIANTS = {

@@ -78,7 +78,12 @@ def another(**other: Any) -> Callable[[Cures, Cure], None]:
     ("chosen", "version", "change", "why"),
     [
         ("1", NEWEST, another(hashes=("0" * 12,)), "is not the source that it was written for"),
-        ("1", NEWEST, another(names=("Draft.gone",)), "is not the source that it was written for: no"),
+        (
+            "1",
+            NEWEST,
+            another(names=("Draft.gone",)),
+            "is not the source that it was written for: no",
+        ),
         ("1", NEWEST, another(apply=of_another_fork), "no attribute 'only_in_vllm'"),
         ("1", NEWEST, twice, f"{NAME} and toy.again replace Draft.load"),
         ("1", "9.1.0.dev3+g12", None, f"is newer than any that was read, which end with {NEWEST}"),
@@ -86,7 +91,7 @@ def another(**other: Any) -> Callable[[Cures, Cure], None]:
         (NAME, "0.31.0", None, "vLLM 0.31.0 does not have the defect"),
         ("toy.gone", NEWEST, None, "there is no such cure"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_is_left_alone_and_a_line_says_why(chosen, version, change, why, toy, caplog):
     loads, cures, fits = toy
     if change:
