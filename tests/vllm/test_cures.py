@@ -122,7 +122,10 @@ def test_the_draft_runs_with_the_cures_and_is_keepmtps(model, made, tmp_path):
         others = ",".join(name for name in needed if name != cure) or "0"
         with pytest.raises(AssertionError, match=words):
             dumped(made / model, others, tmp_path / cure)
-    plan, weights = plan_over(made / model, model), weights_of(made / model)
+    plain = made / model
+    if model == "hy3":
+        plain = lively(tmp_path / "plain", model)  # a plan takes nothing that is packed
+    plan, weights = plan_over(plain, model), weights_of(plain)
     if plan.view.family.draft is None:
         assert seen["0.first"].isfinite().all()
         return
