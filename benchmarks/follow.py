@@ -7,6 +7,8 @@ no longer holds, and docs/versions.md, which family loads in which version:
 
 - files of vLLM that this tree cites, and that differ, each with the place that cites it;
 - what vLLM answers otherwise when it is asked (`benchmarks/ask_vllm.py` writes the answers down);
+- cures of vLLM's own defects (validate/keepmtp_cures) that end with it, or whose source has another
+  hash: such a cure does nothing;
 - every family in every variant: what loads now, and what no longer does;
 - the corpus of broken and good checkpoints: where the static check and the dry load part.
 
@@ -31,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from ask_vllm import ask
 from dry_corpus import broken_cases, good_cases, judged
 from keepmtp.recipes.families import find_family
-from keepmtp.recipes.runtimes.vllm import NEWEST, parsed
+from keepmtp.recipes.runtimes.vllm import NEWEST, holds, parsed
+from keepmtp.validate import keepmtp_cures
 from keepmtp.validate.dryload.loader import DryLoader
 from keepmtp.validate.dryload.versions import chosen_vllms
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
-from matrix import VARIANTS, run
+from keepmtp.validate.keepmtp_cures import source_hash
+from matrix import CURED, LOADS, VARIANTS, run
 from releases import MODELS
 
 ROOT = Path(__file__).parent.parent
@@ -116,6 +120,25 @@ def asked_otherwise(old: Path, new: Path) -> Iterator[tuple[str, str]]:
             yield key, f"{before[key]} -> {after[key]}"
 
 
+def cures_that_end(site: Path, version: str) -> Iterator[tuple[str, str]]:
+    """Cures that do nothing in a version: it has no such defect, or their source is another."""
+    for defect in keepmtp_cures.defects():
+        name = defect["cure_in_vllm"]
+        cure = keepmtp_cures.found(name)
+        if not holds(defect["versions"], version):
+            yield name, f"the defect is not in {version}: {defect['versions']}"
+            continue
+        hashes = dict[str, str]()
+        for module in cure.modules:
+            if own := source_hash(site / f"{module.replace('.', '/')}.py", cure.names):
+                hashes[module] = own
+        if not hashes:
+            yield name, f"gone: {', '.join(cure.names)} of {' or '.join(cure.modules)}"
+        for module, own in hashes.items():
+            if own not in cure.hashes:
+                yield name, f"{module} has {own}: read it, then add the hash or end `versions`"
+
+
 def cells_of(vllm: VLLM) -> dict[str, str]:
     """`model, variant` -> "loads", or why not."""
     cells = run((GPU,), (1,), VARIANTS, vllm)
@@ -130,7 +153,7 @@ def of_version(text: str, vllm: VLLM) -> str:
     packages that it is not made for is unknown.
     """
     text = _OF_ONE.sub("", text)
-    if vllm.unmet and text != "loads" and not text.startswith(("a defect of vLLM", "not made")):
+    if vllm.unmet and not text.startswith((LOADS, "a defect of vLLM", "not made")):
         return f"unknown, since it requires {vllm.unmet}: {text}"
     return text
 
@@ -185,16 +208,17 @@ def kept(vllm: VLLM, kind: str, make: Callable[[VLLM], dict[str, str]]) -> dict[
 
 def dry_load_hash() -> str:
     own = hashlib.sha256()
-    for path in sorted(Path(inspect.getfile(DryLoader)).parent.rglob("*.*")):
+    dry_load, cures = Path(inspect.getfile(DryLoader)).parent, Path(keepmtp_cures.__file__).parent
+    for path in [*sorted(dry_load.rglob("*.*")), *sorted(cures.glob("*.py"))]:
         if path.suffix in (".py", ".toml"):
             own.update(path.read_bytes())
     return own.hexdigest()[:12]
 
 
 def versions_page(
-    cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]]
+    cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]], page: str
 ) -> str:
-    """docs/versions.md, of the versions whose answers are kept."""
+    """docs/versions.md, of the versions whose answers are kept; `page` is what it was."""
     numbers, lines = dict[str, int](), list[str]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():
@@ -203,10 +227,17 @@ def versions_page(
         row = [family]
         for told in cells.values():
             own = {name: text for name, text in told.items() if name.split(", ")[0] in models}
-            loads = sum(text == "loads" for text in own.values())
-            why = dict.fromkeys(text for text in own.values() if text != "loads")
-            notes = " ".join(f"[{numbers.setdefault(text, len(numbers) + 1)}]" for text in why)
-            row.append(f"{loads} of {len(own)} {notes}".strip())
+            kinds = Counter(text.partition(":")[0] for text in own.values())
+            cell = f"{kinds[LOADS]} of {len(own)}"
+            if kinds[CURED]:
+                cell += f", {kinds[LOADS] + kinds[CURED]} with cures"
+            for text in own.values():
+                if text != LOADS:
+                    reason = text.removeprefix(f"{CURED}: ")
+                    note = f"[{numbers.setdefault(reason, len(numbers) + 1)}]"
+                    if note not in cell:
+                        cell += f" {note}"
+            row.append(cell)
         lines.append(f"| {' | '.join(row)} |")
     head = f"| family | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}"
     reasons = "\n".join(f"{number}. {text}" for text, number in numbers.items())
@@ -215,14 +246,21 @@ def versions_page(
 
 Written by `make follow`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
 pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
-plain and quantized, that load without an error, and names why the others do not. *unknown*: that version requires other
-packages than the environment has, and what it says may come of that alone.
+plain and quantized, that load without an error in this vLLM as it is, and where they are more, with keepmtp's cures of its
+defects; it names why the others do not. *unknown*: that version requires other packages than the environment has, and what
+it says may come of that alone.
 
 {head}
 {chr(10).join(lines)}
 
 {reasons}
-{corpus_section(corpora) if corpora else ""}"""
+{corpus_section(corpora) if corpora else corpus_on(page)}"""
+
+
+def corpus_on(page: str) -> str:
+    """What a page says of the corpus: --no-corpus leaves it as it is."""
+    _, title, section = page.partition("\n## Static check and dry load\n")
+    return title + section
 
 
 def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
@@ -287,12 +325,13 @@ def main() -> None:
     print(f"vLLM {old.version} -> {new.version}")
     show("cited files that differ", changed_files(*sites))
     show("answers that differ", asked_otherwise(*sites))
+    show("cures that end or do nothing", cures_that_end(sites[1], new.version))
     cells = {vllm.version: kept(vllm, "cells", cells_of) for vllm in (old, new)}
     show("families that load otherwise", other(*cells.values()))
     if not options.no_corpus:
         corpus = [kept(vllm, "corpus", corpus_of) for vllm in (old, new)]
         show("corpus: check and dry load agree otherwise", other(*corpus))
-    PAGE.write_text(versions_page(every("cells"), every("corpus")))
+    PAGE.write_text(versions_page(every("cells"), every("corpus"), PAGE.read_text()))
     print(f"\n{PAGE}")
 
 

@@ -114,6 +114,7 @@ def bench(
 
 def shown(found: "BenchFact") -> Iterator[RenderableType]:
     """A table for each checkpoint; then the recommendations, and what a reader should know."""
+    from ..validate.facts.served import how_served
     from ..validate.report import tables
 
     for benched in found.benched:
@@ -121,6 +122,8 @@ def shown(found: "BenchFact") -> Iterator[RenderableType]:
         if benched.as_served != "native":
             served = f"served as a {benched.as_served}. {benched.reason}"
             yield f"NOT the checkpoint's speed: it was {served}."
+        elif benched.reason:
+            yield how_served(benched.role, benched.as_served, benched.reason)
     yield from tables.speed_notes(found)
     yield (
         "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "

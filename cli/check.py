@@ -236,6 +236,7 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Jso
             "error": load.error,
             "defect": load.defect,
             "cured_in": cured_in(load, data.dry),
+            "cures": load.cures,
             "runner": load.runner,
             **models,
             "seconds": load.seconds,

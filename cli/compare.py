@@ -121,6 +121,7 @@ def _parts(
     session: Session, found: "ServeCheck", judged: "JudgementFact"
 ) -> Iterator[RenderableType]:
     """One row a server, then the gates, then what a reader should know."""
+    from ..validate.facts.served import how_served
     from ..validate.report.html import HTML_FILE
     from ..validate.report.report import JSON_FILE
     from ..validate.report.tables import servers
@@ -131,8 +132,8 @@ def _parts(
     own = [one for one in judged.reasons if one.gate in _OWN_GATES]
     yield reasons(f"gate {path}", own)
     for served in found.served:
-        if served.as_served != "native":
-            yield f"The {served.role} was served as a {served.as_served}: {served.reason}."
+        if served.reason:
+            yield how_served(served.role, served.as_served, served.reason)
         for run in served.runs:
             if not run.is_repeatable:
                 yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."

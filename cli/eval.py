@@ -213,6 +213,7 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
     """For each task the scores, what they lost and the drafts; then all tasks, the gates, and
     notes.
     """
+    from ..validate.facts.served import how_served
     from ..validate.report import tables
 
     path = fact.checkpoint.path
@@ -226,8 +227,8 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
     yield from verdict(path, judged)
     for task in fact.by_task:
         for one in task.evaluated:
-            if one.as_served != "native":
-                yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
+            if one.reason:
+                yield how_served(one.title, one.as_served, one.reason)
             if not one.drafts:
                 yield f"The {one.title} has no MTP block: it was served with MTP off."
             if one.sittings > 1:

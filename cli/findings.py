@@ -40,7 +40,7 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 # What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
 
-_PLACE = re.compile(r"(`keepmtp [^`]*)\bPATH\b")
+_PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
 
 def show(

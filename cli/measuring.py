@@ -22,6 +22,7 @@ from ..recipes.frozen import frozen
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .options import JsonOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
+from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -118,8 +119,12 @@ class Session:
     def model(self, role: "Role", source: "Source") -> "Model":
         """One of the checkpoints, downloaded and hashed."""
         from ..checkpoints.identity import identify
+        from ..validate.measure.cures import switched_on, told
         from ..validate.measure.harness import Model
 
+        version = self.setup.vllm.version
+        if line := told(switched_on(source, version), version):
+            say(self.err, f"{role}: {line}")
         cache = self.setup.out  # it refuses before anything is downloaded or kept
         local = downloaded(source, self.err, is_shown=not self.options.as_json)
         assert local.folder is not None, "download() gives a folder"

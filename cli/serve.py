@@ -59,7 +59,8 @@ def serve(
 
     It runs the card's serve line. A checkpoint with an error of the static check is refused.
     Weights that do not fit one GPU are split over as few of this machine's as hold them. The server
-    stays offline. Words after `--` go to `vllm serve`, such as --max-model-len, or
+    stays offline. Where this vLLM has a defect with the model, it is mended; KEEPMTP_CURES=0 serves
+    with vLLM as it is. Words after `--` go to `vllm serve`, such as --max-model-len, or
     --trust-remote-code once you have read the checkpoint's Python.
 
     Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the
@@ -81,7 +82,10 @@ def serve(
         every: Seconds between two lines of acceptance.
         dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
+    from dataclasses import replace
+
     from ..recipes.runtimes.vllm import NEWEST
+    from ..validate.measure import cures as curing
     from ..validate.measure import foreground
     from ..validate.measure.bf16_copy import why_no_kernel
     from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
@@ -104,12 +108,17 @@ def serve(
         if gpus or not dry_run:
             raise
         vllm = None  # the commands may be run elsewhere
-    refuse_settings(extra, vllm.version if vllm else NEWEST)
     size = 1
     device = ""
+    version = NEWEST
     if vllm:
+        version = vllm.version
         size = tensor_parallel_size(opened, vllm, extra)
         device = vllm.device
+    refuse_settings(extra, version)
+    cures = curing.switched_on(opened, version)
+    if line := curing.told(cures, version):
+        say(err, line)
     best = _best_k(opened, k, num_mtp_layers, device)
     if gpus:
         from .. import api
@@ -122,11 +131,13 @@ def serve(
                 num_drafts=max(1, best.k),
                 progress=doing,
             )
+        is_mended = bool(cures) and loaded.refusal is None
+        if not (is_mended and all(load.ok or load.cures for load in loaded.data.dry)):
             _refuse_errors(path, loaded)
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
     if dry_run:
-        print_commands(opened, best, extra, as_json=as_json)
+        print_commands(opened, best, extra, cures, as_json=as_json)
         return
     assert vllm is not None
     if lack := why_no_kernel(opened, vllm):
@@ -153,7 +164,7 @@ def serve(
         expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
     with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
         life = foreground.serve_until_stopped(
-            vllm,
+            replace(vllm, cures=cures),
             words[1:],
             k=best.k,
             address=address,
@@ -260,15 +271,22 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
 
 
 def print_commands(
-    opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool
+    opened: "Source",
+    best: "BestK",
+    further: Sequence[str],
+    cures: Sequence[str] = (),
+    *,
+    as_json: bool,
 ) -> None:
-    """Print the serve line for a shell and for Docker."""
+    """Print the serve line for a shell, where `cures` are switched on, and for Docker."""
     from ..validate.facts.vllm_env import TESTED
+    from ..validate.measure.cures import switched_on
     from ..validate.measure.serve_line import docker_words, serve_words
 
     model = str(opened.folder.absolute()) if opened.folder else opened.where
-    line = serve_words(opened.where, best.k, *further)
-    docker = docker_words(model, best.k, *further, version=TESTED[0])
+    line = serve_words(opened.where, best.k, *further, cures=cures)
+    cures = switched_on(opened, TESTED[0])
+    docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures)
     told = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
     lines = [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)]
     if best.versions:

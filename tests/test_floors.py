@@ -38,7 +38,7 @@ ROOMS = (
     "cli",
 )
 # They run in vLLM's environment and import nothing of keepmtp.
-ELSEWHERE = ("validate/dryload/in_vllm", "validate/measure/plugin")
+ELSEWHERE = ("validate/dryload/in_vllm", "validate/keepmtp_cures", "validate/measure/plugin")
 
 
 FILES = {

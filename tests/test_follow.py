@@ -52,13 +52,29 @@ def test_how_check_and_dry_load_agree(by, static, dry, is_fit, how):
 
 def test_the_page_counts_and_gives_every_reason_once():
     good = {f"glm-4.7, {variant}": "loads" for variant in follow.VARIANTS}
-    bad = good | dict.fromkeys([*good][:2], "no x")
+    first, second, *_ = good
+    bad = good | {first: "no x", second: "loads with cures: no x"}
     found = {"good: a": "agree", "good: b": "dry load alone: no y"}
-    page = follow.versions_page({"9.1.0": bad, "9.2.0": good}, {"9.1.0": found})
-    assert "| family | 9.1.0 | 9.2.0 |" in page and "| glm4_moe | 3 of 5 [1] | 5 of 5 |" in page
+    page = follow.versions_page({"9.1.0": bad, "9.2.0": good}, {"9.1.0": found}, "")
+    assert (
+        "| family | 9.1.0 | 9.2.0 |" in page
+        and "| glm4_moe | 3 of 5, 4 with cures [1] | 5 of 5 |" in page
+    )
     assert page.count("no x") == 1
     assert "| good, agree | 1 of 2 |\n| good, dry load alone | 1 of 2 |\n" in page
     assert "- 9.1.0: good: b: dry load alone: no y\n" in page
+    assert follow.corpus_on(follow.versions_page({}, {}, page)) == follow.corpus_on(page) != ""
+
+
+def test_a_cure_whose_source_is_another_is_told(tmp_path):
+    """And one whose defect a version does not have."""
+    file = tmp_path / "vllm/model_executor/models/step3p5_mtp.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("class Step3p5MTP:\n    def load_weights(self): ...\n")
+    told = dict(follow.cures_that_end(tmp_path, "0.33.0"))
+    assert told["step.draft_scales"].startswith("vllm.model_executor.models.step3p5_mtp has ")
+    assert told["step.layer_types"] == "the defect is not in 0.33.0: <0.33"
+    assert told["heads.k_exaone"].startswith("gone: ExaoneMoeForCausalLM.__init__ of ")
 
 
 @pytest.mark.full
@@ -71,6 +87,7 @@ def test_from_0_31_over_0_32_to_0_33(monkeypatch, capsys, tmp_path):
         pytest.skip(f"the package index gives no wheel: {error}")
     monkeypatch.setattr(follow, "KEPT", tmp_path)
     monkeypatch.setattr(follow, "PAGE", tmp_path / "versions.md")
+    follow.PAGE.touch()
     for model in {*MODELS} - {"longcat-flash-chat", "step-3.5-flash"}:
         monkeypatch.delitem(MODELS, model)
     told = list[str]()
@@ -80,9 +97,9 @@ def test_from_0_31_over_0_32_to_0_33(monkeypatch, capsys, tmp_path):
         told.append(capsys.readouterr().out)
     for name in ("nemotron_h_mtp.py", "inkling/nvidia/mtp.py", "models/step3p7.py"):
         assert f"{name}\n    recipes/families/" in told[1]
-    defect = "released\n    a defect of vLLM, not of the checkpoint: {}"
+    defect = "released\n    loads with cures: a defect of vLLM, not of the checkpoint: {}"
     assert f"longcat-flash-chat, {defect.format('its target skips')}" in told[0]
-    assert "step-3.5" not in told[0] and "longcat" not in told[1].partition("families that")[2]
+    assert "longcat" not in told[1].partition("families that")[2]
     assert f"step-3.5-flash, {defect.format('it cuts layer_types')}" in told[1]
     assert "any_model\n    False -> True" in told[1] and "step5" in told[1]
     assert "| family | 0.31.0 | 0.32.0 | 0.33.0 |" in (tmp_path / "versions.md").read_text()

@@ -162,7 +162,10 @@ def test_several_versions_are_a_table():
     silent = {"ok": False, "num_errors": 2, "error": "lm_head.weight: is filled by nothing " * 9}
     stage = {"stage": "construct", "role": "draft", "type": "AttributeError", "words": "no x"}
     failed = {"ok": False, "error": "x: no", "failure": LoadFailure(**stage)}
-    defect = failed | {"defect": "openPangu's draft: vllm #48848"}
+    defect = failed | {
+        "defect": "openPangu's draft: vllm #48848",
+        "cures": ("layers.openpangu_layer",),
+    }
     tried = (by("0.33.0"), by("0.31.0", 4, **defect), by("0.9.2", **silent), by("0.31.0"))
     printed("versions.txt", plain(shown(found(dry=tried), 80)))
     assert serving(tried) == ["0.33.0"] and [each.vllm for each in newest(tried)] == ["0.33.0"]
@@ -199,7 +202,7 @@ def test_what_some_versions_leave_unread_is_their_defect(tmp_path):
     ]
     defect, other = with_loads(examine(folder), accounts).data.findings
     assert (defect.rule, defect.where, other.rule) == ("vllm-defect", name, "dry-load")
-    assert defect.cure == "Install transformers<5.18 beside it; vLLM 0.31.0 does not have it"
+    assert defect.cure == "Install transformers<5.18 beside it; vLLM 0.32.0 does not have it"
 
 
 def test_a_version_without_a_draft_says_that_before_what_breaks_first(tmp_path):

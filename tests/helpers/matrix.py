@@ -4,25 +4,30 @@ pretended GPUs.
     make matrix        runs all of it and writes docs/matrix.md
 
 In: the layouts of tests/helpers/layouts and tests/helpers/releases. Out: a cell for each
-checkpoint, GPU and TP size: "loads", or what the report says instead.
+checkpoint, GPU and TP size: "loads", "loads with cures" (keepmtp's, of vLLM's own defects) and what
+the report says without them, or what it says instead.
 """
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from unittest import mock
 
 import releases
 from checkpoint_files import Checkpoint, write
 from commands import ROOT
 from dry_corpus import SEPARATE
-from good import companions, ours
+from good import companions, ours, planned
+from keepmtp.quantize.plan.decide import Decisions
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU
+from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from modelopt_form import modelopt
 
@@ -31,8 +36,9 @@ INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules 
 TPS = (1, 4)
 COLUMNS = ("sm90", "sm100", "sm120")  # sm89 has a section in docs/dryload.md
 DOCS = ROOT / "docs" / "matrix.md"
+LOADS, CURED = "loads", "loads with cures"
 Cells = dict[tuple[str, str, str, int], str]
-"""(model, variant, GPU, TP) -> "loads", or why not."""
+"""(model, variant, GPU, TP) -> LOADS, CURED and why not without, or why not."""
 
 
 def _released(model: str) -> Checkpoint:
@@ -47,12 +53,25 @@ def _ours(model: str, *, is_mtp_quantized: bool) -> Checkpoint:
         return ours(model, INSTEAD, INSTEAD if is_mtp_quantized else "bf16", "split")
 
 
+def _others(model: str, mtp: str) -> Checkpoint:
+    """An export of modelopt; where keepmtp's plan refuses the scheme, that of a tool that does not
+    ask which schemes vLLM takes.
+    """
+    try:
+        return modelopt(model, SCHEME, mtp, size="split")
+    except RecipeError:
+        with mock.patch.object(Decisions, "_misfits", lambda *place: iter(())):
+            checkpoint = modelopt(model, SCHEME, mtp, size="split")
+        planned.cache_clear()  # keepmtp's own plan is refused as before
+        return checkpoint
+
+
 VARIANTS = {
     "released": _released,
     "compressed-tensors, MTP BF16": lambda model: _ours(model, is_mtp_quantized=False),
     "compressed-tensors, MTP quantized": lambda model: _ours(model, is_mtp_quantized=True),
-    "modelopt, MTP BF16": lambda model: modelopt(model, SCHEME, "bf16", size="split"),
-    "modelopt, MTP quantized": lambda model: modelopt(model, SCHEME, SCHEME, size="split"),
+    "modelopt, MTP BF16": lambda model: _others(model, "bf16"),
+    "modelopt, MTP quantized": lambda model: _others(model, SCHEME),
 }
 
 
@@ -72,22 +91,25 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str], vllm
                 examined = examine(folder, vllm=vllm.version)
                 made[model, variant] = examined, separate_target(model, folder), folder
         for gpu in gpus:
-            jobs = [
-                Job(folder=target or folder, draft=folder if target else None, tp=tp)
-                for _, target, folder in made.values()
-                for tp in tps
-            ]
-            with DryLoader(vllm, gpu=gpu) as loader:
-                accounts = iter(loader.load_all(jobs))
-            for name, (examined, target, _) in made.items():
+            cases = dict[tuple[str, str, GPU, int], Case]()
+            for name, (examined, target, folder) in made.items():
                 draft = examined.runtime
                 checked = examined._replace(runtime=None if target else draft)
                 for tp in tps:
-                    judged = with_loads(checked, [next(accounts)], draft=draft)
-                    findings = judged.data.findings
-                    errors = [each.says for each in findings if each.severity == "error"]
-                    reason = errors[0].removeprefix(f"on {gpu} at TP {tp}: ") if errors else "loads"
-                    cells[*name, gpu, tp] = _plain(reason)
+                    job = Job(folder=target or folder, draft=folder if target else None, tp=tp)
+                    cases[*name, gpu, tp] = job, checked, draft
+            with DryLoader(vllm, gpu=gpu) as loader:
+                accounts = load_with_cures(loader, [*cases.values()])
+            for (place, (job, checked, draft)), account in zip(
+                cases.items(), accounts, strict=True
+            ):
+                errors = errors_of(with_loads(checked, [account], draft=draft).data.findings)
+                text = LOADS
+                if errors:
+                    text = errors[0].says.removeprefix(f"on {gpu} at TP {job.tp}: ")
+                if account.load.cures:
+                    text = f"{CURED}: {text}"
+                cells[place] = _plain(text)
             for name, refusal in refused.items():
                 cells |= {(*name, gpu, tp): refusal for tp in tps}
     return cells
@@ -110,11 +132,13 @@ def markdown(cells: Cells, version: str) -> str:
     numbers: dict[str, int] = {}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for (model, variant, _, _), text in cells.items():
-        if text != "loads":
-            text = f"[{numbers.setdefault(text, len(numbers) + 1)}]"
+        reason = text.removeprefix(f"{CURED}: ")
+        if text != LOADS:
+            number = f"[{numbers.setdefault(reason, len(numbers) + 1)}]"
+            text = number if text == reason else f"{CURED} {number}"
         family = find_family(releases.MODELS[model], model).model_type
         rows.setdefault((family, model, variant), []).append(text)
-    loaded = sum(text == "loads" for text in cells.values())
+    loaded, cured = counted(cells)
     columns = " | ".join(f"{gpu} TP{tp}" for gpu in COLUMNS for tp in TPS)
     table = [
         f"| {family} | {model}, {variant} | {' | '.join(texts)} |"
@@ -127,8 +151,9 @@ Written by `make matrix`: vLLM {version}'s own target and draft classes and load
 tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both constructed
 and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel
 for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and
-{INSTEAD} where keepmtp refuses {SCHEME} for the family.
-{loaded} of {len(cells)} combinations load; below the table stands why the others do not.
+{INSTEAD} where keepmtp refuses {SCHEME} for the family; of modelopt's, as a tool writes it that does not refuse.
+{loaded} of {len(cells)} combinations load with this vLLM as it is, and {loaded + cured} with keepmtp's cures of its defects;
+below the table stands why the others do not.
 
 | family | checkpoint | {columns} |
 {"|---" * (2 + len(COLUMNS) * len(TPS))}|
@@ -138,12 +163,19 @@ for every layer that could be judged. Quantized is {SCHEME} for backbone and, wh
 """
 
 
+def counted(cells: Cells) -> tuple[int, int]:
+    """How many load as vLLM is, and how many with cures alone."""
+    kinds = Counter(text.partition(":")[0] for text in cells.values())
+    return kinds[LOADS], kinds[CURED]
+
+
 def main() -> None:
     vllm = find_vllm()
     cells = run(COLUMNS, TPS, VARIANTS, vllm)
     DOCS.write_text(markdown(cells, vllm.version))
-    loaded = sum(text == "loads" for text in cells.values())
-    print(f"{DOCS.relative_to(ROOT)}: {loaded} of {len(cells)} load", file=sys.stderr)
+    loaded, cured = counted(cells)
+    told = f"{loaded} of {len(cells)} load, {loaded + cured} with cures"
+    print(f"{DOCS.relative_to(ROOT)}: {told}", file=sys.stderr)
 
 
 if __name__ == "__main__":

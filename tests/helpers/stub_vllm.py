@@ -6,7 +6,7 @@ for VLLM_PYTHON.
 
 Easy to get wrong: like vLLM, the server starts an engine that does not end with it. Another one
 leads a session of its own, as some launchers' workers do. The text of every answer is the path of
-the checkpoint that the server was given.
+the checkpoint that the server was given. It applies each cure that it is told.
 """
 
 import json
@@ -75,6 +75,8 @@ def main(
 ) -> None:
     """What the stub does with its words."""
     if "serve" in sys.argv:
+        for cure in os.environ["KEEPMTP_CURES"].replace("0", "").split(","):
+            print("keepmtp's cure", cure, "was applied", flush=True)
         _serve(sys.argv, start, seconds, accepted, ends, status)
     elif real:
         os.execv(real, [real, *sys.argv[1:]])

@@ -15,6 +15,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
@@ -34,12 +35,14 @@ from ..facts.dry_load import (
 )
 from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first, errors_of
 from ..facts.vllm_env import VLLM
-from .failures import known_defect
+from .failures import cures_of, known_defect
 from .loader import DryLoader, Job, headers_of
 from .verdict_findings import DEFECT, objections
 
 _PROCESS_BYTES = 2 << 30
 """Of a vLLM that is kept, with the checkpoint that it loads; 0.6 and 0.5 GiB for a small one."""
+Case = tuple[Job, Checked, RuntimeView | None]
+"""What is loaded, its static check, and the runtime of a draft's own checkpoint."""
 
 
 def check_on(
@@ -101,7 +104,10 @@ def check_on(
                 if own is None and (each.rule, each.severity) == ("family", "warning"):
                     k = 0
             with headers_of(source) as folder:
-                jobs = [Job(folder=folder, tp=tp, num_drafts=k, draft=own) for tp in tps]
+                cases = list[Case]()
+                for tp in tps:
+                    job = Job(folder=folder, tp=tp, num_drafts=k, draft=own)
+                    cases.append((job, checked, runtime_of_draft))
                 refused, unknown = list[VLLMError](), list[VLLMError]()
                 for vllm in vllms:
                     # Without room for all, a version ends before the next one starts.
@@ -109,7 +115,7 @@ def check_on(
                         try:
                             for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
                                 progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
-                                loads = loader.load_all(jobs)
+                                loads = load_with_cures(loader, cases)
                                 if error := _over_others(vllm, checked, loads, runtime_of_draft):
                                     unknown.append(error)
                                 else:
@@ -129,6 +135,28 @@ def check_on(
 
 def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
     return [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
+
+
+def load_with_cures(loader: DryLoader, cases: Sequence[Case]) -> list[LoadAccount]:
+    """What this vLLM does as it is; where that ends in a defect of its own, it loads again with the
+    cures of the family, and an account says so where they help.
+    """
+    accounts, again = loader.load_all([job for job, *_ in cases]), dict[int, Job]()
+    for number, (job, checked, draft) in enumerate(cases):
+        runtime, account = draft or checked.runtime, accounts[number]
+        if runtime is None:
+            continue
+        found = errors_of(with_loads(checked, [account], draft=draft).data.findings)
+        known = {"dialect": runtime.draft_dialect.name, "version": account.load.vllm}
+        cures = cures_of(runtime.view.family.model_type, **known)
+        if cures and DEFECT in {each.rule for each in found}:
+            again[number] = replace(job, cures=",".join(cures))
+    for number, account in zip(again, loader.load_all([*again.values()]), strict=True):
+        _, checked, draft = cases[number]
+        (judged,) = with_loads(checked, [account], draft=draft).accounts
+        if judged.load.ok:
+            accounts[number] = accounts[number].with_cures(account.load.cures)
+    return accounts
 
 
 def _over_others(

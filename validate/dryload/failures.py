@@ -44,6 +44,8 @@ class KnownFailure(Fact):
         sources: public threads, or numbers of docs/failures.md.
         families, dialects: model_types and quantization dialects concerned; () for any.
         rules: rules of the check that confirm it on a checkpoint.
+        cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
+            none.
     """
 
     name: str
@@ -58,6 +60,7 @@ class KnownFailure(Fact):
     families: tuple[str, ...] = ()
     dialects: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
+    cure_in_vllm: str = ""
 
     @property
     def is_general(self) -> bool:
@@ -110,6 +113,16 @@ def known_failure(
                 if match := re.search(words, text):
                     return failure, match.groupdict().get("tensor") or ""
     return None
+
+
+def cures_of(family: str, *, dialect: str, version: str) -> list[str]:
+    """Names of the cures (validate/keepmtp_cures) for what a version does to a family's models."""
+    found = list[str]()
+    for defect in known()["defects"]:
+        fits = family in defect.families and dialect in (defect.dialects or (dialect,))
+        if defect.cure_in_vllm and fits and holds(defect.versions, version):
+            found.append(defect.cure_in_vllm)
+    return found
 
 
 def text_of(failure: LoadFailure) -> str:

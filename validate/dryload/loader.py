@@ -35,6 +35,7 @@ from ..facts.vllm_env import VLLM
 from .versions import cache_folder
 
 _PACKAGE = Path(__file__).parent / "in_vllm"
+_CURES = Path(__file__).parent.parent / "keepmtp_cures"
 _LAUNCH = (
     "import importlib.util as u, sys; p = sys.argv.pop(1); "
     "s = u.spec_from_file_location('dryload', p + '/__init__.py', submodule_search_locations=[p]); "
@@ -57,13 +58,16 @@ SMALL_FILES = (
 
 @frozen
 class Job:
-    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks."""
+    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks, and
+    `cures` are switched on in vLLM (validate/keepmtp_cures).
+    """
 
     folder: Path
     tp: int = 1
     rank: int = 0
     num_drafts: int = 1
     draft: Path | None = None
+    cures: str = ""
 
 
 class _Answer(Fact):
@@ -95,7 +99,15 @@ class DryLoader:
         self._vllm = vllm
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
-        words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, str(self._cache.path)]
+        words = [
+            str(vllm.python),
+            "-c",
+            _LAUNCH,
+            str(_PACKAGE),
+            gpu,
+            str(self._cache.path),
+            str(_CURES),
+        ]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         first = environment(_first_on_path(vllm, self._cache.path))
         self._child = Child(words, environment=first, text=True, errors="replace", cwd="/", **pipes)

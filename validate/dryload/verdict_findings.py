@@ -34,7 +34,7 @@ from ..facts.dry_load import (
     Role,
 )
 from ..facts.findings import Finding, Objection, errors_of, objection
-from .failures import known_defect, known_failure, text_of
+from .failures import KnownFailure, known_defect, known_failure, text_of
 
 _objection = partial(objection, origin="dry")
 RULE = "dry-load"
@@ -47,7 +47,6 @@ _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
 _OF_PYDANTIC = re.compile(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ")
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
-_COMPRESSED = "Export with compressed-tensors instead of modelopt: its targets pass over heads"
 _FILES = (
     "Make config.json's ignore list and targets say what the files hold: `keepmtp explain PATH` "
     "shows what vLLM builds"
@@ -143,10 +142,9 @@ class _Case:
         name.
         """
         for side in self.sides:
-            if side.is_nameless:
-                says = f"a defect of vLLM {self.version}: {side.model.cls} has a head without a "
-                says += f"name, so no entry can except it; {_SILENCE[side.role]}"
-                yield _objection(DEFECT, "lm_head.weight", says, _COMPRESSED)
+            words = f"nameless head of {side.model.cls}"
+            if side.is_nameless and (defect := self._known(words, side.view)):
+                yield self._of_vllm(defect, "lm_head.weight", _SILENCE[side.role])
 
     def failed(self, failure: LoadFailure) -> Objection:
         """What vLLM raised."""
@@ -163,7 +161,7 @@ class _Case:
         known = {"family": family, "dialect": dialect, "version": self.version}
         if defect := known_defect(failure, **known):
             where = failure.tensor or self._config
-            return _objection(DEFECT, where, f"{defect.says}; {said}", defect.cure, defect.name)
+            return self._of_vllm(defect, where, said)
         where, cure = "", _FILES
         if found := known_failure(text_of(failure), kinds=("dry_load", "failures")):
             where, cure = found[0].where.format(named=found[1], count=count), found[0].cure
@@ -195,12 +193,15 @@ class _Case:
                         cure = f"Store its scales, or if it is plain, add '{entry}' to ignore"
                 what = "is filled by nothing on disk"
                 if fault.num_written:
-                    what = f"({fault.num_written:,} of {fault.num_expected:,} elements)"
-                    what = f"is filled in part only {what}"
+                    what = f"is filled in part only ({fault.num_written:,} of "
+                    what += f"{fault.num_expected:,} elements)"
                 says = f"vLLM's {fault.param} {what}, {silence}"
                 cause = f"{side.role} {bool(fault.num_written)} {leaf}"
-                known = self._known(f"unfilled in {side.role}: {fault.param}", where, side.view)
-                yield known or self._wrong(where, says, cure, cause)
+                words = f"unfilled in {side.role}: {fault.param} {what}"
+                if defect := self._known(words, side.view):
+                    yield self._of_vllm(defect, where)
+                else:
+                    yield self._wrong(where, says, cure, cause)
             for misfit in side.written.misfits:
                 if side.is_nameless and "head" in misfit.param:
                     continue
@@ -236,8 +237,8 @@ class _Case:
                 continue
             if place and place.part == "mtp":
                 role = "draft"
-            if known := self._known(f"unread by {role}: {name}", name, holder):
-                yield known
+            if defect := self._known(f"unread by {role}: {name}", holder):
+                yield self._of_vllm(defect, name)
             elif is_kv_scale(name.rpartition(".")[2]):
                 says = f"{role}: vLLM has no parameter for this scale of the KV cache and uses 1.0"
                 cure = "Nothing, unless the cache is FP8"
@@ -249,11 +250,22 @@ class _Case:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
             yield self._wrong(name, says, _RELEASE, "truncated")
 
-    def _known(self, words: str, where: str, view: RuntimeView | None) -> Objection | None:
-        """A defect of vLLM that leaves a tensor unread, or a parameter unfilled."""
+    def _known(self, words: str, view: RuntimeView | None) -> KnownFailure | None:
+        """A defect of vLLM that raises nothing: words of our own tell of it."""
         family = view.view.family.model_type if view else "unknown"
         found = known_failure(words, kinds=("defects",), family=family, version=self.version)
-        return found and _objection(DEFECT, where, found[0].says, found[0].cure, found[0].name)
+        return found and found[0]
+
+    def _of_vllm(self, defect: KnownFailure, where: str, said: str = "") -> Objection:
+        """vLLM's own defect: what it does as it is, and with keepmtp's cures where they help."""
+        says, cure, names = defect.says, defect.cure, ",".join(self.account.load.cures)
+        if said:
+            says += f"; {said}"
+        if names:
+            says += f"; with keepmtp's cures it loads ({names})"
+            cure = f"Serve it with `keepmtp serve PATH`, or with `KEEPMTP_CURES={names} vllm serve "
+            cure += f"PATH` where keepmtp is installed beside vLLM. Otherwise: {defect.cure}"
+        return _objection(DEFECT, where, says, cure, f"{defect.name} {names}")
 
     def _is_left_alone(self, place: Place | None) -> bool:
         """A copy of what the draft takes from the target, or an MTP layer that vLLM does not

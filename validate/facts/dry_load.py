@@ -108,6 +108,8 @@ class DryLoad(Fact):
         vllm: the version that loaded it.
         error: the first error, where and what; "" for none.
         defect: what the failure is called where it is vLLM's own fault, with its threads; else "".
+        cures: of validate/keepmtp_cures, those with which this vLLM loads it without an error; ()
+            where it does as it is, or where none helps.
         k: draft tokens a step; 0 where the target was loaded alone.
         ok: no error, neither vLLM's nor one in the account.
         num_errors: findings of this dry load that are errors.
@@ -124,6 +126,7 @@ class DryLoad(Fact):
     num_errors: Count = 0
     error: str = ""
     defect: str = ""
+    cures: tuple[str, ...] = ()
     failure: LoadFailure | None = None
     target: LoadedModel
     draft: LoadedModel
@@ -216,6 +219,10 @@ class LoadAccount(Fact):
             return self.load.target, self.target
         return self.load.draft, self.draft
 
+    def with_cures(self, cures: tuple[str, ...]) -> "LoadAccount":
+        """The same, of a checkpoint that loads with these."""
+        return self.model_copy(update={"load": self.load.model_copy(update={"cures": cures})})
+
     def judged(self, errors: Sequence[str], defect: str) -> "LoadAccount":
         """The same with its errors, each where and what, and vLLM's defect that caused them."""
         update = {"ok": not errors, "num_errors": len(errors), "error": "".join(errors[:1])}
@@ -274,6 +281,8 @@ def version_rows(loads: Sequence[DryLoad]) -> Iterator[tuple[str, ...]]:
                 wrong += "..."
             if cure := cured_in(load, loads):
                 wrong += f" Cured in {cure}"
+            if load.cures:
+                wrong += f" Loads with cures ({', '.join(load.cures)})"
             yield vllm, load.gpu, f"{load.tp}", _YES[is_loaded], drafts, wrong
 
 

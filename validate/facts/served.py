@@ -19,6 +19,9 @@ from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 Role = Literal["source", "checkpoint"]
 AsServed = Literal["native", "BF16 copy of the same weights"]
 
+MENDED = "vLLM was mended by keepmtp's cures"
+"""How the clause begins that names them."""
+
 GAP_TOLERANCE = 0.25
 """Largest log-probability gap, in nats, at which two greedy runs may part without a fault.
 
@@ -161,7 +164,8 @@ class Served(Fact):
         path: what the user named.
         as_served: the files themselves, or a BF16 copy of the same weights where this CPU has no
             kernel for them.
-        reason: why a copy was served, and what that leaves unjudged; "" for native.
+        reason: why a copy was served, and what that leaves unjudged; which cures vLLM has applied;
+            "" for neither.
         dtype: what its weights are stored as, largest share first ("fp8_channel, plain").
         num_bytes: of its safetensors entries, before any copy.
         runs: by k, ascending.
@@ -208,6 +212,12 @@ class ServeCheck(Fact):
     def served(self) -> tuple[Served, ...]:
         """Source first, then the checkpoint."""
         return tuple(filter(None, (self.source, self.checkpoint)))
+
+
+def how_served(title: str, as_served: AsServed, reason: str) -> str:
+    """`The checkpoint was served as a BF16 copy of the same weights: no kernel ...`."""
+    how = "natively" if as_served == "native" else f"as a {as_served}"
+    return f"The {title} was served {how}: {reason}."
 
 
 def total(counted: Sequence[Drafts]) -> Drafts:

@@ -77,6 +77,7 @@ class VLLM:
             one; `version` is then its own (validate/dryload/versions.py). Nothing serves it.
         unmet: what that vLLM requires and this environment has otherwise: "transformers<5.18, not
             5.19.0".
+        cures: that its servers switch on.
     """
 
     python: Path
@@ -92,6 +93,7 @@ class VLLM:
     cpu_features: tuple[str, ...]
     site: Path | None = None
     unmet: str = ""
+    cures: tuple[str, ...] = ()
 
     @property
     def device(self) -> str:

@@ -196,7 +196,7 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
             cell = BenchCell(k=k, concurrency=concurrency, repetitions=tuple(found), error=error)
             cells.append(cell)
     served = figures.served(file)
-    if served["reason"]:
+    if served["as_served"] != "native":
         served["reason"] += f"; {_SPEED_OF_A_COPY}"
     return Benched(
         role=model.whose,

@@ -68,10 +68,13 @@ def counted(samples: Samples) -> Json:
 
 
 def served(file: LineFile[Any, Any]) -> Json:
-    """How the last server was served, as fields of a fact."""
+    """How the servers were served, as fields of a fact: one that drafts may have applied more cures
+    than the last.
+    """
     if not file.sittings:
         return {}
-    return file.sittings[max(file.sittings)].model_dump(include={"as_served", "reason"})
+    told = max(file.sittings.values(), key=lambda each: (len(each.reason), each.sitting))
+    return told.model_dump(include={"as_served", "reason"})
 
 
 def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> DraftingFact:

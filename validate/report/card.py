@@ -32,6 +32,7 @@ from ...recipes.extras import require_extra
 from ...recipes.frozen import Bar
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
+from ..measure.cures import by_version, needed
 from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
@@ -221,6 +222,8 @@ def _facts(
         metadata=metadata,
         is_chat=is_chat(opened),
         gpus=gpus_of(opened),
+        cures=needed(opened, report.vllm),
+        cured=tuple(by_version(opened)),
         plots={f"{what}.png": chart.png for what, chart in drawn.items()},
     )
 

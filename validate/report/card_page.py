@@ -17,6 +17,7 @@ from ...recipes.runtimes.vllm import KERNELS
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.schema import FullReport
+from ..facts.served import MENDED
 from ..measure.serve_line import docker_words, serve_words
 from . import tables
 from .base_model import BaseModel
@@ -55,6 +56,8 @@ class CardFacts:
         metadata: of the front matter.
         plots: the card's drawings, by name.
         is_chat, gpus: for the person who serves it.
+        cures: that the report's vLLM needs.
+        cured: each cure, with the versions that need it.
     """
 
     name: str
@@ -68,6 +71,8 @@ class CardFacts:
     plots: Mapping[str, bytes]
     is_chat: bool
     gpus: tuple[tuple[int, str, int], ...]
+    cures: tuple[str, ...] = ()
+    cured: tuple[str, ...] = ()
 
     @property
     def model(self) -> str:
@@ -122,12 +127,22 @@ def page(told: CardFacts) -> str:
         versions=versions_in_short(report.dry),
         wanted=tables.wanted_filter(report),
         sizes={(row.part, row.group): row for row in report.sizes},
-        serve_command=shell(serve_words(told.model, k)),
-        docker_command=shell(docker_words(told.model, k, version=report.vllm)),
+        serve_command=shell(serve_words(told.model, k, cures=told.cures)),
+        docker_command=shell(docker_words(told.model, k, version=report.vllm, cures=told.cures)),
+        mended=_mended(report),
         drafted=next((each for each in measured if each.checkpoint.drafts), None),
         bench=report.bench and counts_bench(report.bench) and report.bench,
         commands=list(_commands(told)),
     )
+
+
+def _mended(report: FullReport) -> str:
+    """The cures that vLLM has applied while the checkpoint was measured, as a clause."""
+    for part in (report.bench, report.evaluation, report.serve, report.closeness):
+        reason = part.checkpoint.reason if part else ""
+        if MENDED in reason:
+            return reason[reason.index(MENDED) :]
+    return ""
 
 
 def shell(words: Iterable[str]) -> Md:

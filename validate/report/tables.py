@@ -21,7 +21,7 @@ from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
-from ..facts.served import Drafts, ServeCheck, Served
+from ..facts.served import MENDED, Drafts, ServeCheck, Served, how_served
 from .numbers import figure, percent, signed
 from .settle import Recovery, mean_recovery, recovery
 
@@ -276,9 +276,8 @@ def accepted(report: FullReport) -> Table:
 
 def served_as(model: EvaluatedFact | Served | Benched) -> str:
     """How a model was served, in a cell of a table."""
-    if model.as_served == "native":
-        return "as it is"
-    return model.as_served
+    how = "as it is" if model.as_served == "native" else model.as_served
+    return f"{how}, vLLM mended" if MENDED in model.reason else how
 
 
 def cells(benched: Benched) -> Table:
@@ -387,8 +386,8 @@ def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
             "counts as one token, so the divergence is a lower bound."
         )
     for one in fact.predicted:
-        if one.as_served != "native":
-            yield f"The {one.role} was served as a {one.as_served}: {one.reason}."
+        if one.reason:
+            yield how_served(one.role, one.as_served, one.reason)
         if one.repeated:
             yield (
                 f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "

@@ -1,7 +1,7 @@
 """The process that loads: it imports vLLM once for a GPU, then forks a child for every checkpoint.
 
-In: as arguments the GPU's name and a folder for what vLLM wants to write; on standard input a JSON
-list of jobs a line.
+In: as arguments the GPU's name, a folder for what vLLM wants to write and that of keepmtp_cures; on
+standard input a JSON list of jobs a line.
 Out: on standard output a JSON line for each job, in the order in which they end: {"id", "account"},
 or {"id", "died"} for a child that was killed or took too long. vLLM's own output goes to standard
 error.
@@ -12,6 +12,7 @@ too small for one.
 """
 
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ FILE_BYTES = 256 << 20
 
 def main() -> None:
     """Serve jobs until standard input ends."""
-    gpu, cache = sys.argv[1:]
+    gpu, cache, cures = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what vLLM prints must not get into the answers
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
@@ -46,7 +47,7 @@ def main() -> None:
         while waiting or children:
             while waiting and len(children) < (os.cpu_count() or 1):
                 job = waiting.pop(0)
-                children[_fork(job, gpu, cache)] = job["id"]
+                children[_fork(job, gpu, cache, cures)] = job["id"]
             pid, status = os.wait()
             number = children.pop(pid)
             written = Path(cache, f"{number}.json")
@@ -79,6 +80,8 @@ def _prepare(gpu_name: str, cache: str) -> None:
         "VLLM_HAS_FLASHINFER_CUBIN": "1",
         # A real humming starts compilers when it is imported, in every child.
         "HUMMING_DISABLE_PARALLEL_BUILD": "1",
+        # Else an installed keepmtp mends this vLLM, and nobody sees it as it is.
+        "KEEPMTP_CURES": "0",
     }
     from . import gpu
 
@@ -102,7 +105,7 @@ def _prepare(gpu_name: str, cache: str) -> None:
     gc.freeze()
 
 
-def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
+def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
     """Start a child that loads, answers, and leaves without running the parent's exit handlers."""
     if pid := os.fork():
         return pid
@@ -112,8 +115,11 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
 
         signal.alarm(CHILD_SECONDS)
         limit_memory(CHILD_MEMORY_BYTES)
-        number = job.pop("id")
+        number, outcomes = job.pop("id"), dict[str, str]()
+        if chosen := job.pop("cures"):
+            outcomes = _mend(cures, chosen, job["vllm"])
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
+        account["load"]["cures"] = [name for name, why_not in outcomes.items() if not why_not]
         Path(cache, f"{number}.json").write_text(
             json.dumps({"id": number, "account": account}, default=str)
         )
@@ -123,6 +129,22 @@ def _fork(job: dict[str, Any], gpu: str, cache: str) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _mend(folder: str, chosen: str, version: str) -> dict[str, str]:
+    """Switch cures on in this child: a package of that folder, which is not installed here.
+
+    Returns: what becomes of each, as their modules are imported: "" where it is applied.
+    """
+    place = Path(folder)
+    spec = importlib.util.spec_from_file_location(
+        place.name, place / "__init__.py", submodule_search_locations=[folder]
+    )
+    assert spec is not None and spec.loader is not None
+    package = sys.modules[place.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    package.mend(chosen, version)
+    return package.OUTCOMES
 
 
 def limit_memory(num_bytes: int) -> None:

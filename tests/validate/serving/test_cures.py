@@ -1,0 +1,98 @@
+"""Which cures a server gets, what is said of them before, and what of those that it has applied.
+
+tests/vllm/test_cures.py has real servers. The stub applies what it is told.
+"""
+
+import json
+from dataclasses import replace
+from importlib import metadata
+
+import pytest
+from commands import keepmtp
+from keepmtp.checkpoints.source import open_source
+from keepmtp.validate.dryload.failures import known
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.cures import by_version, needed, switched_on
+from keepmtp.validate.measure.server import server_environment
+from stub_vllm import stub_vllm
+from tables import cases
+from writing import tiny
+
+STEP = "step.layer_types,step.draft_scales,step.config_keys"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("cured") / "step", "step-3.5-flash", "sparse")
+
+
+@cases
+def test_a_checkpoint_needs_what_its_family_and_dialect_meet(
+    model, quant_method, version, cures, tmp_path
+):
+    path = tiny(tmp_path / "made", model, "sparse")
+    config = json.loads((path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    if quant_method:
+        config["quantization_config"] = {"quant_method": quant_method, "quant_algo": "FP8"}
+    (path / "config.json").write_text(json.dumps(config))
+    assert needed(open_source(path), version) == tuple(cures.split())
+
+
+def test_every_cure_has_families():
+    rows = [defect for defect in known()["defects"] if defect.cure_in_vllm]
+    assert rows and all(defect.families for defect in rows)
+
+
+def test_the_user_may_name_them(folder, monkeypatch):
+    source = open_source(folder)
+    assert ",".join(switched_on(source, "0.32.0")) == STEP
+    for named, found in {"0": (), "1": ("1",), "a,b": ("a", "b")}.items():
+        monkeypatch.setenv("KEEPMTP_CURES", named)
+        assert switched_on(source, "0.32.0") == found
+    assert by_version(source)[0] == (
+        "`step.layer_types` in vLLM 0.29.0 to 0.32.0, no more from 0.33.0 on"
+    )
+
+
+def test_vllm_finds_them_once(folder, tmp_path, monkeypatch):
+    """On its path, instead of those of a keepmtp that is installed beside it."""
+    monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path)))
+    places = server_environment(replace(find_vllm(), cures=("a", "b")), tmp_path)
+    assert places["KEEPMTP_CURES"] == "a,b" and str(tmp_path) in places["PYTHONPATH"].split(":")
+    found = metadata.distributions(path=[str(tmp_path)])
+    points = {point.name: point.value for each in found for point in each.entry_points}
+    assert points["keepmtp_cures"] == "keepmtp_cures:register"
+    assert {each.name for each in metadata.distributions(path=[str(tmp_path)])} >= {"keepmtp"}
+    assert (tmp_path / "keepmtp_cures" / "__init__.py").is_file()
+    (tmp_path / "off").mkdir()
+    off = server_environment(find_vllm(), tmp_path / "off")
+    assert off["KEEPMTP_CURES"] == "0" and not (tmp_path / "off/keepmtp_cures").exists()
+
+
+@pytest.mark.full
+def test_a_result_says_what_was_applied(folder, tmp_path):
+    """In the terminal, the result and the page; and before the start."""
+    words = f"serve-check {folder} --source none -k 1 --out {tmp_path / 'out'}"
+    python = str(stub_vllm(tmp_path))
+    done = keepmtp(words, VLLM_PYTHON=python, status=0)
+    applied = ", ".join(sorted(STEP.split(",")))
+    assert f"checkpoint: vLLM 0.32.0 is mended by keepmtp's cures {STEP.replace(',', ', ')}; " in (
+        " ".join(done.stderr.split())
+    )
+    says = f"vLLM was mended by keepmtp's cures {applied}"
+    assert f"The checkpoint was served natively: {says}." in " ".join(done.stdout.split())
+    for name in ("serve.json", "report.html"):
+        assert says in (tmp_path / "out" / name).read_text().replace("&#39;", "'")
+    plain = keepmtp(words, VLLM_PYTHON=python, KEEPMTP_CURES="0", status=0)
+    assert "mended" not in plain.stdout + plain.stderr, "other answers, with a file of their own"
+
+
+@pytest.mark.full
+def test_the_commands_carry_them(folder, tmp_path):
+    done = keepmtp(f"serve {folder} --dry-run", VLLM_PYTHON=str(stub_vllm(tmp_path)), status=0)
+    line, docker = done.stdout.splitlines()[1:]
+    assert line.startswith(f"env KEEPMTP_CURES={STEP} vllm serve ")
+    assert f"-e KEEPMTP_CURES={STEP} --entrypoint sh vllm/vllm-openai:v0.32.0 -c '" in docker
+    assert "--no-index --no-deps" in docker and '&& exec vllm serve "$@"\' vllm /model' in docker
+    assert "KEEPMTP_CURES=0 serves" in done.stderr

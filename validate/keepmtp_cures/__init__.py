@@ -1,0 +1,236 @@
+"""Mends vLLM's own defects with MTP drafts where vLLM runs: one of its general plugins.
+
+In: KEEPMTP_CURES, "1" for every cure or names with commas; unset, nothing happens. vLLM calls
+`register` in its front end, its engine and each worker. Out: the classes and functions of vLLM that
+a cure names, mended as their modules are imported; `OUTCOMES` and a line of the log for each.
+
+The versions that have a defect are those of validate/dryload/failures.toml, whose key
+`cure_in_vllm` names a cure here, as "step.draft_scales". A cure changes how a model is built or
+loaded, never what is computed from the same weights. It is applied only if the source of what it
+replaces has a hash that it was written against, and the version is one that keepmtp knows.
+
+Easy to get wrong: this runs in vLLM's environment and has nothing of keepmtp but data. A module
+that was imported before `register` is mended at once, but a name that another module took from it
+is not. And vLLM may be somebody's fork: of what is not as it was read nothing is patched, and one
+line says why.
+"""
+
+import ast
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import logging
+import os
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+VARIABLE = "KEEPMTP_CURES"
+OUTCOMES: dict[str, str] = {}
+"""Cure -> what became of it in this process: "" where it was applied, else why it was not. One
+whose module was not imported is not there.
+"""
+_VALIDATE = Path(__file__).resolve().parent.parent
+_DEFECTS = _VALIDATE / "dryload" / "failures.toml"
+_KNOWN = _VALIDATE.parent / "recipes" / "runtimes" / "vllm.json"
+_LOG = logging.getLogger("vllm.keepmtp_cures")
+
+
+@dataclass(frozen=True)
+class Cure:
+    """What replaces a piece of vLLM.
+
+    Attributes:
+        apply: mends a module that was imported.
+        modules: of vLLM; several where versions have the piece in different ones.
+        names: what is replaced there, such as "Step3p5MTP.load_weights".
+        hashes: of their sources, one for each text that the cure was written against.
+    """
+
+    apply: Callable[[Any], None]
+    modules: tuple[str, ...]
+    names: tuple[str, ...]
+    hashes: tuple[str, ...]
+
+    def refused(self, file: str) -> str:
+        """The hash of the source of its names in a file, where it is another; "" where it fits."""
+        found = source_hash(Path(file), self.names)
+        return "" if found in self.hashes else found or "none"
+
+
+Waiting = dict[str, dict[str, Cure]]
+"""Module -> the cures that wait for its import, by name."""
+
+
+def mends(modules: str, *names: str, hashes: str) -> Callable[[Callable[[Any], None]], Cure]:
+    """Make a function a `Cure`; modules and hashes have spaces between them. `make follow` prints
+    the hashes of another version.
+    """
+
+    def cure(apply: Callable[[Any], None]) -> Cure:
+        return Cure(apply, tuple(modules.split()), names, tuple(hashes.split()))
+
+    return cure
+
+
+def register() -> None:
+    """Mend what KEEPMTP_CURES names; vLLM's door for plugins."""
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", "0"):
+        mend(chosen)
+
+
+def mend(chosen: str, version: str = "") -> None:
+    """Mend what has a cure, now or as its module is imported.
+
+    Args:
+        chosen: "1" for all, or names with commas.
+        version: of vLLM; its own if "".
+    """
+    waiting: Waiting = defaultdict(dict)
+    for name in _that_apply(chosen, version or _own_version()):
+        cure = found(name)
+        for module in cure.modules:
+            waiting[module][name] = cure
+    _refuse_twice(waiting)
+    sys.meta_path.insert(0, _Finder(waiting))  # first: a cure may import a module with another
+    for name in [*waiting]:
+        if name in sys.modules:
+            _apply(sys.modules[name], waiting.pop(name, {}))
+
+
+def found(name: str) -> Cure:
+    """A cure by its name in the table of defects."""
+    file, _, function = name.partition(".")
+    return getattr(importlib.import_module(f"{__name__}.{file}"), function)
+
+
+def defects() -> list[dict[str, Any]]:
+    """The rows of the table that have a cure here."""
+    rows = tomllib.loads(_DEFECTS.read_text())["defects"]
+    return [row for row in rows if "cure_in_vllm" in row]
+
+
+def _own_version() -> str:
+    return str(importlib.import_module("vllm").__version__)
+
+
+def _that_apply(chosen: str, version: str) -> list[str]:
+    """The cures that are chosen and that this version has a defect for."""
+    try:
+        release = Version(Version(version).base_version)
+    except InvalidVersion:
+        _say(chosen, f"vLLM says no version that can be compared, but {version}")
+        return []
+    newest = max(map(Version, json.loads(_KNOWN.read_text())))
+    if release.release[:2] > newest.release[:2]:
+        _say(chosen, f"vLLM {version} is newer than any that was read, which end with {newest}")
+        return []
+    wanted, apply = {each.strip() for each in chosen.split(",")} - {"1", ""}, list[str]()
+    for defect in defects():
+        name = defect["cure_in_vllm"]
+        if chosen != "1" and name not in wanted:
+            continue
+        wanted.discard(name)
+        if name in OUTCOMES:
+            continue  # a second call mends nothing twice
+        if release in SpecifierSet(defect["versions"]):
+            apply.append(name)
+        elif chosen != "1":
+            _say(name, f"vLLM {version} does not have the defect")
+    for name in sorted(wanted):
+        _say(name, "there is no such cure")
+    return apply
+
+
+def _refuse_twice(waiting: Waiting) -> None:
+    """Leave out cures that replace the same thing: the second would undo the first."""
+    for cures in waiting.values():
+        holders = defaultdict[str, list[str]](list)
+        for name, cure in cures.items():
+            for replaced in cure.names:
+                holders[replaced].append(name)
+        for replaced, names in holders.items():
+            if len(names) > 1:
+                for name in names:
+                    cures.pop(name, None)
+                    _say(name, f"{' and '.join(names)} replace {replaced}")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Mends modules as they are imported, each once."""
+
+    def __init__(self, waiting: Waiting):
+        self._waiting = waiting
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname not in self._waiting:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        # Only here does the module leave the list: a spec may be looked up and never be used.
+        def execute_and_mend(module: Any) -> None:
+            execute(module)
+            _apply(module, self._waiting.pop(fullname, {}))
+
+        loader.exec_module = execute_and_mend
+        return spec
+
+
+def _apply(module: Any, cures: dict[str, Cure]) -> None:
+    for name, cure in cures.items():
+        other = cure.refused(str(module.__file__))
+        if other == "none" and len(cure.modules) > 1:
+            continue  # this version has it in the other module
+        if other:
+            _say(name, f"{module.__name__} is not the source that it was written for: {other}")
+            continue
+        try:
+            cure.apply(module)
+        except (
+            AttributeError,
+            ImportError,
+        ) as error:  # another fork: the function alone is the same
+            _say(name, f"{module.__name__} is not the source that it was written for: {error}")
+        else:
+            _say(name, "")
+
+
+def source_hash(file: Path, names: Sequence[str]) -> str:
+    """Of the texts of functions and classes in a file; "" where there is no such file, or one of
+    them is not in it.
+    """
+    if not file.is_file():
+        return ""
+    text = file.read_text(encoding="utf-8")
+    tree, lines, digest = ast.parse(text), text.splitlines(keepends=True), hashlib.sha256()
+    for name in names:
+        node: Any = tree
+        for part in name.split("."):
+            inner = [each for each in node.body if getattr(each, "name", "") == part]
+            if not inner:
+                return ""
+            node = inner[0]
+        digest.update("".join(lines[node.lineno - 1 : node.end_lineno]).encode())
+    return digest.hexdigest()[:12]
+
+
+def _say(name: str, why_not: str) -> None:
+    OUTCOMES[name] = why_not
+    if why_not:
+        _LOG.warning("keepmtp's cure %s did nothing: %s", name, why_not)
+    else:
+        _LOG.info("keepmtp's cure %s was applied", name)

@@ -1,0 +1,53 @@
+"""Names of tensors that a loader does not know, or takes for its own."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import mends
+
+
+@mends(
+    "vllm.model_executor.models.longcat_flash",
+    "FlashModel.load_weights",
+    hashes="b8f9bac6310c b81813f73810",
+)
+def longcat_target(module: Any) -> None:
+    """The target skips names with `.mtp.` in them, and those that it gets begin with `mtp.`."""
+    own = module.FlashModel.load_weights
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        return own(self, (each for each in weights if not each[0].startswith("mtp.")))
+
+    module.FlashModel.load_weights = load_weights
+
+
+@mends("vllm.model_executor.models.glm_ocr_mtp", "GlmOcrMTP.load_weights", hashes="00f110f602c7")
+def glm_ocr_draft(module: Any) -> None:
+    """The draft does not know the MTP layer under the release's names, as 0.30 does."""
+    own = module.GlmOcrMTP.load_weights
+
+    def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
+        known = ((name.replace(".language_model.", ".", 1), data) for name, data in weights)
+        return own(self, known)
+
+    module.GlmOcrMTP.load_weights = load_weights
+
+
+@mends(
+    "vllm.models.qwen4_exp.nvidia.ngram_embedding vllm.models.qwen4_exp.common.ngram_embedding",
+    "Qwen4ExpPLEEmbeddingMethod.from_quant_config",
+    hashes="d27627def61a",
+)
+def qwen_table(module: Any) -> None:
+    """The n-gram table refuses every config of compressed-tensors, whatever it says of the table;
+    0.32 builds it plain where no target fits it.
+    """
+    own = module.Qwen4ExpPLEEmbeddingMethod.from_quant_config
+
+    def from_quant_config(quant_config: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        is_ours = bool(quant_config) and quant_config.get_name() == "compressed-tensors"
+        if is_ours and not quant_config.get_scheme_dict(None, layer_name=prefix):
+            quant_config = None
+        return own(quant_config, prefix, *args, **kwargs)
+
+    module.Qwen4ExpPLEEmbeddingMethod.from_quant_config = staticmethod(from_quant_config)
