@@ -32,7 +32,7 @@ def test_a_defect_is_one_and_its_cure_has_a_command(nameless, dry_loader):
 
 
 def test_with_the_cure_taken_out_it_fails_again(nameless, dry_loader, monkeypatch):
-    monkeypatch.setattr(check_on, "cures_of", lambda *of, **known: ["heads.hy3_draft"])
+    monkeypatch.setattr(check_on, "cures_in_vllm", lambda *of: ("heads.hy3_draft",))
     (account,) = load_with_cures(dry_loader("sm100"), [nameless])
     (found,) = with_loads(nameless[1], [account]).data.findings
     assert account.load.cures == () and "with keepmtp's cures" not in found.says + found.cure

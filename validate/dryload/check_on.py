@@ -35,7 +35,7 @@ from ..facts.dry_load import (
 )
 from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first, errors_of
 from ..facts.vllm_env import VLLM
-from .failures import cures_of, known_defect
+from .failures import cures_in_vllm, known_defect
 from .loader import DryLoader, Job, headers_of
 from .verdict_findings import DEFECT, objections
 
@@ -147,8 +147,8 @@ def load_with_cures(loader: DryLoader, cases: Sequence[Case]) -> list[LoadAccoun
         if runtime is None:
             continue
         found = errors_of(with_loads(checked, [account], draft=draft).data.findings)
-        known = {"dialect": runtime.draft_dialect.name, "version": account.load.vllm}
-        cures = cures_of(runtime.view.family.model_type, **known)
+        family, dialect = runtime.view.family.model_type, runtime.draft_dialect.name
+        cures = cures_in_vllm(family, dialect, account.load.vllm)
         if cures and DEFECT in {each.rule for each in found}:
             again[number] = replace(job, cures=",".join(cures))
     for number, account in zip(again, loader.load_all([*again.values()]), strict=True):

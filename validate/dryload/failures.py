@@ -84,6 +84,16 @@ def known() -> Mapping[str, tuple[KnownFailure, ...]]:
     return found | {"defects": tuple(map(KnownFailure.as_defect, found["defects"]))}
 
 
+def cures_in_vllm(family: str, dialect: str, version: str) -> tuple[str, ...]:
+    """The cures of what a version of vLLM gets wrong about a family in a dialect."""
+    found = []
+    for defect in known()["defects"]:
+        is_its = family in defect.families and dialect in (defect.dialects or (dialect,))
+        if defect.cure_in_vllm and is_its and holds(defect.versions, version):
+            found.append(defect.cure_in_vllm)
+    return tuple(dict.fromkeys(found))
+
+
 def known_failure(
     text: str,
     *,
@@ -113,16 +123,6 @@ def known_failure(
                 if match := re.search(words, text):
                     return failure, match.groupdict().get("tensor") or ""
     return None
-
-
-def cures_of(family: str, *, dialect: str, version: str) -> list[str]:
-    """Names of the cures (validate/keepmtp_cures) for what a version does to a family's models."""
-    found = list[str]()
-    for defect in known()["defects"]:
-        fits = family in defect.families and dialect in (defect.dialects or (dialect,))
-        if defect.cure_in_vllm and fits and holds(defect.versions, version):
-            found.append(defect.cure_in_vllm)
-    return found
 
 
 def text_of(failure: LoadFailure) -> str:

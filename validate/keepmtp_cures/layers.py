@@ -47,7 +47,7 @@ def qwen_indexer(module: Any) -> None:
 
 @mends("vllm.model_executor.parameter", "BasevLLMParameter._shard_id_as_int", hashes="573088f2a91e")
 def minimax_indexer(module: Any) -> None:
-    """MiniMax-M3's fused projection has two parts behind q, k and v, which scales of one value a
+    """MiniMax-M3's fused projection has two parts after q, k and v, which scales of one value a
     part do not know.
     """
     own = module.BasevLLMParameter._shard_id_as_int

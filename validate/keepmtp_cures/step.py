@@ -12,7 +12,7 @@ _CONSTANT = re.compile(r"\.attn\.(?:[qkv]_scale|[qkv]_zero_point|prob_scale)$")
 
 @mends("vllm.transformers_utils.configs.step3p5", "Step3p5Config.__init__", hashes="120ef9824b37")
 def layer_types(module: Any) -> None:
-    """The config cuts layer_types to the decoder layers; the draft looks its own up behind them.
+    """The config cuts layer_types to the decoder layers; the draft looks its own up after them.
 
     Released configs have the MTP layers' types, too: they are kept, as 0.33 keeps them.
     """
@@ -61,15 +61,16 @@ def config_keys(module: Any) -> None:
     """
     from transformers import PretrainedConfig
 
-    text: Any = PretrainedConfig
-    if "step3p5" in module._CONFIG_REGISTRY:
-        text = module._CONFIG_REGISTRY["step3p5"]
+    text = module._CONFIG_REGISTRY["step3p5"]
 
     class ReleasedKeys(PretrainedConfig):
         model_type = "step3p7"
 
         def __init__(self, text_config: Any = None, vision_config: Any = None, **kwargs: Any):
             self.text_config = text(**text_config or {})
+            # 0.33 has transformers' class here, too: it asks whether there are heads at all, then
+            # takes those of each layer.
+            self.text_config.allow_global_per_layer_attribute_access = True
             self.vision_config = PretrainedConfig(**_VISION | dict(vision_config or {}))
             super().__init__(**kwargs)
 

@@ -74,14 +74,13 @@ def _prepare(gpu_name: str, cache: str) -> None:
         "HF_MODULES_CACHE": cache,
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "KEEPMTP_CURES": "0",  # a job says which, also where keepmtp is installed beside vLLM
         # Else it looks 2,800 functions up before it finds that nothing can be compiled.
         "TORCHDYNAMO_DISABLE": "1",
         # Else FlashInfer's kernels count as missing on a machine without nvcc and ninja.
         "VLLM_HAS_FLASHINFER_CUBIN": "1",
         # A real humming starts compilers when it is imported, in every child.
         "HUMMING_DISABLE_PARALLEL_BUILD": "1",
-        # Else an installed keepmtp mends this vLLM, and nobody sees it as it is.
-        "KEEPMTP_CURES": "0",
     }
     from . import gpu
 
