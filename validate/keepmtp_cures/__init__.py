@@ -21,7 +21,6 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
-import logging
 import os
 import sys
 import tomllib
@@ -42,7 +41,6 @@ whose module was not imported is not there.
 _VALIDATE = Path(__file__).resolve().parent.parent
 _DEFECTS = _VALIDATE / "dryload" / "failures.toml"
 _KNOWN = _VALIDATE.parent / "recipes" / "runtimes" / "vllm.json"
-_LOG = logging.getLogger("vllm.keepmtp_cures")
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,8 @@ def source_hash(file: Path, names: Sequence[str]) -> str:
 
 
 def _say(name: str, why_not: str) -> None:
+    """One line, written by ourselves: vLLM sets up its logging after its config classes load."""
     OUTCOMES[name] = why_not
-    if why_not:
-        _LOG.warning("keepmtp's cure %s did nothing: %s", name, why_not)
-    else:
-        _LOG.info("keepmtp's cure %s was applied", name)
+    outcome = f"did nothing: {why_not}" if why_not else "was applied"
+    sys.stderr.write(f"keepmtp's cure {name} {outcome}\n")
+    sys.stderr.flush()

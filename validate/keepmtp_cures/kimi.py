@@ -34,9 +34,11 @@ def padded_projection(module: Any) -> None:
             super().weight_loader_v2(param, loaded_weight, shard)
             if shard != 0 or len(self.output_sizes) <= _PARTS:
                 return
-            if type(param).__name__ == "PerTensorScaleParameter":
+            kind = type(param).__name__
+            if kind == "PerTensorScaleParameter":
                 param.load_merged_column_weight(loaded_weight, shard_id=_PARTS)
-            elif hasattr(param, "output_dim"):
+            elif hasattr(param, "output_dim") and kind != "BlockQuantScaleParameter":
+                # A block's scale may be that of real rows, too, and is loaded with them.
                 rows = self.output_sizes[-1] // self.tp_size
                 packed = getattr(param, "packed_factor", 1)
                 if getattr(param, "packed_dim", None) == param.output_dim:

@@ -16,7 +16,7 @@ from ... import __version__
 from ...checkpoints.source import Source
 from ...recipes.runtimes.vllm import KNOWN
 from ..check.runtime_view import RuntimeView
-from ..dryload.failures import cures_of
+from ..dryload.failures import cures_in_vllm
 from ..facts.served import MENDED
 from .serve_line import CURES
 
@@ -28,7 +28,7 @@ def needed(source: Source, version: str) -> tuple[str, ...]:
     """The cures of what this vLLM gets wrong about checkpoints of this family and dialect."""
     runtime = RuntimeView.of(source, version)
     named = {"dialect": runtime.draft_dialect.name, "version": version}
-    return tuple(cures_of(runtime.view.family.model_type, **named))
+    return tuple(cures_in_vllm(runtime.view.family.model_type, **named))
 
 
 def switched_on(source: Source, version: str) -> tuple[str, ...]:
