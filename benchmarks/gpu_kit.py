@@ -193,10 +193,12 @@ class Wheels:
             asked = []
             for name in again:
                 asked += self._required_by(found[name], extras[name])
-        self._pip(
-            ["install", "--no-index", "--no-deps", "--no-compile"],
-            ["--target", str(self._scratch / folder), *self._target, *map(str, found.values())],
-        )
+        (self._scratch / folder).mkdir(parents=True, exist_ok=True)
+        if found:
+            words = ["install", "--no-index", "--no-deps", "--no-compile"]
+            self._pip(
+                [*words, "--target", str(self._scratch / folder), *self._target], found.values()
+            )
         return {f"{folder}/{name}": _version(path) for name, path in sorted(found.items())}
 
     def _comes_along(self, requirement: Requirement, name: str) -> bool:
@@ -262,7 +264,7 @@ class Wheels:
                 found.append(requirement)
         return found
 
-    def _pip(self, words: list[str], rest: list[str]) -> None:
+    def _pip(self, words: list[str], rest: Iterable[str | Path]) -> None:
         command = [
             sys.executable,
             "-m",

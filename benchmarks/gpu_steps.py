@@ -6,7 +6,8 @@ since a step may be cut.
 
 Easy to get wrong: vLLM names a kernel once in its log, for all modules that it was picked for, and
 one that nothing was left to choose for it does not name. So a row says which of the kernels that
-`check --gpu` names stand in the log, and which others do.
+`check --gpu` names stand in the log, and which others do. And PyTorch is imported only by the steps
+that compute: a process takes seconds for that, of two minutes.
 """
 
 import json
@@ -21,24 +22,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from figures import Figure, output_of
-from gpu_models import ROOT, fill_with_noise, source_layout, write_checkpoint
-from gpu_row import forget_peak, peak_bytes
-from keepmtp import api
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.pipeline import plan_before_measuring
-from keepmtp.quantize.needs.memory import CONTEXT_BYTES, FRAGMENTS, stations
-from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import examine
 from keepmtp.validate.facts.served import Run, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import Check, serve
 from keepmtp.validate.measure.texts import PROMPTS
-from twins import broken
 
+ROOT = Path(__file__).parent.parent
 GIB = 2**30
 GLM, QWEN = "tiny-glm4-moe", "tiny-qwen3_5"
 # Name -> the words of `keepmtp quantize`. The first decides what the rest of the time is for.
@@ -70,7 +63,7 @@ APART = 0.03
 # Measured by this program on a CPU (`make gpu-serve DEVICE=cpu`): step -> acceptance by position.
 ON_CPU = Path(__file__).with_name("gpu_serve_cpu.json")
 # Where vLLM says what it picked: the name, without what it was picked from.
-_PICKED = re.compile(r"\b(?:Using|Selected) (?:backend )?'?(\w+)'?")
+_PICKED = re.compile(r"\b(?:Using|Selected) '?(\w+)'?(?= for |[\w -]*\bbackend|\.?$)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +332,7 @@ def kernels_in_log(dry: Mapping[str, Any], log: Path, options: Options) -> Figur
             said |= words
             if not words & picked:
                 missing.append(f"{use['where']} {use['kernel']}")
-    others = sorted(name for name in picked - said if not name.islower())
+    others = sorted(picked - said)
     measured = f"{', '.join(sorted(said & picked)) or 'none'}"
     if missing:
         measured += f"; not in the log: {', '.join(missing)}"
@@ -361,11 +354,14 @@ def fewer_drafts(name: str, options: Options) -> Iterator[Figure]:
 
 def wrong_ignore_list(options: Options) -> Iterator[Figure]:
     """A checkpoint whose ignore list has wrong names: vLLM loads it, and nothing is accepted."""
+    from keepmtp.validate.check.check import examine
+    from twins import broken
+
     good = made(TWIN[options.small], options)
     folder = options.folder / "twin"
     if not folder.exists():
         broken(good, folder)
-    says = [each.says[:80] for each in examine(folder).data.findings if each.is_error]
+    says = [each.says[:80] for each in examine(folder).data.findings if each.severity == "error"]
     yield Figure(
         what="check", measured=says[0] if says else "nothing", expected="an error", met=bool(says)
     )
@@ -410,6 +406,11 @@ def quantized_draft_head(options: Options) -> Iterator[Figure]:
 
 def random_source(options: Options) -> Iterator[Figure]:
     """MiMo-7B's layout with random weights, MTP block too, and a tiny model's tokenizer."""
+    from gpu_models import fill_with_noise
+    from keepmtp.pipeline import plan_before_measuring
+    from keepmtp.recipes.find import find_recipe
+    from releases import source_layout, write_checkpoint
+
     folder = options.folder / RANDOM
     started = time.monotonic()
     size = "tiny" if options.small else "full"
@@ -426,6 +427,11 @@ def random_source(options: Options) -> Iterator[Figure]:
 
 def random_quantized(scheme: str, choices: Mapping[str, str], options: Options) -> Iterator[Figure]:
     """Quantize it; time, and peak memory of the GPU against the plan."""
+    import torch
+    from gpu_row import forget_peak, peak_bytes
+    from keepmtp import api
+    from keepmtp.quantize.needs.memory import CONTEXT_BYTES, FRAGMENTS, stations
+
     source = options.folder / RANDOM
     device = torch.device(options.device)
     forget_peak(device)

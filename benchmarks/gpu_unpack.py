@@ -271,6 +271,7 @@ def unpack(manifest: Mapping[str, Any], place: Path) -> None:
     (place / "kit.json").write_text(json.dumps(manifest))
     for folder in FOLDERS:
         site = environment(made, place / folder)
+        (unpacked / folder).mkdir(parents=True, exist_ok=True)
         for path in (unpacked / folder).iterdir():
             path.rename(site / path.name)
         if folder == "keepmtp":
