@@ -32,7 +32,7 @@ HERE = Path(__file__)
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 PAGE = ROOT / "docs" / "gpu.md"
-BEGIN, END = "<!-- begin: written by make gpu-serve -->\n", "<!-- end of make gpu-serve -->\n"
+BEGIN, END = "<!-- begin: written by make gpu-serve -->\n", "<!-- end: gpu-serve -->\n"
 HEAD = ("step", "what", "measured", "expected", "met", "on")
 _KEY = 2  # columns that name a row, with the last one
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """What `main` was asked for; the exit status."""
-    from gpu_steps import Options, slug, steps
+    from gpu_steps import NOT_SMALL, Options, slug, steps
 
     if chosen.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -100,6 +100,8 @@ def run(chosen: argparse.Namespace) -> int:
         names = [name for name in names if name in chosen.only]
     if chosen.start:
         names = names[names.index(chosen.start) :]
+    if chosen.small:
+        print(f"--small leaves out: {'; '.join(NOT_SMALL)}", file=sys.stderr, flush=True)
     if chosen.list:
         print("\n".join(names))
         return 0
