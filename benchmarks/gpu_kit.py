@@ -26,6 +26,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from email import message_from_bytes
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def build(chosen: argparse.Namespace) -> dict[str, Any]:
     for folder in FOLDERS:
         pins = "constraints.txt" if folder == "keepmtp" else "constraints-vllm-cuda.txt"
         packages |= wheels.install(folder, wanted[folder], pinned(ROOT / pins))
+    describe(scratch / "keepmtp")
     left_out = wheels.left_out | trim(scratch / "vllm", chosen.sm)
     stream = scratch / "all"
     size = packed(scratch, stream)
@@ -130,6 +132,14 @@ def build(chosen: argparse.Namespace) -> dict[str, Any]:
     shutil.rmtree(scratch)
     (chosen.out / f"{name}.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return manifest
+
+
+def describe(site: Path) -> None:
+    """What keepmtp says of itself: its verbs ask what an extra needs. The checkout joins it there."""
+    own = distribution("keepmtp")
+    info = site / f"keepmtp-{own.version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(own.metadata.as_string())
 
 
 def machine_packages(path: Path) -> dict[str, str]:

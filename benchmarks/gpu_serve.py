@@ -47,14 +47,17 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="Print the steps and stop.")
     parser.add_argument("--folder", type=Path, help="For checkpoints, results and logs.")
     parser.add_argument("--page", type=Path, help="The page with the table; docs/gpu.md on a GPU.")
-    parser.add_argument("--step-seconds", type=float, default=120)
-    parser.add_argument("--start-seconds", type=float, default=90, help="Until a server answers.")
+    parser.add_argument("--step-seconds", type=float, help="120; on a CPU 900.")
+    parser.add_argument("--start-seconds", type=float, help="For a server: 90; on a CPU 600.")
     parser.add_argument("--at-once", type=int, default=4, help="Variants served at a time.")
     parser.add_argument("--graphs", action="store_true", help="Serve without --enforce-eager.")
     parser.add_argument("--attention-backend", help="FLASH_ATTN, TRITON_ATTN; vLLM's choice.")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="Further words for every vllm serve.")
     chosen = parser.parse_args()
+    is_cpu = chosen.device == "cpu"
+    chosen.step_seconds = chosen.step_seconds or (120, 900)[is_cpu]
+    chosen.start_seconds = chosen.start_seconds or (90, 600)[is_cpu]
     sys.exit(run(chosen))
 
 

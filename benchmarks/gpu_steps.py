@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from figures import Figure, output_of
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.runtimes.vllm import asked as taken_by
+from keepmtp.validate.facts.child import Child, environment
 from keepmtp.validate.facts.served import Run, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
@@ -225,18 +227,27 @@ def slug(name: str) -> str:
 
 
 def keepmtp(*words: object, status: tuple[int, ...] = (0,)) -> str:
-    """What the command prints.
+    """What the command prints. It ends with this process, and takes its servers with it.
 
     Raises:
         RuntimeError: another exit status; with the last line that it said.
     """
     command = [sys.executable, "-P", "-m", "keepmtp", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    sys.stderr.write(done.stderr[-3000:])
-    if done.returncode not in status:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
-        raise RuntimeError(f"keepmtp {words[0]}: exit status {done.returncode}: {' '.join(last)}")
-    return done.stdout
+    ours = environment(is_ours=True)
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        Child(
+            command, environment=ours, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT
+        ) as child,
+    ):
+        told, _ = child.process.communicate()
+        errors.seek(0)
+        said = errors.read()
+    sys.stderr.write(said[-3000:])
+    if child.process.returncode not in status:
+        last = (said or told).strip().splitlines()[-1:]
+        raise RuntimeError(f"keepmtp {words[0]}: exit status {child.process.returncode}: {last}")
+    return told
 
 
 def asked(folder: Path, ks: tuple[int, ...], options: Options, extra: tuple[str, ...]) -> Served:
@@ -457,8 +468,8 @@ def random_quantized(scheme: str, choices: Mapping[str, str], options: Options) 
         counted = max(station.device_bytes for station in stations(plan)) * FRAGMENTS / GIB
         yield Figure(
             what="peak memory of the GPU",
-            measured=f"{peak:.2f} GiB, planned {counted:.2f} GiB",
-            expected="at most what is planned",
+            measured=f"{peak:.2f} GiB, planned {counted:.2f} GiB" if peak else "not counted",
+            expected="at most what is planned" if peak else "",
             met=peak <= counted,
         )
     size = sum(path.stat().st_size for path in result.out.glob("*.safetensors"))

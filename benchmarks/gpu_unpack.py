@@ -145,9 +145,17 @@ def this_machine(place: Path) -> Machine:
         torch=torch.__version__,
         sm=sm,
         gpu_gib=free / GIB,
-        main_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / GIB,
+        main_gib=available() / GIB,
         disk_gib=shutil.disk_usage(place).free / GIB,
     )
+
+
+def available() -> int:
+    """Bytes of main memory that programs can have; what only caches files is among them."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def refuse_machine(manifest: Mapping[str, Any], machine: Machine) -> None:
