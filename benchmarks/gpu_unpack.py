@@ -84,7 +84,6 @@ def main() -> None:
     python, vllm_python = (place / name / "bin" / "python" for name in ("keepmtp", "vllm"))
     print(f"vLLM {manifest['vllm']}: {vllm_python}", flush=True)
     if chosen.words:
-        # A kernel that compiles itself at run time asks for the programs of the environment.
         os.environ["VLLM_PYTHON"] = str(vllm_python)
         os.environ["GPU_KIT"] = str(place / "kit.json")
         os.execv(python, [str(python), *chosen.words])
@@ -234,7 +233,7 @@ def sha256_of(path: Path) -> str:
 
 
 class Joined(io.RawIOBase):
-    """Files read one after the other as one, each of them checked while it is read."""
+    """Blocks of bytes as one file."""
 
     def __init__(self, blocks: Iterator[bytes]):
         self._blocks = blocks
