@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from figures import Figure, output_of
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -37,6 +38,18 @@ from keepmtp.validate.measure.texts import PROMPTS
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 GLM, QWEN = "tiny-glm4-moe", "tiny-qwen3_5"
+TUNED = "tuned.yaml"
+# A variant with a tuned block, which needs a recipe of its own.
+SETTINGS = {
+    "rest": "NVFP4",
+    "mtp": "tuned",
+    "calibration": "problems-32x128",
+    "summary": "NVFP4, MTP block NVFP4 and tuned",
+    "mtp_tuned": {
+        **{"mtp": "NVFP4", "steps": 40, "batch_size": 4, "relative_rate": 0.014, "seed": 0},
+        **{"loss": "lk_hybrid", "draft_steps": 3, "decay": 0.6},
+    },
+}
 # Name -> the words of `keepmtp quantize`. The first decides what the rest of the time is for.
 MADE: dict[str, str] = {
     f"{GLM} W4A16 + FP8": f"{GLM} --scheme w4a16-fp8",
@@ -46,7 +59,7 @@ MADE: dict[str, str] = {
     f"{GLM} FP8, FP8 KV cache": f"{GLM} --scheme fp8-kv",
     f"{GLM} FP8_BLOCK": f"{GLM} --scheme FP8_BLOCK",
     f"{GLM} W4A16 + FP8, MTP block FP8_DYNAMIC": f"{GLM} --scheme w4a16-fp8 --mtp FP8_DYNAMIC",
-    f"{GLM} NVFP4, MTP block tuned": f"{GLM} --scheme nvfp4 --mtp tuned",
+    f"{GLM} NVFP4, MTP block tuned": f"{TUNED} --scheme tuned",
     f"{QWEN} W4A16 + FP8": f"{QWEN} --scheme w4a16-fp8",
     f"{QWEN} NVFP4": f"{QWEN} --scheme nvfp4",
     f"{QWEN} FP8": f"{QWEN} --scheme fp8",
@@ -217,8 +230,22 @@ def made(name: str, options: Options) -> Path:
         source = made(CONVERTED[name], options)
         keepmtp("convert", source, "--to", "modelopt", "--static-only", "--out", folder)
     else:
-        keepmtp("quantize", *(SMALL | MADE)[name].split(), "--out", folder)
+        first, *words = (SMALL | MADE)[name].split()
+        recipe: object = first
+        if first == TUNED:
+            recipe = tuned_recipe(options.folder)
+        keepmtp("quantize", recipe, *words, "--out", folder)
     return folder
+
+
+def tuned_recipe(folder: Path) -> Path:
+    """The tiny model's recipe with one variant more."""
+    document = yaml.safe_load((ROOT / "recipes" / "models" / f"{GLM}.yaml").read_text())
+    document["source"] = str(ROOT / "models" / GLM)
+    document["variants"]["tuned"] = SETTINGS
+    path = folder / TUNED
+    path.write_text(yaml.safe_dump(document))
+    return path
 
 
 def slug(name: str) -> str:
