@@ -242,13 +242,13 @@ def wide_plan(model: str, folder: Path, *, small: bool) -> Plan:
     return plan_before_measuring(plan.recipe, open_source(folder))
 
 
-def fill_with_noise(plan: Plan, folder: Path) -> None:
-    """Small random weights for the backbone, written into the file; all of one dtype repeat the
-    same noise.
+def fill_with_noise(plan: Plan, folder: Path, *parts: str) -> None:
+    """Small random weights for these parts of the model, the backbone if none is named, written
+    into the file; all of one dtype repeat the same noise.
     """
     noise = {name: _noise(name) for name in ("BF16", "F32", "F8_E4M3")}
     for tensor in plan.tensors:
-        if tensor.part != "backbone":
+        if tensor.part not in (parts or ("backbone",)):
             continue
         for name in tensor.inputs:
             entry = plan.entries[name]
