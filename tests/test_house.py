@@ -57,9 +57,9 @@ TWINS = 6
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 327_191,
-    "tokens of the tests": 396_647,
-    "dense forms in 1,000 tokens": 8.44,
+    "tokens of the package": 332_900,
+    "tokens of the tests": 402_779,
+    "dense forms in 1,000 tokens": 8.36,
     "functions over 100 lines": 4,
     "functions with over 8 parameters": 0,
 }

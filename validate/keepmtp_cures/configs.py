@@ -14,7 +14,7 @@ from . import mends
     hashes="cad03311094f f71aee7dcdf1 f76018dfca8e 8ed0edd97fdd cb1df17ca6a8",
 )
 def nemotron_omni_draft(module: Any) -> None:
-    """The draft's config is made of text_config, without the quantization_config beside it."""
+    """The draft's config is made of text_config, without the quantization_config next to it."""
     own = module.SpeculativeConfig.hf_config_override
 
     def hf_config_override(hf_config: Any, **kwargs: Any) -> Any:

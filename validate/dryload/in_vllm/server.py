@@ -74,7 +74,7 @@ def _prepare(gpu_name: str, cache: str) -> None:
         "HF_MODULES_CACHE": cache,
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "KEEPMTP_CURES": "0",  # a job says which, also where keepmtp is installed beside vLLM
+        "KEEPMTP_CURES": "0",  # a job says which, also where keepmtp is installed, too
         # Else it looks 2,800 functions up before it finds that nothing can be compiled.
         "TORCHDYNAMO_DISABLE": "1",
         # Else FlashInfer's kernels count as missing on a machine without nvcc and ninja.
