@@ -81,4 +81,4 @@ def test_only_the_python_of_vllm_is_kept(loaded, tmp_path):
     (site,) = cache_folder().iterdir()
     kept = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
     assert kept == GOOD.keys()
-    assert {path.name for path in tmp_path.iterdir()} == {"cache", "python", WHEEL}
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "python", "stub", WHEEL}
