@@ -70,8 +70,8 @@ Waiting = dict[str, dict[str, Cure]]
 
 
 def mends(modules: str, *names: str, hashes: str) -> Callable[[Callable[[Any], None]], Cure]:
-    """Make a function a `Cure`; modules and hashes have spaces between them. `make follow` prints
-    the hashes of another version.
+    """Make a function a `Cure`; modules and hashes have spaces between them. benchmarks/follow.py
+    prints the hashes of another version.
     """
 
     def cure(apply: Callable[[Any], None]) -> Cure:

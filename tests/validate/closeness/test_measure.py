@@ -6,6 +6,7 @@ are asked in tests/vllm/test_closeness.py.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ class Toy:
     """A server whose logits depend on the last token and on what it serves; it dies after so many
     windows.
     """
+
+    log = Path(os.devnull)
 
     def __init__(
         self, seed: int, noise: float, *, dies_after: int | None = None, raw: bool = False
