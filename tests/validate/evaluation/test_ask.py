@@ -42,7 +42,7 @@ WORDS = {
     "empty": "a reply without an answer",
     "hang": "Timeout",
     "no choices": "a reply without an answer",
-    "abort": "finish_reason: Input should be 'stop' or 'length'",
+    "abort": "choices.0.finish_reason: must be one of stop, length",
 }
 
 
