@@ -188,12 +188,17 @@ def test_of_two_lists_the_check_and_vllm_read_the_same(judged):
     assert {each.origin for each in found if each.severity == "error"} == {"static", "dry"}
 
 
+# vLLM 0.30 to 0.32 cannot load a packed head of Nemotron's.
+OF_0_32 = {"nemotron-3.5-lightning-nvfp4": [["error", "glue", "lm_head.weight"]]}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_vllm_says_of_public_releases_what_the_static_check_says(name, judged):
+    """Judged by the rules of this vLLM; the table has what the newest says."""
     checked = judged[name]
     found = [each for each in checked.data.findings if each.origin == "static"]
     static = [[each.severity, each.rule, each.where] for each in found]
-    assert static == published(name)["findings"]
+    assert static == [*OF_0_32.get(name, ()), *published(name)["findings"]]
     is_refused = any(severity == "error" for severity, *_ in static)
     assert checked.accounts[0].load.ok != is_refused, checked.data.findings
 
