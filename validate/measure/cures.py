@@ -27,8 +27,8 @@ _APPLIED = re.compile(r"keepmtp's cure ([\w.]+) was applied")
 def needed(source: Source, version: str) -> tuple[str, ...]:
     """The cures of what this vLLM gets wrong about checkpoints of this family and dialect."""
     runtime = RuntimeView.of(source, version)
-    named = {"dialect": runtime.draft_dialect.name, "version": version}
-    return tuple(cures_in_vllm(runtime.view.family.model_type, **named))
+    family, dialect = runtime.view.family.model_type, runtime.draft_dialect.name
+    return cures_in_vllm(family, dialect, version)
 
 
 def switched_on(source: Source, version: str) -> tuple[str, ...]:
