@@ -27,8 +27,8 @@ import yaml
 from figures import Figure, output_of
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.run.child import Child, environment
 from keepmtp.recipes.runtimes.vllm import asked as taken_by
-from keepmtp.validate.facts.child import Child, environment
 from keepmtp.validate.facts.served import Run, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
