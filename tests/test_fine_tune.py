@@ -9,12 +9,9 @@ from typing import ClassVar
 
 import pytest
 from commands import ROOT, keepmtp, ran
-from json_files import json_of, put_json
-from keepmtp.checkpoints.source import INDEX
+from fine_tunes import fine_tune
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
-from safetensors.torch import load_file, save_file
 
-BLOCK = "model.layers.3."
 # What is added to a line so that it ends in minutes: 400 short questions are enough for the gates.
 # No repository is there, and `bench` has servers of its own in tests/vllm.
 ADDED = {
@@ -36,26 +33,6 @@ def lines_for(*, has_block: bool) -> list[str]:
         found = [line.replace("./whole", "./my-fine-tune") for line in found if line[:5] != "graft"]
     # Four attention heads are not for eight GPUs.
     return [line.replace("RELEASE", str(GLM)).replace("--tp 8", "--tp 1") for line in found]
-
-
-def fine_tune(folder: Path, *, has_block: bool) -> Path:
-    """The shipped model as training code writes it: its config.json promises the block in any case."""
-    tune = folder / "my-fine-tune"
-    tune.mkdir()
-    for path in GLM.iterdir():
-        (tune / path.name).write_bytes(path.read_bytes())
-    if not has_block:
-        for file in tune.glob("*.safetensors"):
-            tensors = load_file(file)
-            for name in [*filter(lambda name: name.startswith(BLOCK), tensors)]:
-                del tensors[name]
-            save_file(tensors, file, metadata={"format": "pt"})
-        index = json_of(tune / INDEX)
-        for name in [*index["weight_map"]]:
-            if name.startswith(BLOCK):
-                del index["weight_map"][name]
-        put_json(tune / INDEX, index)
-    return tune
 
 
 @pytest.fixture(params=[False, True], ids=["lost", "kept"])

@@ -1,0 +1,59 @@
+"""examples/, each run as a reader runs it: from another folder, with `keepmtp` on the path."""
+
+import os
+import sys
+
+import pytest
+from commands import KEEPMTP, ROOT, captured, keepmtp
+from fine_tunes import fine_tune
+from hub import serving
+from json_files import json_of
+from real_vllm import GLM
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_each_example_is_run_here():
+    """Adding a file to examples/ means adding a test of it."""
+    names = {path.name for path in EXAMPLES.iterdir()}
+    assert names == {"fine_tune.sh", "check_hub_id.py", "two_kinds_of_text.yaml"}
+
+
+@pytest.mark.full
+def test_a_fine_tune_is_quantized_and_checked(tmp_path):
+    fine_tune(tmp_path, has_block=False)
+    path = f"{os.path.dirname(KEEPMTP)}:{os.environ['PATH']}"
+    words = (EXAMPLES / "fine_tune.sh", "my-fine-tune", GLM, "out/mine")
+    done = captured(words, cwd=tmp_path, env=os.environ | {"PATH": path}, status=0)
+    assert "check passed out/mine: no findings" in done.stdout
+    assert (tmp_path / "out" / "mine" / "keepmtp.json").is_file()
+
+
+def test_a_hub_id_is_judged_before_a_download(tmp_path):
+    """A good repository, and one whose config.json promises a block that no file has."""
+    lost = fine_tune(tmp_path, has_block=False)
+    with serving(tmp_path / "hub") as hub:
+        hub.mirror("org/good", GLM)
+        hub.mirror("org/lost", lost)
+        place = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        said = {}
+        for name, status in (("org/good", 0), ("org/lost", 1), ("org/none", 2)):
+            words = (sys.executable, EXAMPLES / "check_hub_id.py", name)
+            said[name] = captured(words, env=os.environ | place, cwd=tmp_path, status=status).stdout
+    assert "org/good: good, by the rules of vLLM" in said["org/good"]
+    assert "error: model.layers.3.* (1)" in said["org/lost"]
+    assert "num_nextn_predict_layers=1 promises MTP layer 0" in said["org/lost"]
+    shards = [request for request in hub.requests if "safetensors bytes" in request]
+    assert len(shards) == 4 and all(request.endswith(" bytes=0-99999") for request in shards)
+
+
+def test_two_kinds_of_text_are_planned(tmp_path):
+    done = keepmtp(f"plan {EXAMPLES}/two_kinds_of_text.yaml --json", cwd=tmp_path, status=0)
+    assert "NVFP4" in done.stdout
+
+
+@pytest.mark.full
+def test_two_kinds_of_text_are_calibrated_on(tmp_path):
+    keepmtp(f"quantize {EXAMPLES}/two_kinds_of_text.yaml --out out", cwd=tmp_path, status=0)
+    record = json_of(tmp_path / "out" / "keepmtp.json")
+    assert "problems.jsonl" in str(record["calibration"])
