@@ -85,7 +85,7 @@ def picture() -> str:
     console.print(Text.from_ansi(printed))
     console.print(
         _comment(
-            "\n# vLLM 0.32 loads both without an error and answers right. Drafts that it accepts:"
+            "\n# Here it is silence: vLLM 0.32 loads both, and answers right. Drafts that it accepts:"
         )
     )
     for name, (accepted, drafted) in ACCEPTED.items():
@@ -123,47 +123,27 @@ def _printed(*words: str, folder: Path) -> str:
 
 
 def table() -> str:
-    """What loads, a row for each model_type, and below it why some MTP blocks cannot be
-    calibrated.
-    """
+    """The models with recipes by what becomes of their MTP block, and what vLLM does not load."""
     models: dict[str, set[str]] = {}
     for recipe in shipped_recipes():
         if not recipe.model.startswith("tiny-"):
             models.setdefault(families()[recipe.family].model_type, set()).add(recipe.model)
-    reasons: list[str] = []
-    rows = ["| model_type: models with recipes | MTP block calibrated |", "|---|---|"]
+    rows: dict[str, list[str]] = {"calibrated": [], "calibrated*": [], "without data": []}
+    partly = []
     unique = dict(sorted({family.model_type: family for family in families().values()}.items()))
     for model_type, family in unique.items():
-        reason = _why_not(family)
-        if reason and reason not in reasons:
-            reasons.append(reason)
-        calibrated = (
-            f"no [{reasons.index(reason) + 1}]"
-            if reason
-            else "yes*"
-            if _is_uncompared(family)
-            else "yes"
-        )
-        rows.append(
-            f"| {model_type}: {', '.join(sorted(models.get(model_type, ()))) or 'none'} | "
-            f"{calibrated} |"
-        )
-    partly = [
-        f"{model_type} {loaded} of {cells}"
-        for model_type in unique
-        for loaded, cells in [_loads(model_type)]
-        if loaded < cells
-    ]
-    notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join(
-        [
-            f"vLLM loads all cases, except: {', '.join(partly)}.",
-            "",
-            *rows,
-            "",
-            f"{'; '.join(notes)}.",
-        ]
-    )
+        kind = "calibrated"
+        if not _is_calibrated(family):
+            kind = "without data"
+        elif family.draft is not None and family.draft.proof == "source":
+            kind = "calibrated*"
+        rows[kind] += sorted(models.get(model_type, {model_type}))
+        loaded, cells = _loads(model_type)
+        if loaded < cells:
+            partly.append(f"{model_type} {loaded} of {cells}")
+    lines = ["| MTP block | models with recipes, or types without |", "|---|---|"]
+    lines += [f"| {kind} | {', '.join(names)} |" for kind, names in rows.items()]
+    return "\n".join([*lines, "", f"vLLM loads all cases by itself, except: {', '.join(partly)}."])
 
 
 def _loads(model_type: str) -> tuple[int, int]:
@@ -177,24 +157,12 @@ def _loads(model_type: str) -> tuple[int, int]:
     return cells.count("loads"), len(cells)
 
 
-def _why_not(family: Family) -> str:
-    """Why an MTP block cannot be calibrated: keepmtp cannot run it, or transformers cannot build
-    the backbone.
-    """
+def _is_calibrated(family: Family) -> bool:
+    """keepmtp can run its MTP block, and transformers can build its backbone."""
     known = (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     )
-    missing = "transformers has no class for the model"
-    if (
-        family.no_draft.startswith("transformers has no class")
-        or (family.built_as or family.model_type) not in known
-    ):
-        return missing
-    return family.no_draft.partition(", and ")[0]
-
-
-def _is_uncompared(family: Family) -> bool:
-    return family.draft is not None and family.draft.proof == "source"
+    return not family.no_draft and (family.built_as or family.model_type) in known
 
 
 def with_table(readme: str) -> str:
