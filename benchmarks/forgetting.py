@@ -1,7 +1,7 @@
 """What a tuned MTP block forgets: one training recipe after another, judged on three kinds of text.
 
     python benchmarks/forgetting.py             runs what is missing and prints it
-    python benchmarks/forgetting.py --page      writes the table of docs/quality.md: every model
+    python benchmarks/forgetting.py --page      writes the table of docs/quality_rows.md: every model
                                                 that was run
     python benchmarks/forgetting.py --wide      learning rates at eight times the width
     python benchmarks/forgetting.py --games     how often the guards take a block that lost
@@ -482,8 +482,8 @@ def main() -> None:
 
 
 def put_table(lines: Iterator[str], begin: str, end: str) -> None:
-    """Write a table's lines between its marks in docs/quality.md."""
-    page = ROOT / "docs" / "quality.md"
+    """Write a table's lines between its marks in docs/quality_rows.md."""
+    page = ROOT / "docs" / "quality_rows.md"
     before, _, rest = page.read_text().partition(begin)
     rows = "\n".join(lines)
     page.write_text(f"{before}{begin}\n\n{rows}\n\n{end}{rest.partition(end)[2]}")

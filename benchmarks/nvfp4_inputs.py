@@ -1,4 +1,4 @@
-"""What NVFP4 loses by rounding inputs to four bits, and what wins it back: docs/quality.md.
+"""What NVFP4 loses by rounding inputs to four bits, and what wins it back: docs/quality_rows.md.
 
     python benchmarks/nvfp4_inputs.py            runs what is missing and prints it
     python benchmarks/nvfp4_inputs.py --model DIR     the same with another model of tiny-docs' form

@@ -1,5 +1,5 @@
-"""docs/quality.md: a table for each model with intervals, what is told apart and what is not, and a
-plot.
+"""docs/quality.md: the rows that most people ask for, and a plot. docs/quality_rows.md: a table for
+each model with intervals, what is told apart and what is not.
 
 In: counts by sequence of every row, from `quality.py`. Out: docs/quality.json with the figures, and
 the table and plot made of them. The page's words stand outside of the markers and are written by
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from keepmtp.quantize.calibrate.mtp.acceptance import least_share
-from quality_rows import rows_of
+from quality_rows import SHORT, SHORT_MODEL, Row, rows_of
 from scipy import stats
 from torch import Tensor
 
@@ -55,9 +55,9 @@ def write_page(
             own["rows"] = {key: rows[key] for key in keys if key in rows}
         figures["models"] = {model: figures["models"][model] for model in stored["models"]}
     (docs / "quality.json").write_text(json.dumps(figures, indent=1) + "\n")
-    page = docs / "quality.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(before + tables(figures) + rest.partition(END)[2])
+    for name, text in (("quality.md", short_table(figures)), ("quality_rows.md", tables(figures))):
+        before, _, rest = (docs / name).read_text().partition(BEGIN)
+        (docs / name).write_text(before + text + rest.partition(END)[2])
     from quality_plot import draw
 
     (docs / "quality.svg").write_text(draw(figures))
@@ -172,6 +172,14 @@ def _short(value: float, digits: int = 4) -> float:
 # --- the page -------------------------------------------------------------------------------------
 
 
+def short_table(figures: Facts) -> str:
+    """The rows of the first page, between the markers, the markers included."""
+    found = figures["models"][SHORT_MODEL]
+    rows = [row for row in rows_of(SHORT_MODEL) if row.key in SHORT]
+    lines = _table(rows, found)
+    return "\n".join([BEGIN, f"\n{SHORT_MODEL}. {_summary(found)}", "", *lines, "", END])
+
+
 def tables(figures: Facts) -> str:
     """All between the markers, the markers included."""
     parts = [BEGIN]
@@ -180,7 +188,7 @@ def tables(figures: Facts) -> str:
             f"\n## {model}\n",
             _summary(found),
             "",
-            *_table(model, found),
+            *_table(rows_of(model), found),
             "",
             _told_apart(model, found),
         ]
@@ -201,7 +209,7 @@ def _summary(found: Facts) -> str:
     )
 
 
-def _table(model: str, found: Facts) -> list[str]:
+def _table(rows: Sequence[Row], found: Facts) -> list[str]:
     head = [
         "",
         "variant",
@@ -214,8 +222,8 @@ def _table(model: str, found: Facts) -> list[str]:
     ]
     head += [*(f"k={k}" for k in KS), "time", "without"]
     lines = [_line(head), _line(["---"] * len(head))]
-    titles = {row.key: row.title for row in rows_of(model)}
-    for number, row in enumerate(rows_of(model), start=1):
+    titles = {row.key: row.title for row in rows}
+    for number, row in enumerate(rows, start=1):
         own = found["rows"][row.key]
         cells = [
             str(number),

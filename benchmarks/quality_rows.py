@@ -1,4 +1,4 @@
-"""The rows of docs/quality.md: variants of the shipped models, each a recipe of its own, and peers'
+"""The rows of docs/quality_rows.md: variants of the shipped models, each a recipe of its own, and peers'
 own runs.
 
 In: nothing. Out: `ROWS`. A row is a shipped variant with some keys changed; `make quality` writes
@@ -113,6 +113,10 @@ ROWS: tuple[Row, ...] = (
         peer="llm-compressor", base="w4a16-gptq", models=(GLM,)),
     Row(key="modelopt-nvfp4", title="modelopt: NVFP4", peer="modelopt", base="nvfp4"),
 )  # fmt: skip
+SHORT_MODEL = DOCS
+# Those of docs/quality.md: one for each question that people have first.
+SHORT = ("fp8-dynamic", "nvfp4", "nvfp4-mtp-nvfp4", "nvfp4-gptq", "nvfp4a16", "w4a16", "w4a16-gptq", "w4a16-awq",
+         "tuned-nvfp4", "llm-compressor-nvfp4")  # fmt: skip
 HELD_OUT = {DOCS: 64, GLM: 96, QWEN: 96}
 """Sequences that are judged: those behind the recipe's own held-out text, by which a run may
 choose.
