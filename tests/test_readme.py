@@ -5,6 +5,9 @@ one page, and the README repeats it.
 import re
 
 from dry_corpus import broken_cases, good_cases
+from good import released
+from keepmtp.recipes.families import find_view
+from keepmtp.recipes.family import HFName
 from readme import PICTURE, README, ROOT, picture, with_table
 
 # Pages that make matrix, make families and make picture write; and, in other
@@ -25,6 +28,18 @@ def test_the_picture_fetches_nothing():
     assert not [
         word for word in ("http", "url(data", "@font-face", "@import", "<script") if word in text
     ]
+
+
+def test_the_names_in_the_picture_of_target_and_draft_are_the_familys():
+    """Each grey name, on disk, has the blue one behind it in vLLM."""
+    view = find_view(released("qwen3.5-27b").config, "qwen3.5-27b")
+    text = (ROOT / "docs" / "target_draft.svg").read_text()
+    drawn = re.findall(r'class="(?:disk|vllm)"[^>]*>([\w.]+)</text>', text)
+    pairs = list(zip(drawn[::2], drawn[1::2], strict=True))
+    assert len(pairs) == 7
+    for disk, runtime in pairs:
+        place = view.place(HFName(f"{disk}.weight"))
+        assert place is not None and place.runtime == runtime, disk
 
 
 def test_the_table_of_families_is_what_is_made_today():
