@@ -34,7 +34,8 @@ from .tables import drawn, print_json, say, show
 if TYPE_CHECKING:
     from ..quantize.calibrate.mtp.facts import CalibrationFact
 
-_NEXT_TO_IT = (".partial", ".report", ".card", ".hub", ".calibration")  # of a checkpoint
+# What stands next to a checkpoint under its name, and may hold a copy of its record.
+_NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")
 
 
 def quantize(
@@ -91,17 +92,17 @@ def quantize(
     rank = place_of_process().rank
     if dry_run:
         if not rank:
-            plan_tables.show(
-                made, needs.needs_of(made, needs.machine_of(here=gpus_here())), as_json=as_json
-            )
+            needed = needs.needs_of(made, needs.machine_of(here=gpus_here()))
+            plan_tables.show(made, needed, as_json=as_json)
         return
     target = out or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
-    err = Console(stderr=True, quiet=as_json or bool(rank))
-    if not rank and (
-        line := plan_tables.commits_line(made)
-    ):  # which refuses a dataset that is out of reach
-        say(err, line)
+    err = Console(stderr=True, quiet=as_json or rank > 0)
+    if not rank:
+        # This also refuses a dataset that is out of reach.
+        commits = plan_tables.commits_line(made)
+        if commits:
+            say(err, commits)
     say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
         result = api.quantize(
@@ -121,13 +122,15 @@ def quantize(
         findings.show(Console(), result.report)
         show([plan_tables.next_steps(result.plan, result.out)])
         return
-    told = {
+    value = {
         "out": str(result.out),
         "plan": plan_tables.plan_json(result.plan),
         "check": check_json(result.report),
-        "calibration": fact and fact.model_dump(mode="json"),
+        "calibration": None,
     }
-    print_json(told)
+    if fact is not None:
+        value["calibration"] = fact.model_dump(mode="json")
+    print_json(value)
 
 
 def extra(choices: ModelOptions) -> None:
@@ -249,22 +252,29 @@ def where(choices: ModelOptions) -> None:
     word = model_word(choices.model)
     scheme = choices.scheme
     mtp = choices.mtp
+    name = ""
     if word.is_recipe:
         recipe, _ = find_recipe(word.name, scheme=scheme, mtp=mtp, calibration=choices.calibration)
         model = recipe.model
         name = recipe.name
     else:
         model = model_name(word.name)
-        name = scheme and f"{model}.{folded(scheme)}" + (f"-mtp-{folded(mtp)}" if mtp else "")
-    wanted = Path("out", name or "")
-    if name and (wanted / "config.json").is_file():
-        sys.stdout.write(f"{printable(str(wanted))}\n")
-        return
-    there = sorted(
-        str(path.parent) for path in Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")
-    )
-    there = [path for path in there if not path.endswith(_NEXT_TO_IT)]
-    rule = f"{wanted} must be there" if name else "SCHEME must be given where MODEL is a checkpoint"
+        if scheme:
+            name = f"{model}.{folded(scheme)}"
+            if mtp:
+                name += f"-mtp-{folded(mtp)}"
+    rule = "SCHEME must be given where MODEL is a checkpoint"
+    if name:
+        wanted = Path("out", name)
+        if (wanted / "config.json").is_file():
+            sys.stdout.write(f"{printable(str(wanted))}\n")
+            return
+        rule = f"{wanted} must be there"
+    there = []
+    for record in sorted(Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")):
+        folder = str(record.parent)
+        if not folder.endswith(_NEXT_TO_IT):
+            there.append(folder)
     got = f"no out/{model}.*"
     cure = "Run make quantize, or name a folder by OUT"
     if there:
