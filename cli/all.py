@@ -98,7 +98,9 @@ def everything(
     is_made = out.exists() and not is_empty(out)
     source = choices.source
     place = str(out)
-    for_vllm = ["--", *extra] * bool(extra)
+    for_vllm = []
+    if extra:
+        for_vllm = ["--", *extra]
     served = [place, *option_words(source=source)]
     stations: dict[str, list[str]] = {}
     if not is_made:
@@ -110,11 +112,14 @@ def everything(
         stations["serve-check"] = [*served, *option_words(k=k), *for_vllm]
     asked = option_words(k=k, run_model_code=run_model_code)
     stations["eval"] = [*served, *asked, *for_vllm]
-    if text is not None or (recipe.gates.max_divergence, recipe.gates.max_flips) != (None, None):
+    gates = recipe.gates
+    if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
         text_file(text, recipe.model)
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
-    if recipe.gates.min_speedup is not None:
-        ks = option_words(k=k and f"0..{k}")
+    if gates.min_speedup is not None:
+        ks = []
+        if k is not None:
+            ks = ["-k", f"0..{k}"]
         stations["bench"] = [place, *ks, *for_vllm]
         stations["gate"] = [place]
     # The source's folder, whose card says what license it has; a repository's is not read.
@@ -158,8 +163,11 @@ def everything(
         command += ["-m", "keepmtp", name, *words]
         with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
             status = child.process.wait()
+        if status < 0:
+            raise typer.Exit(128 - status)  # it was killed by this signal
+        # serve-check may ask too few prompts to tell; eval asks more.
         if status and (name, status) != ("serve-check", TOO_LITTLE):
-            raise typer.Exit(128 - status if status < 0 else status)
+            raise typer.Exit(status)
 
 
 def option_words(**options: object) -> list[str]:
@@ -168,12 +176,14 @@ def option_words(**options: object) -> list[str]:
     """
     words = []
     for name, value in options.items():
-        option = {"k": "-k"}.get(name, f"--{name.replace('_', '-')}")
+        option = f"--{name.replace('_', '-')}"
+        if name == "k":
+            option = "-k"
         if value is True:
             words.append(option)
         elif isinstance(value, list):
-            for each in value:
-                words += [option, str(each)]
+            for item in value:
+                words += [option, str(item)]
         elif value is not None and value is not False:
             words += [option, str(value)]
     return words
