@@ -74,7 +74,8 @@ def imported(name: str) -> set[str]:
 
 def needed(name: str) -> set[str]:
     """The modules that a module needs, directly or through others."""
-    found, waiting = set[str](), [name]
+    found = set[str]()
+    waiting = [name]
     while waiting:
         new = imported(waiting.pop()) - found
         found |= new
@@ -106,6 +107,8 @@ def test_what_runs_in_vllms_python_imports_nothing_of_keepmtp(folder):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""] if not node.level else []
+                names = []
+                if not node.level:
+                    names = [node.module or ""]
                 assert node.level <= depth + 1, path
             assert "keepmtp" not in {name.split(".")[0] for name in names}, path

@@ -90,7 +90,8 @@ def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_pa
 
 def installed_with(names: list[str]) -> set[str]:
     """These packages, and what pip installs with them."""
-    found, waiting = set(), [*names]
+    found = set()
+    waiting = [*names]
     while waiting:
         name = waiting.pop().lower().replace("_", "-")
         if name in found:
@@ -121,7 +122,8 @@ def carried() -> list[str]:
 
 def guarded(folder: Path, allowed: set[str]) -> Path:
     """A Python that refuses to import what is installed here and would not be there."""
-    wrapper, guard = folder / "python", folder / "guard.py"
+    wrapper = folder / "python"
+    guard = folder / "guard.py"
     guard.write_text(
         f"""
 import runpy, sys

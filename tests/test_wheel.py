@@ -44,7 +44,8 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
     """The command of that environment, in a folder of its own. What a test writes there, later ones
     find.
     """
-    bin, folder = installed(extra), tmp_path_factory.mktemp("elsewhere")
+    bin = installed(extra)
+    folder = tmp_path_factory.mktemp("elsewhere")
 
     def run(words: str, *, calibrates: bool = False) -> subprocess.CompletedProcess[str]:
         start = [bin / "python", *IN_F32] if calibrates else [bin / "keepmtp"]
@@ -167,7 +168,9 @@ def test_the_page_of_a_check(keepmtp, extra):
 
 def test_serving_and_scoring(keepmtp, extra):
     """Only what stops before a server: nobody has a vLLM here."""
-    lacks = NO_VLLM if extra else "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
+    lacks = "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
+    if extra:
+        lacks = NO_VLLM
     assert lacks in keepmtp(f"serve-check {MODEL} --source none").stderr
     if extra != "evaluate":
         refused(keepmtp(f"eval {MODEL}"), install="evaluate")

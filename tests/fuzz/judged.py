@@ -23,7 +23,9 @@ from pathlib import Path
 
 from edits import UNEDITABLE, regular
 
-SECONDS, MORE_BYTES, MOST_PRINTED = 10, 2**30, 2_000_000
+SECONDS = 10
+MORE_BYTES = 2**30
+MOST_PRINTED = 2_000_000
 WALL_SECONDS = 30
 """A busy machine may take longer than SECONDS of processor time; a call that waits for ever is
 stopped by this.
@@ -96,7 +98,9 @@ def _of_status(status: int) -> list[str]:
         return ["hang"]
     if status < 0:
         return [f"killed by {signal.Signals(-status).name}"]
-    return [] if status in STATUSES else [f"status {status}"]
+    if status in STATUSES:
+        return []
+    return [f"status {status}"]
 
 
 def _of_text(text: str, status: int) -> list[str]:
@@ -122,7 +126,9 @@ def _crash(text: str) -> str:
     lines = re.findall(
         r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cure|cli)/[^"]*)", line (\d+)', text
     )
-    at = ":".join(lines[-1]) if lines else "?"
+    at = "?"
+    if lines:
+        at = ":".join(lines[-1])
     return f"traceback: {last[:150]} at {at}"
 
 
