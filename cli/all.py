@@ -3,13 +3,6 @@ the first that is red.
 
 In: what `keepmtp quantize` takes. Out: a checkpoint, its report and its card, ready for `keepmtp
 publish`.
-
-Each station is a process of its own, the very command that is printed before it: what quantizing
-held in memory is free again before a server starts, and what was interrupted can be continued from
-here or by hand.
-
-Easy to get wrong: a finished checkpoint is never written again, so one that another recipe made
-must not be taken for this one's. Its own record is compared before anything runs.
 """
 
 import shlex
@@ -126,6 +119,8 @@ def everything(
     if source and not Path(source).is_dir():
         source = None
     stations["card"] = [place, *option_words(source=source, base_model=base_model)]
+    # A finished checkpoint is never written again, so one that another recipe made must not be
+    # taken for this one's.
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
@@ -153,6 +148,9 @@ def everything(
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
         if base_model is None:
             refuse_unknown(made.source)
+    # Each station is a process of its own, the very command that is printed before it: what
+    # quantizing held in memory is free again before a server starts, and what was interrupted can
+    # be continued from here or by hand.
     own = environment(reaches_hub=True, is_ours=True)
     for name, words in stations.items():
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")

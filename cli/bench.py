@@ -3,9 +3,6 @@ load.
 
 In: a checkpoint, perhaps what it was made from, and a matrix. Out: tables, bench.json with all
 repetitions, and the report made anew.
-
-Easy to get wrong: whatever may be refused is refused before a server is started: a k that vLLM
-cannot draft, a prompt that does not fit, a file that is no list of prompts.
 """
 
 import re
@@ -79,6 +76,7 @@ def bench(
 
     session = begin("bench", "bench", served, context.args, source or "none")
     opened = session.opened
+    # Without an MTP block there is nothing to draft: k=0 alone.
     ks = (0,)
     if k is not None:
         ks = numbers("--k", k, least=0)
@@ -93,6 +91,8 @@ def bench(
         repeat=repeat,
         seed=seed,
     )
+    # Before a server is started, which may take half an hour: a k that vLLM cannot draft, a prompt
+    # that does not fit.
     matrix.refuse_model(opened, plan, is_original=False)
     num_checkpoints = 1
     if session.original is not None:
@@ -108,6 +108,7 @@ def bench(
     with asking(session.err, as_json=served.as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
     session.keep(fact, checkpoint)
+    # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0
     for benched in fact.benched:
         if any(cell.error for cell in benched.cells):

@@ -2,9 +2,6 @@
 
 In: checkpoints, ours or anyone's. Out: findings or a JSON line for each; exit status 1 if one has
 an error, 2 if there is nothing to judge.
-
-Easy to get wrong: the JSON lines have names of their own, which other programs read (`check_json`);
-they stay when a field of check.json gets another name.
 """
 
 import os
@@ -147,6 +144,7 @@ def check(
         from ..validate.report.html import require_extra
 
         require_extra()
+    # What is loaded, and how: words for `api.check_all`.
     loads: Json = {"runtimes": servers}
     if is_dry:
         loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
@@ -202,9 +200,7 @@ def _refuse_or_announce(vllms: list[str] | None, err: Console) -> None:
 
 
 def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":
-    """Also with what the value check finds; a checkpoint that the static check cannot read is left
-    as it is.
-    """
+    """Also with what the value check finds."""
     from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
 
@@ -212,6 +208,7 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     from ..validate.check.values import with_values
 
     reading = bytes_bar(err, "reading values")
+    # Of a repository, threads fetch: Ctrl-C ends them, too.
     with stopped_by_signals():
         return with_values(checked, level, source=source, reading=reading)
 
@@ -220,6 +217,7 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Jso
     """What `keepmtp check --json` prints of one checkpoint."""
     from ..validate.facts.dry_load import cured_in, serving
 
+    # Other programs read these names: they stay when a field of check.json gets another one.
     found = []
     for finding in data.findings:
         cure = findings.with_path(finding.cure, data.path)

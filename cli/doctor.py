@@ -3,10 +3,6 @@ rest.
 
 In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing
 heavy is imported.
-
-Easy to get wrong: what is not installed is not broken, because planning and checking need no torch
-and no vLLM. What somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM.
-The doctor finds a token and never shows it.
 """
 
 import os
@@ -73,8 +69,9 @@ def diagnose() -> Json:
         vllm = vllm_env.find_vllm()
     except VLLMError as error:
         no_vllm = str(error)
-        # The refusal is about "vllm" where none was named and none is in its usual place: not
-        # installed, not broken.
+        # What is not installed is not broken, because planning and checking need no vLLM: the
+        # refusal is then about "vllm", which is in none of its usual places. A VLLM_PYTHON that
+        # somebody chose and that cannot work is broken.
         if error.where != "vllm":
             broken = [no_vllm]
     gpus = vllm_env.gpus_here()
@@ -113,6 +110,7 @@ def _place_of_token() -> str:
     """Where a token of the Hub was found; "" if nowhere."""
     from huggingface_hub import get_token
 
+    # The token itself is never shown, and never tried.
     for name in _TOKEN_NAMES:
         if os.environ.get(name, "").strip():
             return name

@@ -3,9 +3,6 @@ with MTP off.
 
 In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table,
 gsm8k.json with the answers in the same folder, and the report made anew.
-
-Easy to get wrong: whatever may be refused is refused before a server is started: a row of the
-dataset, a chat template that is not there.
 """
 
 from collections.abc import Iterator
@@ -139,6 +136,8 @@ def evaluate(
     runs_code = any(TASKS[asked.task].runs_code for asked in protocols)
     if run_model_code and runs_code and not model_code.fence():
         session.err.print(model_code.OPEN, highlight=False)
+    # Whatever may be refused is refused before a server is started, which may take half an hour: a
+    # row of the dataset, a chat template that is not there.
     questions = []
     for asked in protocols:
         questions.append(lm_eval_task.questions(asked, runs_code=run_model_code))
@@ -176,19 +175,18 @@ def evaluate(
 
 
 def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
-    """One task's with what the command line changes; a task that is asked otherwise brings its own
-    protocol.
-
-    A revision belongs to the dataset it was given with.
-    """
+    """One task's with what the command line changes."""
     from pydantic import ValidationError
 
     from ..recipes.protocol import Evaluation
 
     fields = recipe.model_dump()
+    # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
+    # mean nothing there.
     if TASKS[changed.get("task", recipe.task)].protocol != TASKS[recipe.task].protocol:
         fields = {name: fields[name] for name in _OF_ANY_TASK}
     fields |= changed
+    # A revision belongs to the dataset it was given with.
     if "dataset" in changed or "task" in changed:
         fields["dataset_revision"] = None
     if fields.get("dataset") == _HUB:

@@ -3,9 +3,6 @@ says.
 
 In: a checkpoint, a log, or both. Out: a table for the backbone and the MTP block, the reasons, and
 the known failure; exit status 1 if nothing in the log is known.
-
-Easy to get wrong: a log comes from a pipe as well, and without an end. Only its last part counts,
-so it is read to its end before anything is said.
 """
 
 import shlex
@@ -86,6 +83,8 @@ def explain(
             gpus = chosen_gpus([gpu])
         (checked,) = api.check_all([path], gpus=gpus)
         checked.readable()
+    # A log comes from a pipe as well, and its last part counts: it is read to its end before
+    # anything is said.
     read = None
     if log is not None:
         read = _log(log)
@@ -103,6 +102,7 @@ def _log(where: str) -> "Log":
         with open(sys.stdin.fileno(), "rb", closefd=False) as stream:
             return read_log(stream)
     status = Path(where).stat()
+    # A FIFO that nobody writes into would be waited for, and a device never ends.
     if not stat.S_ISREG(status.st_mode):
         raise RecipeError(
             "--log",
@@ -112,6 +112,7 @@ def _log(where: str) -> "Log":
             "explain --log -`",
         )
     with Path(where).open("rb") as stream:
+        # One byte more than is kept, so that the first line is known to be cut.
         stream.seek(max(0, status.st_size - MOST_BYTES - 1))
         return read_log(stream)
 
@@ -179,6 +180,7 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
     yield f"What it {often}: {known.says}."
     for finding in answer.confirmed[:_MOST_CONFIRMED]:
         yield f"In this checkpoint: {finding}."
+    # A sentence of vLLM's with several causes: the check looked for the known ones.
     if known.is_general and found.path and not answer.confirmed:
         yield (
             "In this checkpoint: the check finds nothing of this kind, so it may be a defect of "

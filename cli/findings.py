@@ -8,10 +8,7 @@ dry loads.
 
 In: a `CheckData`. Out: lines on a console. Nothing is decided here.
 
-Easy to get wrong: people copy the cure. It is on a line of its own that is never wrapped, and so is
-what it quotes: commands in backticks, patterns of vLLM and JSON, which are printed again as
-config.json has them. A command names this checkpoint, where the rule could only say PATH. Only what
-will happen is wrapped, between words, and in a pipe not even that.
+Easy to get wrong: people copy the cure, so only what will happen is wrapped.
 """
 
 import io
@@ -35,11 +32,13 @@ if TYPE_CHECKING:
     from ..validate.facts.results import CheckData
 
 _WIDEST = 120
+# Characters: a hostile name may have a million.
 _LONGEST = 4000
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 # What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
 
+# A rule knows no path: its commands say PATH where this checkpoint is meant.
 _PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
 
@@ -80,6 +79,8 @@ def _block(console: Console, finding: "Finding", path: str) -> Iterator[str | Te
         more = f" and {finding.count - 1:,} more"
     yield Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more)
     yield from wrapped(console, shortened(finding.says, _LONGEST), "  ")
+    # People copy the cure: its line is never wrapped. What it quotes, commands in backticks, vLLM's
+    # patterns and JSON, comes again on lines of their own, as config.json has it.
     cure = with_path(finding.cure, path)
     yield Text.assemble(("  cure: ", "green"), printable(cure))
     for quoted in pasted(cure):

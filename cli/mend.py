@@ -3,10 +3,6 @@ is.
 
 In: a checkpoint, and what it shall become. Out: a diff or a sentence, the new folder, and what the
 check and vLLM's own loaders find of it; exit status 1 if an error is left.
-
-Easy to get wrong: the old folder and the new one may share files (hard links), so nothing is ever
-written into either. And a person who only looks must not change anything: without --out nothing is
-written.
 """
 
 import shlex
@@ -120,6 +116,8 @@ def fix(
             say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
         if proposal.edits:
             console.print()
+        # A person who only looks changes nothing. The new folder shares files with the old one
+        # (hard links), so nothing is ever written into either.
         if out is not None and not dry_run and proposal.edits:
             doing(f"{out}: writing")
             written = write(outcome, out)
@@ -229,6 +227,7 @@ def graft(
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     for line in _foreseen(made):
         say(err, line)
+    # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
     judged = Judged(checked=made.checked)
     if out is not None and not dry_run:
         written = carry_out(made, out, bar=partial(bytes_bar, err))
@@ -347,9 +346,7 @@ def _refuse_no_out(verb: str, out: Path | None, *, dry_run: bool) -> None:
 
 
 def _end(judged: "Judged", value: Raw, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print what was made, in lines for people, and what was found of it; end with the status that
-    this comes to.
-    """
+    """Print what was made, and what was found of it; end with the status that this comes to."""
     checked = judged.checked
     if as_json:
         print_json({**value, "check": check_json(checked.data, checked.accounts)})

@@ -2,8 +2,6 @@
 from the Hub, and what would stop it.
 
 In: a plan. Out: tables on standard output, or one JSON value. Nothing is decided here.
-
-Easy to get wrong: the JSON has no refusals. Only people see what would stop the run.
 """
 
 import shlex
@@ -100,6 +98,7 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     yield ""
     yield from lines(needs)
     yield ""
+    # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
 

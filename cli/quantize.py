@@ -3,11 +3,6 @@ around it: `init` writes a recipe's file, `extra` says what a run needs, `where`
 
 In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard
 error. Of `init` a recipe to edit, of `where` the name of a folder.
-
-Easy to get wrong: under torchrun every process runs `quantize`, and only the first one prints.
-Unedited, the file of `init` makes the same bytes as `keepmtp quantize` with the checkpoint as
-MODEL. And `where` guesses nothing: with two variants in out/, the bare name means the default one,
-or nothing.
 """
 
 import glob
@@ -89,6 +84,7 @@ def quantize(
     from .check import check_json
 
     made = choices.plan()
+    # Under torchrun every process runs this, and only the first one prints.
     rank = place_of_process().rank
     if dry_run:
         if not rank:
@@ -229,6 +225,7 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         return file.path.read_text()
     source = opened(word, mtp_source)
     raw = family_mapping(source)
+    # Unedited, the file makes the same bytes as `keepmtp quantize` with the checkpoint as MODEL.
     variants = [fit.variant for fit in fitting(source, raw)]
     if not variants:
         refuse_unfit(source, raw, raw["default"])  # which says why
@@ -270,6 +267,8 @@ def where(choices: ModelOptions) -> None:
             sys.stdout.write(f"{printable(str(wanted))}\n")
             return
         rule = f"{wanted} must be there"
+    # Nothing is guessed: with two variants in out/, the bare name means the default one, or
+    # nothing.
     there = []
     for record in sorted(Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")):
         folder = str(record.parent)

@@ -4,9 +4,6 @@ watched until it stops.
 In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and
 then on standard error with the server's own log, and at the end its counters on standard output.
 The exit status is the server's, and not 0 if nobody stopped it.
-
-Easy to get wrong: everything that can be known is refused before the server starts: it may load for
-half an hour.
 """
 
 import shlex
@@ -42,8 +39,8 @@ if TYPE_CHECKING:
     from ..validate.report.best_k import BestK
 
 _MOST_K = 16
+# On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32).
 _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
-"""On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32)."""
 
 
 def serve(
@@ -98,6 +95,8 @@ def serve(
     foreground.refuse_our_words(extra)
     is_tls = value_of(extra, "--ssl-certfile") != ""
     address = foreground.Address(host=host, port=port, is_tls=is_tls)
+    # Everything that can be known is refused before the server starts: it may load for half an
+    # hour.
     if not dry_run:
         foreground.refuse_taken(address)
     opened, num_mtp_layers = _checked(path, err)
@@ -108,6 +107,7 @@ def serve(
         # The commands that are printed may be run elsewhere.
         if gpus or not dry_run:
             raise
+    # Weights that do not fit one GPU are split over as few as hold them.
     size = 1
     device = ""
     version = NEWEST
