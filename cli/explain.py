@@ -112,7 +112,6 @@ def _log(where: str) -> "Log":
             "explain --log -`",
         )
     with Path(where).open("rb") as stream:
-        # One byte more than is kept, so that the first line is known to be cut.
         stream.seek(max(0, status.st_size - MOST_BYTES - 1))
         return read_log(stream)
 

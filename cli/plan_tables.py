@@ -69,7 +69,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
 
 
 def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
-    """For people: what `plan_json` says, and what only they are told."""
+    """For people: what `plan_json` says, and what only they read."""
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
     yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(value["groups"]))
     chosen_elsewhere = []

@@ -129,7 +129,7 @@ def serve(
         return
     assert vllm is not None
     vllm = replace(vllm, cures=cures)
-    life = _run(path, opened, best, vllm, address, extra, every=every, log=log, err=err)
+    life = _run(path, opened, best, vllm, address, extra, every=every, log=log)
     value = {"path": path, "why": best.why, **life.model_dump(mode="json")}
     drafted = "served without drafting"
     if life.k:
@@ -151,7 +151,6 @@ def _run(
     *,
     every: float,
     log: Path | None,
-    err: Console,
 ) -> "ServerLife":
     """Serve until it is stopped, and say how it went.
 
@@ -164,6 +163,7 @@ def _run(
     from ..validate.measure.serve_line import serve_words
     from ..validate.measure.server import last_error
 
+    err = Console(stderr=True)
     serve_check = f"`keepmtp serve-check {shlex.quote(path)}`"
     if lack := why_no_kernel(opened, vllm):
         raise VLLMError(
