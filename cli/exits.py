@@ -201,7 +201,7 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
     elif unknown := re.match("No such command '(.*?)'", rule):
         rule = "has no such command"
         got = unknown[1]
-        cure = did_you_mean(got, context.command.commands, otherwise=cure)
+        cure = did_you_mean(got, context.command.list_commands(context), otherwise=cure)
     return KeepMTPError(where, rule, got=got, cure=cure)
 
 

@@ -194,14 +194,17 @@ class _Command(_Starting, TyperCommand):
 
 
 class _Verbs(_Starting, TyperGroup):
-    """All verbs. The table has names and one-line helps; a verb's file is imported to run it or to
-    show its help.
-    """
+    """All verbs. A verb's file is imported to run it or to show its help, and for nothing else."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for name in VERBS:
-            self.add_command(TyperCommand(name))
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of this name with its options; None if there is none."""
+        if cmd_name in VERBS:
+            return _load(cmd_name)
+        return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The verbs by group."""
@@ -222,13 +225,6 @@ class _Verbs(_Starting, TyperGroup):
                 return super().invoke(ctx)
         except typer.Abort as aborted:
             raise KeyboardInterrupt from aborted
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that the first word names, with its options, and the words after it."""
-        name, command, rest = super().resolve_command(ctx, args)
-        if name:
-            command = _load(name)
-        return name, command, rest
 
 
 @contextmanager
