@@ -29,8 +29,7 @@ from .tables import drawn, print_json, say, show
 if TYPE_CHECKING:
     from ..quantize.calibrate.mtp.facts import CalibrationFact
 
-# What stands next to a checkpoint under its name, and may hold a copy of its record.
-_NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")
+_NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")  # of a checkpoint
 
 
 def quantize(
@@ -93,12 +92,11 @@ def quantize(
         return
     target = out or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
-    err = Console(stderr=True, quiet=as_json or rank > 0)
-    if not rank:
-        # This also refuses a dataset that is out of reach.
-        commits = plan_tables.commits_line(made)
-        if commits:
-            say(err, commits)
+    err = Console(stderr=True, quiet=as_json or bool(rank))
+    if not rank and (
+        line := plan_tables.commits_line(made)
+    ):  # which refuses a dataset that is out of reach
+        say(err, line)
     say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
         result = api.quantize(
