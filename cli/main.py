@@ -63,7 +63,7 @@ class Verb:
         module, function = self.place.split(".")
         # Read as text: to import the files of all verbs would take longer than all else that
         # `keepmtp --help` does.
-        text = Path(__file__).with_name(f"{module}.py").read_text()
+        text = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
         _, _, body = text.partition(f"\ndef {function}(")
         docstring = body.split('"""')[1]
         return " ".join(docstring.partition("\n\n")[0].split())
