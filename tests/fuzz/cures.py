@@ -114,9 +114,9 @@ def _odd_shard(rng: Random, where: str) -> Edit:
         tree = json_of(path)
         old = _at(sorted(set(tree["weight_map"].values())), place)
         new = f"{name}.safetensors"
-        tree["weight_map"] = {
-            tensor: new if file == old else file for tensor, file in tree["weight_map"].items()
-        }
+        for tensor, file in tree["weight_map"].items():
+            if file == old:
+                tree["weight_map"][tensor] = new
         edits.replace(path, json.dumps(tree).encode())
         (folder / where / new).parent.mkdir(exist_ok=True)
         (folder / where / old).rename(folder / where / new)

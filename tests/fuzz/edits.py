@@ -187,6 +187,23 @@ def on_tree(file: str, says: str, change: Callable[[Any], Any], *, header: bool 
     return Edit(f"{where}: {says}", do)
 
 
+def at(tree: Any, place: tuple[Any, ...]) -> Any:
+    """The value at the end of a path."""
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def put(file: str, place: tuple[Any, ...], new: Any, *, header: bool = False) -> Edit:
+    """A value of the tree, or of a shard's header, is this one, which may be there or not."""
+
+    def do(tree: Any) -> None:
+        at(tree, place[:-1])[place[-1]] = new
+
+    where = ".".join(str(key) for key in place)
+    return on_tree(file, f"{where[:80]} = {shown(new)}", do, header=header)
+
+
 def grafted(
     rng: Random, file: str, tree: Any, *, under: tuple[Any, ...] = (), header: bool = False
 ) -> Edit:
@@ -206,9 +223,7 @@ def grafted(
     how = rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename"))
 
     def change(tree: Any) -> None:
-        holder = tree
-        for key in place[:-1]:
-            holder = holder[key]
+        holder = at(tree, place[:-1])
         old = holder.pop(place[-1])
         key = place[-1]
         if how == "remove":

@@ -114,16 +114,20 @@ def header_tree(rng: Random, folder: Path) -> Edit:
     metadata = rng.choice(ODD["metadata"])
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     ways = (
-        (f"{key} {edits.shown(new)}", lambda tree: tree[one].update({key: new})),
-        (f"metadata {edits.shown(metadata)}", lambda tree: tree.update(__metadata__=metadata)),
         ("offsets one byte later", lambda tree: _shift(tree[one], 1, 1)),
         ("offsets one byte longer", lambda tree: _shift(tree[one], 0, 1)),
-        ("one tensor's offsets for two", lambda tree: tree.update({f"{one}.twin": tree[one]})),
         ("half the shape", lambda tree: tree[one].update(shape=tree[one]["shape"][1:])),
         ("no tensors", lambda tree: {}),
         (f"{many} empty tensors", lambda tree: tree.update({f"e.{n}": empty for n in range(many)})),
     )
-    return edits.on_tree(file, *rng.choice(ways), header=True)
+    of_tree = edits.on_tree(file, *rng.choice(ways), header=True)
+    values = (
+        edits.put(file, (one, key), new, header=True),
+        edits.put(file, ("__metadata__",), metadata, header=True),
+        # One tensor's offsets for two.
+        edits.put(file, (f"{one}.twin",), tree.get(one), header=True),
+    )
+    return rng.choice((*values, *[of_tree] * len(ways)))
 
 
 def _shift(entry: Any, start: int, end: int) -> None:
@@ -163,8 +167,7 @@ def index(rng: Random, folder: Path) -> Edit:
     path = rng.choice((*ODD["shards"], "x" * 5000))
     name = rng.choice(edits.NAMES)
     if rng.random() < 0.4:
-        says = f"a tensor in {edits.shown(path)}"
-        return edits.on_tree(INDEX, says, lambda tree: tree["weight_map"].update({name: path}))
+        return edits.put(INDEX, ("weight_map", name), path)
     return edits.spoilt(rng, folder, INDEX)
 
 
@@ -190,40 +193,28 @@ def modelopt_file(rng: Random, folder: Path) -> Edit:
 def counts(rng: Random, folder: Path) -> Edit:
     """The numbers of config.json that something is counted by."""
     tree = json_of(folder / "config.json")
-    numbers = [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
-    place = rng.choice(numbers)
-    return _on_place("config.json", place, "=", rng.choice(ODD["numbers"]), lambda old, new: new)
+    numbers = [place for place in edits.places(tree) if isinstance(edits.at(tree, place), int)]
+    return edits.put("config.json", rng.choice(numbers), rng.choice(ODD["numbers"]))
 
 
 @of_quantized
 def regexes(rng: Random, folder: Path) -> Edit:
     """Patterns of a stranger, in every list of names."""
     tree = json_of(folder / "config.json").get("quantization_config", {})
-    lists = [place for place in edits.places(tree) if isinstance(_at(tree, place), list)]
+    lists = [place for place in edits.places(tree) if isinstance(edits.at(tree, place), list)]
     pattern = rng.choice(edits.REGEXES)
-    place = ("quantization_config", *rng.choice([*lists, ("ignore",)]))
+    *above, last = rng.choice([*lists, ("ignore",)])
     if rng.random() >= 0.8:
         pattern = pattern.removeprefix("re:")
-    return _on_place("config.json", place, "has", pattern, lambda old, new: [*(old or []), new])
 
-
-def _on_place(
-    file: str, place: tuple[Any, ...], how: str, new: Any, change: Callable[[Any, Any], Any]
-) -> Edit:
     def do(tree: Any) -> None:
-        holder = _at(tree, place[:-1])
+        holder = edits.at(tree, ("quantization_config", *above))
         old = None
-        if isinstance(holder, list) or place[-1] in holder:
-            old = holder[place[-1]]
-        holder[place[-1]] = change(old, new)
+        if isinstance(holder, list) or last in holder:
+            old = holder[last]
+        holder[last] = [*(old or []), pattern]
 
-    return edits.on_tree(file, f"{'.'.join(map(str, place))} {how} {edits.shown(new)}", do)
-
-
-def _at(tree: Any, place: tuple[Any, ...]) -> Any:
-    for key in place:
-        tree = tree[key]
-    return tree
+    return edits.on_tree("config.json", f"{last} has {edits.shown(pattern)}", do)
 
 
 @of_any

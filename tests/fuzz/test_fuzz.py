@@ -92,7 +92,7 @@ def judge(tmp_path, monkeypatch):
 def test_the_judge_sees_each_fault(judge, call, status, fault):
     verdict = judge(call)
     assert verdict.status == status
-    assert verdict.faults[-1:] == ((fault,) if fault else ()), verdict
+    assert "".join(verdict.faults[-1:]) == fault, verdict
 
 
 def test_a_call_that_computes_too_long_is_a_hang(judge, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_pass_of_what_safetensors_refuses_is_a_fault(judge, tmp_path, text, en
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     faults = judge(lambda: None, reads_weights=True).faults
-    assert [fault.partition(":")[0] for fault in faults] == ["false pass"] * bool(why)
+    assert "".join(faults).startswith("false pass") == bool(why), faults
 
 
 def writes_beside() -> None:

@@ -9,6 +9,7 @@ none came up. A checkpoint with answers.json is served by a stub that gives thes
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -183,7 +184,7 @@ def names(rng: Random) -> Case:
         path = "{}/NAME"
     made = tuple(_strange_file(rng) for _ in range(rng.choice((0, 0, 1, 2))))
     words = _near(rng.choice((*ODD["reads"], *ODD["of_a_folder"])))
-    words = tuple(word.replace("{}", path, 1) if word.startswith("{}") else word for word in words)
+    words = tuple(re.sub(r"^\{\}", path, word) for word in words)
     return _case(base=base, edits=made, words=words, name=rng.choice(FOLDERS)[:90])
 
 
