@@ -39,7 +39,10 @@ from ..recipes.errors import (
     printable,
 )
 
-FINDINGS, REFUSAL, TOO_LITTLE, DEFECT = 1, 2, 3, 70
+FINDINGS = 1
+REFUSAL = 2
+TOO_LITTLE = 3
+DEFECT = 70
 OF_VERDICT: Mapping[str, int] = {"pass": 0, "regression": FINDINGS, "infeasible": TOO_LITTLE}
 NO_READER = 128 + signal.SIGPIPE
 STOPPED: Mapping[int, str] = {
