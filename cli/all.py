@@ -3,13 +3,6 @@ the first that is red.
 
 In: what `keepmtp quantize` takes. Out: a checkpoint, its report and its card, ready for `keepmtp
 publish`.
-
-Each station is a process of its own, the very command that is printed before it: what quantizing
-held in memory is free again before a server starts, and what was interrupted can be continued from
-here or by hand.
-
-Easy to get wrong: a finished checkpoint is never written again, so one that another recipe made
-must not be taken for this one's. Its own record is compared before anything runs.
 """
 
 import shlex
@@ -98,7 +91,9 @@ def everything(
     is_made = out.exists() and not is_empty(out)
     source = choices.source
     place = str(out)
-    for_vllm = ["--", *extra] * bool(extra)
+    for_vllm = []
+    if extra:
+        for_vllm = ["--", *extra]
     served = [place, *option_words(source=source)]
     stations: dict[str, list[str]] = {}
     if not is_made:
@@ -110,17 +105,22 @@ def everything(
         stations["serve-check"] = [*served, *option_words(k=k), *for_vllm]
     asked = option_words(k=k, run_model_code=run_model_code)
     stations["eval"] = [*served, *asked, *for_vllm]
-    if text is not None or (recipe.gates.max_divergence, recipe.gates.max_flips) != (None, None):
+    gates = recipe.gates
+    if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
         text_file(text, recipe.model)
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
-    if recipe.gates.min_speedup is not None:
-        ks = option_words(k=k and f"0..{k}")
+    if gates.min_speedup is not None:
+        ks = []
+        if k is not None:
+            ks = ["-k", f"0..{k}"]
         stations["bench"] = [place, *ks, *for_vllm]
         stations["gate"] = [place]
     # The source's folder, whose card says what license it has; a repository's is not read.
     if source and not Path(source).is_dir():
         source = None
     stations["card"] = [place, *option_words(source=source, base_model=base_model)]
+    # A finished checkpoint is never written again, so one that another recipe made must not be
+    # taken for this one's.
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
@@ -148,6 +148,9 @@ def everything(
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
         if base_model is None:
             refuse_unknown(made.source)
+    # Each station is a process of its own, the very command that is printed before it: what
+    # quantizing held in memory is free again before a server starts, and what was interrupted can
+    # be continued from here or by hand.
     own = environment(reaches_hub=True, is_ours=True)
     for name, words in stations.items():
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
@@ -158,8 +161,11 @@ def everything(
         command += ["-m", "keepmtp", name, *words]
         with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
             status = child.process.wait()
+        if status < 0:
+            raise typer.Exit(128 - status)  # it was killed by this signal
+        # serve-check may ask too few prompts to tell; eval asks more.
         if status and (name, status) != ("serve-check", TOO_LITTLE):
-            raise typer.Exit(128 - status if status < 0 else status)
+            raise typer.Exit(status)
 
 
 def option_words(**options: object) -> list[str]:
@@ -168,12 +174,14 @@ def option_words(**options: object) -> list[str]:
     """
     words = []
     for name, value in options.items():
-        option = {"k": "-k"}.get(name, f"--{name.replace('_', '-')}")
+        option = f"--{name.replace('_', '-')}"
+        if name == "k":
+            option = "-k"
         if value is True:
             words.append(option)
         elif isinstance(value, list):
-            for each in value:
-                words += [option, str(each)]
+            for item in value:
+                words += [option, str(item)]
         elif value is not None and value is not False:
             words += [option, str(value)]
     return words

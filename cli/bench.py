@@ -3,9 +3,6 @@ load.
 
 In: a checkpoint, perhaps what it was made from, and a matrix. Out: tables, bench.json with all
 repetitions, and the report made anew.
-
-Easy to get wrong: whatever may be refused is refused before a server is started: a k that vLLM
-cannot draft, a prompt that does not fit, a file that is no list of prompts.
 """
 
 import re
@@ -79,6 +76,7 @@ def bench(
 
     session = begin("bench", "bench", served, context.args, source or "none")
     opened = session.opened
+    # Without an MTP block there is nothing to draft: k=0 alone.
     ks = (0,)
     if k is not None:
         ks = numbers("--k", k, least=0)
@@ -93,23 +91,30 @@ def bench(
         repeat=repeat,
         seed=seed,
     )
-    checkpoints = [*filter(None, (opened, session.original))]
-    for each in checkpoints:
-        matrix.refuse_model(each, plan, is_original=each is session.original)
+    # Before a server is started, which may take half an hour: a k that vLLM cannot draft, a prompt
+    # that does not fit.
+    matrix.refuse_model(opened, plan, is_original=False)
+    num_checkpoints = 1
+    if session.original is not None:
+        matrix.refuse_model(session.original, plan, is_original=True)
+        num_checkpoints = 2
     if dry_run:
-        found = counted(plan, len(checkpoints))
-        answer(found, (f"{name}: {value}" for name, value in found.items()), as_json=served.as_json)
+        would_do = counted(plan, num_checkpoints)
+        lines = [f"{name}: {value}" for name, value in would_do.items()]
+        answer(would_do, lines, as_json=served.as_json)
         return
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
     session.keep(fact, checkpoint)
-    found = {"bench": fact.model_dump(mode="json")}
+    # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0
-    if any(cell.error for each in fact.benched for cell in each.cells):
-        status = FINDINGS
-    answer(found, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
+    for benched in fact.benched:
+        if any(cell.error for cell in benched.cells):
+            status = FINDINGS
+    value = {"bench": fact.model_dump(mode="json")}
+    answer(value, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
 
 
 def shown(found: "BenchFact") -> Iterator[RenderableType]:
@@ -164,11 +169,11 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     Raises:
         RecipeError: no such list, or a number below `least`.
     """
-    found = set[int]()
+    chosen = set[int]()
     for part in words.split(","):
         named = _NUMBERS.fullmatch(part.strip())
         low = 0
-        high = -1
+        high = -1  # below `low`: refused
         if named:
             low = int(named[1])
             high = int(named[2] or named[1])
@@ -180,5 +185,5 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
                 got=part,
                 cure=f"Write {option} 1,8,32 or {option} {least}..4",
             )
-        found.update(range(low, high + 1))
-    return tuple(sorted(found))
+        chosen.update(range(low, high + 1))
+    return tuple(sorted(chosen))

@@ -2,9 +2,6 @@
 
 In: checkpoints, ours or anyone's. Out: findings or a JSON line for each; exit status 1 if one has
 an error, 2 if there is nothing to judge.
-
-Easy to get wrong: the JSON lines have names of their own, which other programs read (`check_json`);
-they stay when a field of check.json gets another name.
 """
 
 import os
@@ -117,41 +114,44 @@ def check(
     from ..validate.check.check import RULES_OF
     from .report import recorder, save
 
-    err, is_dry = Console(stderr=True), bool(gpus) and not static_only
+    err = Console(stderr=True)
+    is_dry = bool(gpus) and not static_only
     for word in runtimes or ():
         if word not in RULES_OF:
             cure = "Name one of them; --runtime may be repeated"
             cure = did_you_mean(word, RULES_OF, otherwise=cure)
             must = f"must be one of {', '.join(RULES_OF)}"
             raise RecipeError("--runtime", must, got=word, cure=cure)
-    servers: list[Runtime] = [each for each in RULES_OF if each in (runtimes or ["vllm"])]
+    servers: list[Runtime] = ["vllm"]
+    if runtimes:
+        servers = [server for server in RULES_OF if server in runtimes]
     rule = got = cure = ""
     if not gpus and not static_only and (tps or num_drafts != 1 or draft or vllms):
-        rule, got = "--tp, -k, --draft and --vllm need a GPU to pretend", "no --gpu"
+        rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
+        got = "no --gpu"
         cure = "Add --gpu sm100"
     elif is_dry and "vllm" not in servers:
-        rule, got = "--gpu lets vLLM load it", f"--runtime {servers[0]} alone"
+        rule = "--gpu lets vLLM load it"
+        got = f"--runtime {servers[0]} alone"
         cure = "Add --runtime vllm"
     elif source is not None and values is None:
-        rule, got, cure = "--source is what values are compared with", "no --values", "Add --values"
+        rule = "--source is what values are compared with"
+        got = "no --values"
+        cure = "Add --values"
     if rule:
         raise RecipeError("check", rule, got=got, cure=cure)
     if html is not None:
         from ..validate.report.html import require_extra
 
         require_extra()
+    # What is loaded, and how: words for `api.check_all`.
     loads: Json = {"runtimes": servers}
     if is_dry:
         loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
-        from ..validate.dryload.versions import named
-
         loads |= {"draft": draft, "vllms": vllms or ()}
-        if not vllms:
-            chosen_vllm()
-        for word in named(vllms or ()):
-            if os.path.exists(word):
-                say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
-    keep, status = None, 0
+        _refuse_or_announce(vllms, err)
+    keep = None
+    status = 0
     if record:
         keep = recorder(paths, err)
     with spinner(err, is_shown=is_dry) as doing:
@@ -163,11 +163,13 @@ def check(
                 print_json(check_json(data, checked.accounts) | {"runtimes": servers})
             if checked.refusal is not None:
                 status = exits.REFUSAL
+                # In JSON it is a finding.
                 if not as_json:
                     exits.say_refusal(checked.refusal)
                 continue
             if not as_json:
                 findings.show(Console(), data, servers=servers)
+            # One version of vLLM that does not start says nothing of the checkpoint.
             for error in checked.unjudged:
                 exits.say_refusal(error)
                 status = exits.REFUSAL
@@ -185,10 +187,20 @@ def check(
         raise typer.Exit(status)
 
 
+def _refuse_or_announce(vllms: list[str] | None, err: Console) -> None:
+    """Refuse where there is no vLLM; and say which strangers' Python will run."""
+    from ..validate.dryload.versions import named
+
+    if not vllms:
+        chosen_vllm()
+        return
+    for word in named(vllms):
+        if os.path.exists(word):
+            say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
+
+
 def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":
-    """Also with what the value check finds; a checkpoint that the static check cannot read is left
-    as it is.
-    """
+    """Also with what the value check finds."""
     from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
 
@@ -196,6 +208,7 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     from ..validate.check.values import with_values
 
     reading = bytes_bar(err, "reading values")
+    # Of a repository, threads fetch: Ctrl-C ends them, too.
     with stopped_by_signals():
         return with_values(checked, level, source=source, reading=reading)
 
@@ -204,6 +217,7 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Jso
     """What `keepmtp check --json` prints of one checkpoint."""
     from ..validate.facts.dry_load import cured_in, serving
 
+    # Other programs read these names: they stay when a field of check.json gets another one.
     found = []
     for finding in data.findings:
         cure = findings.with_path(finding.cure, data.path)
@@ -215,7 +229,8 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Jso
         "facts": data.facts.model_dump(),
     }
     for account in accounts:
-        load, models = account.load, {}
+        load = account.load
+        models = {}
         for role in ("target", "draft"):
             model, _ = account.of(role)
             models[role] = {
@@ -225,7 +240,7 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Jso
                 "shared": list(model.shared),
                 "kernels": [kernel.model_dump() for kernel in model.kernels],
             }
-        told = {
+        shown = {
             "vllm": load.vllm,
             "gpu": load.gpu,
             "tp": load.tp,
@@ -242,7 +257,8 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Jso
             "seconds": load.seconds,
             "peak_mib": load.peak_mib,
         }
-        printed.setdefault("dry", []).append(told)
+        printed.setdefault("dry", []).append(shown)
     if accounts:
+        # From the oldest on; none may serve it.
         printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
     return printed

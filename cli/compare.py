@@ -3,10 +3,6 @@ accepted with and without method=mtp, and what both predict on held-out text.
 
 In: two checkpoints, and a text. Out: tables of servers, figures and gates; serve.json or
 closeness.json with the servers' logs in the same folder, and the report made anew.
-
-Easy to get wrong: every refusal comes before the first server: a source that is not found, results
-of other bytes in the same folder, a limit in keepmtp.json that is none, a text of the calibration
-data, which says nothing.
 """
 
 from collections.abc import Iterator
@@ -71,7 +67,8 @@ def serve_check(
     if prompts is not None:
         asked = tuple(item.text for item in read_prompts(prompts).items)
     session = begin("serve-check", "serve", served, context.args, source)
-    _ = session.gates  # a limit that is none is refused before a server is started
+    # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
+    _ = session.gates
     view = view_of(session.opened)
     check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):
@@ -88,6 +85,8 @@ def serve_check(
             checkpoint, original, setup=session.setup, check=check, watch=watch
         )
     source_opened = original and original.source
+    # Next to the checkpoint's other results, or a folder of its own: then the report has a check of
+    # these bytes made for it, and no other measurement.
     if session.is_recorded:
         record_static(session.out, checkpoint.source, checkpoint.identity, source=source_opened)
         judged = session.keep(found, checkpoint)
@@ -104,14 +103,13 @@ def serve_check(
 def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
     """1 for a regression in what this command measures; 3 if the prompts are too few to compare
     acceptance.
-
-    Without a source nothing is compared, by choice; nor is one without an MTP block.
     """
     from ..validate.report.drafted import has_no_block
     from ..validate.report.gates import verdict_on
 
     if verdict_on(judged, _OWN_GATES) == "regression":
         return FINDINGS
+    # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
     if found.source is None or has_no_block(found, None):
         return 0
     return OF_VERDICT[verdict_on(judged, ("acceptance",))]
@@ -198,6 +196,7 @@ def closeness(
         )
     record = session.record
     where = f"{session.opened.where}: keepmtp.json"
+    # A text of the calibration data is refused: it says nothing.
     compared_on = held_out(text, record and read_record(record, where=where))
     judged = session.checkpoint()
     before = session.source_of(judged)

@@ -3,10 +3,6 @@ rest.
 
 In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing
 heavy is imported.
-
-Easy to get wrong: what is not installed is not broken, because planning and checking need no torch
-and no vLLM. What somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM.
-The doctor finds a token and never shows it.
 """
 
 import os
@@ -25,6 +21,7 @@ from ..recipes.extras import install_command, missing, requirements
 from ..recipes.frozen import Json, Raw
 from ..recipes.runtimes.vllm import KNOWN
 from ..validate.facts import vllm_env
+from .exits import REFUSAL
 from .options import JsonOption
 from .tables import answer
 
@@ -43,8 +40,11 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
     """
-    found = diagnose()
-    answer(found, _parts(found), as_json=as_json, status=2 * bool(found["broken"]))
+    diagnosis = diagnose()
+    status = 0
+    if diagnosis["broken"]:
+        status = REFUSAL
+    answer(diagnosis, _parts(diagnosis), as_json=as_json, status=status)
 
 
 def diagnose() -> Json:
@@ -55,8 +55,6 @@ def diagnose() -> Json:
     used; `token` says where one of the Hub was found, "" if nowhere; `broken` has a sentence for
     what was chosen and cannot work.
     """
-    from huggingface_hub import get_token
-
     packages = {}
     for extra in EXTRAS:
         for needed in requirements(extra):
@@ -66,27 +64,29 @@ def diagnose() -> Json:
                 packages[needed.name] = ""
     vllm = None
     no_vllm = ""
-    is_broken = False
+    broken = []
     try:
         vllm = vllm_env.find_vllm()
     except VLLMError as error:
-        # The refusal is about "vllm" where none was named and none is in its usual place: not
-        # installed, not broken.
         no_vllm = str(error)
-        is_broken = error.where != "vllm"
+        # What is not installed is not broken, because planning and checking need no vLLM: the
+        # refusal is then about "vllm", which is in none of its usual places. A VLLM_PYTHON that
+        # somebody chose and that cannot work is broken.
+        if error.where != "vllm":
+            broken = [no_vllm]
     gpus = vllm_env.gpus_here()
-    (cpu, flags) = vllm_env.cpu_here()
-    signed_by = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")
-    if not signed_by and get_token():
-        signed_by = "`hf auth login`"
+    cpu, flags = vllm_env.cpu_here()
+    token = _place_of_token()
+    # What is missing for what is done here, and the cure.
     lacks = {extra: (missing(extra), install_command(extra)) for extra in EXTRAS}
-    lacks["cuda"] = (["a GPU and torch built for CUDA"], "")
-    if gpus and packages["torch"] and not packages["torch"].endswith("+cpu"):
-        lacks["cuda"] = [], ""
-    lacks["token"] = (["a token with write access"] * (not signed_by), "hf auth login")
-    lacks["loaders"] = (["vLLM"] * bool(no_vllm), vllm_env.command_for_vllm())
-    lacks["server"] = lacks["loaders"]
-    if vllm and not no_vllm and vllm.build != "cpu" and not gpus:
+    lacks |= dict.fromkeys(("cuda", "token", "loaders", "server"), ([], ""))
+    if not gpus or not packages["torch"] or packages["torch"].endswith("+cpu"):
+        lacks["cuda"] = ["a GPU and torch built for CUDA"], ""
+    if not token:
+        lacks["token"] = ["a token with write access"], "hf auth login"
+    if vllm is None:
+        lacks["loaders"] = lacks["server"] = ["vLLM"], vllm_env.command_for_vllm()
+    elif vllm.build != "cpu" and not gpus:
         cure = "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
         lacks["server"] = ["a GPU: this vLLM is built for CUDA"], cure
     return {
@@ -96,14 +96,27 @@ def diagnose() -> Json:
         "vllm": vllm and vllm.as_dict(),
         "known_vllm": {"read": list(KNOWN), "tested": list(vllm_env.TESTED)},
         "no_vllm": no_vllm,
-        "gpus": [*map(asdict, gpus)],
+        "gpus": [asdict(gpu) for gpu in gpus],
         "cpu": cpu,
         "cpu_features": [flag for flag in vllm_env.CPU_FLAGS if flag in flags],
-        "token": signed_by,
+        "token": token,
         "abilities": abilities(lacks),
-        "broken": [no_vllm] * is_broken,
-        "ok": not is_broken,
+        "broken": broken,
+        "ok": not broken,
     }
+
+
+def _place_of_token() -> str:
+    """Where a token of the Hub was found; "" if nowhere."""
+    from huggingface_hub import get_token
+
+    # The token itself is never shown, and never tried.
+    for name in _TOKEN_NAMES:
+        if os.environ.get(name, "").strip():
+            return name
+    if get_token():
+        return "`hf auth login`"
+    return ""
 
 
 def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[Json]:
@@ -129,54 +142,62 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[Json]:
         ("model card", "keepmtp card CHECKPOINT", "report"),
         ("publishing to the Hub", publish, "report", "quantize", "token"),
     ]
-    told = []
+    abilities = []
     for what, command, *needs in rows:
         why = ""
-        for absent, cure in (lacks[need] for need in reversed(needs)):
+        # Where several lack something, the first is said: without it the others help nobody.
+        for need in reversed(needs):
+            absent, cure = lacks[need]
             if absent:
                 why = f"needs {' and '.join(dict.fromkeys(absent))}"
                 command = cure
-        told.append({"what": what, "can": not why, "why": why, "command": command})
-    return told
+        abilities.append({"what": what, "can": not why, "why": why, "command": command})
+    return abilities
 
 
-def _parts(found: Raw) -> Iterator[RenderableType]:
+def _parts(diagnosis: Raw) -> Iterator[RenderableType]:
     """What was found, and what can be done with it: a row on a line, so that paths and commands
     stay whole.
     """
     known = f"known: {KNOWN[0]} to {KNOWN[-1]}, "
     known += f"served in tests: {', '.join(vllm_env.TESTED)}"
-    rows = {"keepmtp": found["keepmtp"], "Python": found["python"]}
-    rows |= {name: number or "not installed" for name, number in found["packages"].items()}
+    rows = {"keepmtp": diagnosis["keepmtp"], "Python": diagnosis["python"]}
+    for name, number in diagnosis["packages"].items():
+        rows[name] = number or "not installed"
     rows["vLLM"] = f"none ({known})"
-    if vllm := found["vllm"]:
+    if vllm := diagnosis["vllm"]:
         rows["vLLM"] = f"{vllm['version']}, {vllm['build'].upper()} build ({known})"
         for name in ("python", "torch", "transformers", "compressed_tensors"):
             rows[f"  {name.replace('_', '-')} of vLLM"] = vllm[name] or "not installed"
     rows["Hub token"] = "none"
-    if found["token"]:
-        rows["Hub token"] = f"from {found['token']}"
-    for gpu in found["gpus"]:
-        rows["GPU"] = f"{gpu['name']}, {len(found['gpus'])} of {gpu['memory_gib']:.0f} GiB"
-    features = ", ".join(found["cpu_features"]) or "no features that vLLM's CPU kernels ask for"
-    rows["CPU"] = f"{found['cpu'] or 'unknown'}: {features}"
+    if diagnosis["token"]:
+        rows["Hub token"] = f"from {diagnosis['token']}"
+    gpus = diagnosis["gpus"]
+    for gpu in gpus:
+        rows["GPU"] = f"{gpu['name']}, {len(gpus)} of {gpu['memory_gib']:.0f} GiB"
+    features = ", ".join(diagnosis["cpu_features"])
+    if not features:
+        features = "no features that vLLM's CPU kernels ask for"
+    rows["CPU"] = f"{diagnosis['cpu'] or 'unknown'}: {features}"
     width = max(map(len, rows)) + 2
     yield "found"
     for name, value in rows.items():
         yield f"  {name:<{width}}{value}"
     yield ""
     yield "what can be done here"
-    told = {""}
-    for ability in found["abilities"]:
+    printed = {""}
+    for ability in diagnosis["abilities"]:
+        command = ability["command"]
         sign = ("yes", "green")
         why = ""
-        if ability["why"]:
+        if not ability["can"]:
             sign = ("no ", "yellow")
             why = f": {printable(ability['why'])}"
         yield Text.assemble("  ", sign, f"  {ability['what']}{why}")
-        if ability["command"] not in told:
-            yield f"         {ability['command']}"
-        told.add(ability["command"])
-    if found["no_vllm"]:
-        broken = "broken: " * bool(found["broken"])
-        yield Text.assemble((broken, "red"), printable(found["no_vllm"]))
+        if command not in printed:
+            yield f"         {command}"
+        printed.add(command)
+    if diagnosis["broken"]:
+        yield Text.assemble(("broken: ", "red"), printable(diagnosis["no_vllm"]))
+    elif diagnosis["no_vllm"]:
+        yield Text(printable(diagnosis["no_vllm"]))

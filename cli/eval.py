@@ -3,9 +3,6 @@ with MTP off.
 
 In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table,
 gsm8k.json with the answers in the same folder, and the report made anew.
-
-Easy to get wrong: whatever may be refused is refused before a server is started: a row of the
-dataset, a chat template that is not there.
 """
 
 from collections.abc import Iterator
@@ -73,18 +70,19 @@ class ProtocolOptions:
         """The recipe's tasks, or the one that is named, with these changes."""
         changed = without_none(asdict(self))
         if self.task is None:
+            tasks = [protocol.task for protocol in recipe]
             if self.dataset is not None and len(recipe) > 1:
                 raise RecipeError(
                     "--dataset",
                     "belongs to one task, and the recipe lists several",
-                    got=", ".join(one.task for one in recipe),
+                    got=", ".join(tasks),
                     cure="Name one with --task",
                 )
-            return tuple(_changed(one, changed) for one in recipe)
-        for own in recipe:
-            if own.task == self.task:
+            return tuple(_changed(protocol, changed) for protocol in recipe)
+        for protocol in recipe:
+            if protocol.task == self.task:
                 del changed["task"]
-                return (_changed(own, changed),)
+                return (_changed(protocol, changed),)
         return (_changed(recipe[0], changed),)
 
 
@@ -135,32 +133,33 @@ def evaluate(
             session.record, cure="Name a recipe with --recipe", where=where
         )
     protocols = protocol.of(evaluations)
-    if (
-        run_model_code
-        and any(TASKS[one.task].runs_code for one in protocols)
-        and not model_code.fence()
-    ):
+    runs_code = any(TASKS[asked.task].runs_code for asked in protocols)
+    if run_model_code and runs_code and not model_code.fence():
         session.err.print(model_code.OPEN, highlight=False)
-    asked = [lm_eval_task.questions(one, runs_code=run_model_code) for one in protocols]
-    for one in protocols:
-        for each in filter(None, (session.opened, session.original)):
-            is_original = each is session.original
-            tasks.refuse_model(each, one, session.extra, is_original=is_original)
+    # Whatever may be refused is refused before a server is started, which may take half an hour: a
+    # row of the dataset, a chat template that is not there.
+    questions = []
+    for asked in protocols:
+        questions.append(lm_eval_task.questions(asked, runs_code=run_model_code))
+    for asked in protocols:
+        tasks.refuse_model(session.opened, asked, session.extra, is_original=False)
+        if session.original is not None:
+            tasks.refuse_model(session.original, asked, session.extra, is_original=True)
     judged = session.checkpoint()
     compared = session.source_of(judged)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = tasks.evaluate(
             judged,
             compared,
-            asked,
+            questions,
             setup=session.setup,
             confidence=gates.confidence,
             has_plain=plain,
             watch=watch,
         )
-    listed = [one.task for one in evaluations]
+    listed = [of_recipe.task for of_recipe in evaluations]
     judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=listed)
-    found = {
+    value = {
         "evaluation": fact.model_dump(mode="json"),
         "judgement": judgement.model_dump(mode="json"),
     }
@@ -172,24 +171,23 @@ def evaluate(
         gated.remove("acceptance")
     status = OF_VERDICT[verdict_on(judgement, gated)]
     parts = chain(shown(fact, judgement), [session.places])
-    answer(found, parts, as_json=served.as_json, status=status)
+    answer(value, parts, as_json=served.as_json, status=status)
 
 
 def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
-    """One task's with what the command line changes; a task that is asked otherwise brings its own
-    protocol.
-
-    A revision belongs to the dataset it was given with.
-    """
+    """One task's with what the command line changes."""
     from pydantic import ValidationError
 
     from ..recipes.protocol import Evaluation
 
     fields = recipe.model_dump()
+    # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
+    # mean nothing there.
     if TASKS[changed.get("task", recipe.task)].protocol != TASKS[recipe.task].protocol:
         fields = {name: fields[name] for name in _OF_ANY_TASK}
     fields |= changed
-    if {"dataset", "task"} & changed.keys():
+    # A revision belongs to the dataset it was given with.
+    if "dataset" in changed or "task" in changed:
         fields["dataset_revision"] = None
     if fields.get("dataset") == _HUB:
         fields["dataset"] = None
@@ -197,12 +195,13 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
         return Evaluation.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
-            option, _, rule = fault.rule.partition(": ")
-            raise RecipeError(f"--{option}", rule, got=fault.got, cure=fault.cure) from error
-        option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
+        fault = first.get("ctx", {}).get("error")
+        if isinstance(fault, RecipeError):
+            # Its rule begins with the key of the protocol, which is the option's name.
+            raise RecipeError("", f"--{fault.rule}", got=fault.got, cure=fault.cure) from error
+        key = str(first["loc"][0])
         raise RecipeError(
-            option,
+            f"--{key.replace('_', '-')}",
             plain_rule(first),
             got=repr(first["input"]),
             cure="See `keepmtp eval --help`",
@@ -226,20 +225,23 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
         yield drawn("recovery: of the source's score, and its interval", together)
     yield from verdict(path, judged)
     for task in fact.by_task:
-        for one in task.evaluated:
-            if one.reason:
-                yield how_served(one.title, one.as_served, one.reason)
-            if not one.drafts:
-                yield f"The {one.title} has no MTP block: it was served with MTP off."
-            if one.sittings > 1:
-                yield f"The {one.title} was asked in {one.sittings} sittings."
+        for model in task.evaluated:
+            if model.reason:
+                yield how_served(model.title, model.as_served, model.reason)
+            if not model.drafts:
+                yield f"The {model.title} has no MTP block: it was served with MTP off."
+            if model.sittings > 1:
+                yield f"The {model.title} was asked in {model.sittings} sittings."
         protocol = task.protocol
         environment = task.environment
+        caching = "off"
+        if protocol.prefix_caching:
+            caching = "on"
         yield (
             f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
             f"{protocol.dataset_name}, {protocol.shots} shots, {protocol.api}, at most "
             f"{protocol.max_tokens} tokens, greedy, method=mtp with k={protocol.k}, prefix caching "
-            f"{'on' if protocol.prefix_caching else 'off'}, {protocol.concurrency} requests in "
-            f"flight, seed {protocol.seed}; vLLM {environment['vllm']} on {environment['device']}."
+            f"{caching}, {protocol.concurrency} requests in flight, seed {protocol.seed}; vLLM "
+            f"{environment['vllm']} on {environment['device']}."
         )
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."

@@ -39,7 +39,10 @@ from ..recipes.errors import (
     printable,
 )
 
-FINDINGS, REFUSAL, TOO_LITTLE, DEFECT = 1, 2, 3, 70
+FINDINGS = 1
+REFUSAL = 2
+TOO_LITTLE = 3
+DEFECT = 70
 OF_VERDICT: Mapping[str, int] = {"pass": 0, "regression": FINDINGS, "infeasible": TOO_LITTLE}
 NO_READER = 128 + signal.SIGPIPE
 STOPPED: Mapping[int, str] = {
@@ -73,16 +76,17 @@ _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
 @contextmanager
 def judging(out: Path) -> Iterator[None]:
     """While a new folder is judged: a stop from outside then says how it is judged again."""
-    how = f"{out} is written, and not yet judged: "
-    how += f"`keepmtp check {shlex.quote(str(out))} --gpu sm100` does that"
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as end:
         status = getattr(end, "code", 128 + signal.SIGINT)
-        if status in STOPPED:
-            end = SystemExit(status)  # the same command would refuse the folder that is there
-            end.add_note(how)
-        raise end from None
+        if status not in STOPPED:
+            raise
+        stopped = SystemExit(status)
+        # The same command would refuse the folder that is there.
+        command = f"keepmtp check {shlex.quote(str(out))} --gpu sm100"
+        stopped.add_note(f"{out} is written, and not yet judged: `{command}` does that")
+        raise stopped from None
 
 
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
@@ -93,7 +97,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         how_to_go_on: a sentence without its full stop, for a command that is stopped from outside.
     """
     sys.excepthook = _defect
-    sys.unraisablehook = _stop_again
+    sys.unraisablehook = _stop_later
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP, and means it
             signal.signal(number, _stop)
@@ -120,7 +124,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
     finally:
         # From here on a signal ends at once: while Python and its libraries leave, it would be an
         # exception in their code, with a traceback.
-        signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_again`
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_later`
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
@@ -144,9 +148,8 @@ def refusal_of(error: BaseException) -> KeepMTPError:
         return KeepMTPError(
             "", "the network must answer", got=first_line, cure=f"Check the network, and {_AGAIN}"
         )
-    rule, cure = _OF_SYSTEM.get(
-        error.errno or 0, ("the system must allow it", f"Mend that, and {_AGAIN}")
-    )
+    otherwise = ("the system must allow it", f"Mend that, and {_AGAIN}")
+    rule, cure = _OF_SYSTEM.get(error.errno or 0, otherwise)
     where = error.filename or ""
     if isinstance(where, bytes):
         where = os.fsdecode(where)
@@ -162,31 +165,36 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
         is_for_vllm: the verb hands words after `--` to `vllm serve`.
     """
     context: Any = error.ctx
-    where = context.command_path if context else f"keepmtp {words[0]}"
+    where = " ".join(["keepmtp", *words[:1]])
+    if context:
+        where = context.command_path
     rule = error.message.rstrip(".")
     got = shlex.join(words)
     cure = f"See `{where} --help`"
     if isinstance(error, NoSuchOption):
         rule = "has no such option"
         got = error.option_name
-        known = [
-            each for param in context.command.params for each in param.opts if each.startswith("-")
-        ]
+        known = []
+        for param in context.command.params:
+            known += [name for name in param.opts if name.startswith("-")]
         if is_for_vllm:
             cure = "Words for `vllm serve` stand last, after `--`"
         cure = did_you_mean(got, known, otherwise=cure)
     elif isinstance(error, BadOptionUsage):
         where = error.option_name
-        rule = "needs a value" if "requires" in rule else "takes no value"
+        is_missing = "requires" in rule
+        rule = "takes no value"
+        if is_missing:
+            rule = "needs a value"
     elif isinstance(error, BadParameter) and error.param is not None:
         option = "/".join(error.param.opts)
-        fault = error.__cause__
+        fault: Any = error.__cause__
         if fault is None:
             rule = f"needs {option}"
             got = "none"
-        else:
+        else:  # pydantic's, which typer asks whether a value has the type
             where = option
-            first = fault.errors()[0]  # pyright: ignore[reportAttributeAccessIssue]
+            first = fault.errors()[0]
             got = first["input"]
             rule = plain_rule(first)
             if names := allowed_words(first):
@@ -196,7 +204,7 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
     elif unknown := re.match("No such command '(.*?)'", rule):
         rule = "has no such command"
         got = unknown[1]
-        cure = did_you_mean(got, context.command.commands, otherwise=cure)
+        cure = did_you_mean(got, context.command.list_commands(context), otherwise=cure)
     return KeepMTPError(where, rule, got=got, cure=cure)
 
 
@@ -210,15 +218,14 @@ def foreseen() -> tuple[type[BaseException], ...]:
 
     A library that is not loaded has raised nothing.
     """
-    found = [OSError, MemoryError]
-    names = {
-        "httpx": ("HTTPError", "InvalidURL"),
-        "huggingface_hub.errors": ("HFValidationError", "EntryNotFoundError"),
-        "torch": ("OutOfMemoryError",),
-    }
-    for module in names.keys() & sys.modules.keys():
-        found += [getattr(sys.modules[module], name) for name in names[module]]
-    return tuple(found)
+    errors = [OSError, MemoryError]
+    if httpx := sys.modules.get("httpx"):
+        errors += [httpx.HTTPError, httpx.InvalidURL]
+    if hub := sys.modules.get("huggingface_hub.errors"):
+        errors += [hub.HFValidationError, hub.EntryNotFoundError]
+    if torch := sys.modules.get("torch"):
+        errors.append(torch.OutOfMemoryError)
+    return tuple(errors)
 
 
 def _refuse(error: KeepMTPError) -> NoReturn:
@@ -244,12 +251,18 @@ def _stop(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def _stop_again(lost: "sys.UnraisableHookArgs") -> None:
-    """A signal in a finalizer ends nothing: Python drops what is raised there. Raise it again."""
-    status = 130 if lost.exc_type is KeyboardInterrupt else getattr(lost.exc_value, "code", None)
+def _stop_later(lost: "sys.UnraisableHookArgs") -> None:
+    """End after all, where a signal came while a finalizer ran, such as the one that ends an
+    import: Python drops what is raised there, and calls this.
+    """
+    status = getattr(lost.exc_value, "code", None)
+    if lost.exc_type is KeyboardInterrupt:
+        status = 128 + signal.SIGINT
     if status not in STOPPED:
         sys.__unraisablehook__(lost)
         return
+    # The finalizer calls this function, so what is raised here would be dropped again. The timer
+    # raises it when both have returned; 10 ms are long for a finalizer and nothing for a person.
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(status))
     signal.setitimer(signal.ITIMER_REAL, 0.01)
 
@@ -276,5 +289,7 @@ def _say(word: str, colour: str, words: str, *, only_first: bool = False) -> Non
     place = place_of_process()
     if place.rank and only_first:
         return
-    whose = f"rank {place.rank} of {place.size}: " * (place.size > 1)
+    whose = ""
+    if place.size > 1:
+        whose = f"rank {place.rank} of {place.size}: "
     say(Console(stderr=True), Text.assemble(whose, (word, colour), f" {printable(words)}"))

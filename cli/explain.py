@@ -3,9 +3,6 @@ says.
 
 In: a checkpoint, a log, or both. Out: a table for the backbone and the MTP block, the reasons, and
 the known failure; exit status 1 if nothing in the log is known.
-
-Easy to get wrong: a log comes from a pipe as well, and without an end. Only its last part counts,
-so it is read to its end before anything is said.
 """
 
 import shlex
@@ -81,12 +78,21 @@ def explain(
         )
     checked = None
     if path is not None:
-        gpus = chosen_gpus([gpu] if gpu else [])
+        gpus = []
+        if gpu:
+            gpus = chosen_gpus([gpu])
         (checked,) = api.check_all([path], gpus=gpus)
         checked.readable()
-    found = explanation_of(checked, _log(log) if log is not None else None)
-    status = exits.FINDINGS * (not found.is_explained)
-    answer(found.model_dump(), _parts(Console(), found), as_json=as_json, status=status)
+    # A log comes from a pipe as well, and its last part counts: it is read to its end before
+    # anything is said.
+    read = None
+    if log is not None:
+        read = _log(log)
+    explained = explanation_of(checked, read)
+    status = 0
+    if not explained.is_explained:
+        status = exits.FINDINGS
+    answer(explained.model_dump(), _parts(Console(), explained), as_json=as_json, status=status)
 
 
 def _log(where: str) -> "Log":
@@ -96,6 +102,7 @@ def _log(where: str) -> "Log":
         with open(sys.stdin.fileno(), "rb", closefd=False) as stream:
             return read_log(stream)
     status = Path(where).stat()
+    # A FIFO that nobody writes into would be waited for, and a device never ends.
     if not stat.S_ISREG(status.st_mode):
         raise RecipeError(
             "--log",
@@ -126,19 +133,22 @@ def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
                 rows.append([f"{group.modules} ({group.count:,})", group.built, filled])
         if rows:
             yield table(title, ("modules", "built as", "filled from"), rows)
-    named = (
-        (group.why, f"{'MTP ' * (group.part == 'mtp')}{group.modules}") for group in found.groups
-    )
+    named = []
+    for group in found.groups:
+        modules = group.modules
+        if group.part == "mtp":
+            modules = f"MTP {modules}"
+        named.append((group.why, modules))
     for reason, modules in by_reason(named).items():
         yield from wrapped(console, f"Why {modules}: {reason}.")
-    says = "The check finds no error in it."
     if errors := errors_of(found.findings):
         first = errors[0]
         cure = with_path(first.cure, found.path).rstrip(".")
         count = counted(len(errors), "error")
         says = f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
-    if errors or found.path:
         yield from wrapped(console, says)
+    elif found.path:
+        yield from wrapped(console, "The check finds no error in it.")
     for known in found.answers:
         yield Text.assemble(("\nknown: ", "bold green"), printable(known.failure.name))
         for row in _known(found, known):
@@ -163,9 +173,13 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
         yield f"It names {answer.names}, here {answer.on_disk}."
     elif answer.names:
         yield f"It names {answer.names}."
-    yield f"What it {'often ' * known.is_general}is: {known.says}."
-    for each in answer.confirmed[:_MOST_CONFIRMED]:
-        yield f"In this checkpoint: {each}."
+    often = "is"
+    if known.is_general:
+        often = "often is"
+    yield f"What it {often}: {known.says}."
+    for finding in answer.confirmed[:_MOST_CONFIRMED]:
+        yield f"In this checkpoint: {finding}."
+    # A sentence of vLLM's with several causes: the check looked for the known ones.
     if known.is_general and found.path and not answer.confirmed:
         yield (
             "In this checkpoint: the check finds nothing of this kind, so it may be a defect of "

@@ -8,10 +8,7 @@ dry loads.
 
 In: a `CheckData`. Out: lines on a console. Nothing is decided here.
 
-Easy to get wrong: people copy the cure. It is on a line of its own that is never wrapped, and so is
-what it quotes: commands in backticks, patterns of vLLM and JSON, which are printed again as
-config.json has them. A command names this checkpoint, where the rule could only say PATH. Only what
-will happen is wrapped, between words, and in a pipe not even that.
+Easy to get wrong: people copy the cure, so only what will happen is wrapped.
 """
 
 import io
@@ -30,22 +27,24 @@ from ..recipes.errors import printable, shortened
 from .tables import counted, say, table
 
 if TYPE_CHECKING:
-    from ..validate.facts.dry_load import DryLoad
-    from ..validate.facts.findings import CheckpointFacts, Runtime
+    from ..validate.facts.dry_load import DryLoad, LoadedModel
+    from ..validate.facts.findings import CheckpointFacts, Finding, Runtime
     from ..validate.facts.results import CheckData
 
 _WIDEST = 120
+# Characters: a hostile name may have a million.
 _LONGEST = 4000
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 # What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
 
+# A rule knows no path: its commands say PATH where this checkpoint is meant.
 _PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
 
 def show(
     console: Console,
-    found: "CheckData",
+    data: "CheckData",
     *,
     path: str | None = None,
     servers: "Sequence[Runtime]" = ("vllm",),
@@ -55,46 +54,55 @@ def show(
 
     Args:
         console: to print on.
-        found: what is shown.
-        path: what commands call the checkpoint; default the name in `found`.
+        data: what is shown.
+        path: what commands call the checkpoint; default the name in `data`.
         servers: by whose rules it was judged; the verdict names them where they are not vLLM alone.
     """
-    path = path or found.path
     lines: list[str | Text] = []
-    for finding in found.findings:
-        more = f" and {finding.count - 1:,} more" * (finding.count > 1)
-        severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
-        cure = with_path(finding.cure, path)
-        lines += [
-            Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more),
-            *wrapped(console, shortened(finding.says, _LONGEST), "  "),
-            Text.assemble(("  cure: ", "green"), printable(cure)),
-            *map("        {}".format, pasted(cure)),
-            "",
-        ]
-    if found.dry:
-        lines += _dry_loads(console, found)
-    elif found.facts.mtp_layers_follow_k:
-        lines.append(
-            "vLLM builds an MTP layer for each drafted token: -k up to "
-            f"{found.facts.num_mtp_layers}"
-        )
-    for line in (*lines, _verdict(found, servers)):
+    for finding in data.findings:
+        lines += _block(console, finding, path or data.path)
+    if data.dry:
+        lines += _dry_loads(console, data)
+    elif data.facts.mtp_layers_follow_k:
+        most = data.facts.num_mtp_layers
+        lines.append(f"vLLM builds an MTP layer for each drafted token: -k up to {most}")
+    lines.append(_verdict(data, servers))
+    for line in lines:
         say(console, line)
+
+
+def _block(console: Console, finding: "Finding", path: str) -> Iterator[str | Text]:
+    """One finding: where, what will happen, the cure, and what of the cure is pasted."""
+    severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
+    more = ""
+    if finding.count > 1:
+        more = f" and {finding.count - 1:,} more"
+    yield Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more)
+    yield from wrapped(console, shortened(finding.says, _LONGEST), "  ")
+    # People copy the cure: its line is never wrapped. What it quotes, commands in backticks, vLLM's
+    # patterns and JSON, comes again on lines of their own, as config.json has it.
+    cure = with_path(finding.cure, path)
+    yield Text.assemble(("  cure: ", "green"), printable(cure))
+    for quoted in pasted(cure):
+        yield f"        {quoted}"
+    yield ""
 
 
 def with_path(words: str, path: str) -> str:
     """Words whose commands name a checkpoint in the place of PATH."""
-    return _PLACE.sub(lambda found: found[1] + shlex.quote(path), words)
+    # A function, since a path may hold a backslash, which means something else in a template.
+    return _PLACE.sub(lambda command: command[1] + shlex.quote(path), words)
 
 
 def pasted(cure: str) -> list[str]:
     """What a cure quotes, each as it is pasted: a command as it is, a pattern as a JSON string."""
-    quoted = _QUOTED.finditer(cure)
-    return [
-        json.dumps(found["pattern"]) if found["pattern"] else found["command"] or found["json"]
-        for found in quoted
-    ]
+    lines = []
+    for quoted in _QUOTED.finditer(cure):
+        if quoted["pattern"]:
+            lines.append(json.dumps(quoted["pattern"]))
+        else:
+            lines.append(quoted["command"] or quoted["json"])
+    return lines
 
 
 def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
@@ -113,43 +121,46 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
     )
 
 
-def _verdict(found: "CheckData", servers: "Sequence[Runtime]") -> Text:
+def _verdict(data: "CheckData", servers: "Sequence[Runtime]") -> Text:
     from ..recipes.runtimes.sglang import VERSION
 
-    counts = Counter(finding.severity for finding in found.findings)
-    words = (
-        ", ".join(counted(count, severity) for severity, count in sorted(counts.items()))
-        or "no findings"
-    )
+    counts = Counter(finding.severity for finding in data.findings)
+    words = ", ".join(counted(counts[severity], severity) for severity in sorted(counts))
+    if not words:
+        words = "no findings"
     verdict = ("check failed", "red")
-    if found.ok:
+    if data.ok:
         verdict = ("check passed", "green")
-        if any(finding.rule == "family" for finding in found.findings):
+        # The rule of a model that has no MTP block: the rest of it was judged.
+        if any(finding.rule == "family" for finding in data.findings):
             verdict = ("check passed in part", "green")
     if tuple(servers) != ("vllm",):
-        names = {"vllm": f"vLLM {found.judged_by}", "sglang": f"SGLang {VERSION} (not run)"}
-        words += f"; judged for {', '.join(names[each] for each in servers)}"
-    if unjudged := found.facts.num_unjudged:
+        names = {"vllm": f"vLLM {data.judged_by}", "sglang": f"SGLang {VERSION} (not run)"}
+        words += f"; judged for {', '.join(names[server] for server in servers)}"
+    if unjudged := data.facts.num_unjudged:
         words += f"; {counted(unjudged, 'module')} of the vision tower: not judged without --gpu"
-    return Text.assemble(verdict, f" {printable(found.path)}: {words}")
+    return Text.assemble(verdict, f" {printable(data.path)}: {words}")
 
 
-def _dry_loads(console: Console, found: "CheckData") -> Iterator[str | Text]:
+def _dry_loads(console: Console, data: "CheckData") -> Iterator[str | Text]:
     """What one vLLM did on each GPU; of several a row each."""
     from ..validate.facts import dry_load
 
-    by_version = dry_load.by_version(found.dry)
+    by_version = dry_load.by_version(data.dry)
     whose = f"{dry_load.listed(by_version)}'s own classes and loaders on meta tensors"
     yield Text(f"dry load: vLLM {whose}", style="italic")
     if len(by_version) == 1:
-        for load in found.dry:
-            yield from _dry_load(load, found.facts)
+        for load in data.dry:
+            yield from _dry_load(load, data.facts)
     else:
+        # A table as lines: those of a pipe, too, are as wide as a terminal's.
         drawn = io.StringIO()
-        rows = table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(found.dry))
+        rows = table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(data.dry))
         Console(file=drawn, width=min(console.width, _WIDEST)).print(rows)
-        yield from map(str.rstrip, filter(str.strip, drawn.getvalue().splitlines()))
-        yield f"vLLM {dry_load.versions_in_short(found.dry)}"
+        for line in drawn.getvalue().splitlines():
+            if line.strip():
+                yield line.rstrip()
+        yield f"vLLM {dry_load.versions_in_short(data.dry)}"
     yield ""
 
 
@@ -171,13 +182,17 @@ def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]
             line.append(f"{model.num_written:,} of {model.num_params:,} filled")
         if model.shared:
             line.append(f"; shared with the target: {printable(', '.join(model.shared))}")
-        counts = Counter[str]()
-        for kernel in model.kernels:
-            if kernel.kernel:
-                outcome = kernel.outcome.partition(" ")[0].rstrip(":")
-                mark = {"ok": "", "not": "?", "refused": " refused"}[outcome]
-                counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
-        if counts:
-            kernels = ", ".join(f"{count} {name}" for name, count in counts.items())
+        if kernels := _kernels(model):
             line.append(f"; kernels: {printable(kernels)}")
         yield line
+
+
+def _kernels(model: "LoadedModel") -> str:
+    """Each kernel once, with the number of its layers, and a mark where it is not sure."""
+    counts = Counter[str]()
+    for kernel in model.kernels:
+        if kernel.kernel:
+            outcome = kernel.outcome.partition(" ")[0].rstrip(":")
+            mark = {"ok": "", "not": "?", "refused": " refused"}[outcome]
+            counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

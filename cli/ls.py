@@ -9,7 +9,6 @@ without validating them, and reads its argument itself: typer 0.29 loads pydanti
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from shutil import get_terminal_size
 
 import typer
@@ -43,7 +42,6 @@ _MORE = {
 }
 _LEAST_WIDTH = 40
 _BATCHES = {True: "needed", False: "-"}
-_CAN = {True: "yes", False: "no"}
 
 
 def ls(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -65,8 +63,9 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     what = "".join(context.args)
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
+    width = max(_LEAST_WIDTH, get_terminal_size().columns)
     if what and not chosen and what not in COLUMNS:
-        names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
+        names = [*COLUMNS, *(recipe.model for recipe in recipes)]
         raise RecipeError(
             "ls",
             f"must be one of {', '.join(COLUMNS)}, or a model's name",
@@ -74,38 +73,50 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
             cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"),
         )
     if as_json:
-        from .tables import print_json
-
-        names = list(COLUMNS)
-        if what in COLUMNS:
-            names = [what]
-        elif what:
-            names = ["models"]
-        print_json({name: rows(name, chosen or recipes) for name in names})
+        _print_json(what, chosen or recipes)
     elif what in COLUMNS:
-        from .tables import show, table
-
-        columns = COLUMNS[what]
-        cells = []
-        for row in rows(what, recipes):
-            first, *others = (row[column] for column in columns)
-            cells.append([f"{first}{' *' * row.get('default', False)}", *others])
-        heads = [_HEADS.get(column, column) for column in columns]
-        show([table(_TITLES.get(what, what), heads, cells), *_MORE.get(what, ())])
+        _print_listing(what, recipes)
+    elif chosen:
+        typer.echo("\n".join(details(chosen, width)))
     else:
-        width = max(_LEAST_WIDTH, get_terminal_size().columns)
-        lines = details(chosen, width) if chosen else screen(recipes, width)
-        typer.echo("\n".join(lines))
+        typer.echo("\n".join(screen(recipes, width)))
+
+
+def _print_json(what: str, recipes: Sequence[Listed]) -> None:
+    from .tables import print_json
+
+    names = list(COLUMNS)
+    if what in COLUMNS:
+        names = [what]
+    elif what:
+        names = ["models"]
+    print_json({name: rows(name, recipes) for name in names})
+
+
+def _print_listing(what: str, recipes: Sequence[Listed]) -> None:
+    from .tables import show, table
+
+    cells = []
+    for row in rows(what, recipes):
+        line = [row[column] for column in COLUMNS[what]]
+        if row.get("default"):
+            line[0] += " *"
+        cells.append(line)
+    heads = [_HEADS.get(column, column) for column in COLUMNS[what]]
+    show([table(_TITLES.get(what, what), heads, cells), *_MORE.get(what, ())])
 
 
 def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     """One line for each model: its name and its variants."""
-    table = {"model": ["variants (* what the bare model name means)"]}
-    for model, variants in groupby(recipes, key=lambda recipe: recipe.model):
-        table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
-    indent = max(map(len, table)) + 2
+    variants = {"model": ["variants (* what the bare model name means)"]}
+    for recipe in recipes:
+        name = recipe.variant
+        if recipe.is_default:
+            name += "*"
+        variants.setdefault(recipe.model, []).append(name)
+    indent = max(map(len, variants)) + 2
     lines = []
-    for model, names in table.items():
+    for model, names in variants.items():
         lines += _wrapped("  ".join(names), width, first=f"{model:<{indent}}", then=" " * indent)
     more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
     return [*lines, "", *_wrapped(more, width)]
@@ -116,22 +127,21 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
     it.
     """
     model = variants[0]
-    needs_batches = False
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
-    for each in variants:
-        needs_batches |= each.needs_batches
-        batches = f"{'no ' * (not each.needs_batches)}batches needed"
-        lines += ["", f"{each.variant}{' (default)' * each.is_default}: {batches}"]
-        lines += _wrapped(each.summary, width, "  ", "  ")
-        lines.append(f"  keepmtp quantize {each.model if each.is_default else each.name}")
-    if needs_batches:
-        lines += [
-            "",
-            *_wrapped(
-                "Batches are text that the model runs on first, to calibrate it. That needs", width
-            ),
-        ]
-        lines.append(f"  {install_command('calibrate')}")
+    for recipe in variants:
+        title = recipe.variant
+        name = recipe.name
+        if recipe.is_default:
+            title += " (default)"
+            name = recipe.model
+        batches = "no batches needed"
+        if recipe.needs_batches:
+            batches = "batches needed"
+        lines += ["", f"{title}: {batches}", *_wrapped(recipe.summary, width, "  ", "  ")]
+        lines.append(f"  keepmtp quantize {name}")
+    if any(recipe.needs_batches for recipe in variants):
+        why = "Batches are text that the model runs on first, to calibrate it. That needs"
+        lines += ["", *_wrapped(why, width), f"  {install_command('calibrate')}"]
     return lines
 
 
@@ -142,17 +152,17 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
     if listing == "families":
         return _families()
     found = []
-    for each in recipes:
+    for recipe in recipes:
         found.append(
             {
-                "recipe": each.name,
-                "model": each.model,
-                "variant": each.variant,
-                "default": each.is_default,
-                "family": each.family,
-                "source": each.source,
-                "batches": _BATCHES[each.needs_batches],
-                "what": each.summary,
+                "recipe": recipe.name,
+                "model": recipe.model,
+                "variant": recipe.variant,
+                "default": recipe.is_default,
+                "family": recipe.family,
+                "source": recipe.source,
+                "batches": _BATCHES[recipe.needs_batches],
+                "what": recipe.summary,
             }
         )
     return found
@@ -164,17 +174,15 @@ def _schemes() -> list[Json]:
     found = []
     for scheme in SCHEMES.values():
         # Bits on disk for each weight, scales included, of a 4096 x 4096 matrix.
-        bits = (
-            8
-            * sum(num_bytes(spec.dtype, spec.shape) for spec in scheme.tensors(4096, 4096))
-            / 4096**2
-        )
+        size = 0
+        for spec in scheme.tensors(4096, 4096):
+            size += num_bytes(spec.dtype, spec.shape)
         row = {
             "scheme": scheme.name,
-            "bits": f"{bits:.2f}",
+            "bits": f"{8 * size / 4096**2:.2f}",
             "batches": _BATCHES[scheme.needs_calibration],
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
-            "searches": [word for word, schemes in SEARCHES.items() if scheme.name in schemes],
+            "searches": [search for search, schemes in SEARCHES.items() if scheme.name in schemes],
         }
         found.append(row)
     return found
@@ -189,17 +197,22 @@ def _families() -> list[Json]:
         names = ", ".join((family.model_type, *family.also))
         if family.architectures:
             names += f" ({', '.join(family.architectures)})"
-        found[family.model_type, family.architectures] = {
+        row = {
             "family": names,
             "plan": "yes",
             "check": "yes",
-            "backbone": _CAN[not support.backbone],
-            "mtp": _CAN[not support.mtp],
-            "proof": "-" if support.mtp else support.proof,
+            "backbone": "yes",
+            "mtp": "yes",
+            "proof": support.proof,
             "why_not_backbone": support.backbone,
             "why_not_mtp": support.mtp,
             "what": family.notes,
         }
+        if support.backbone:
+            row["backbone"] = "no"
+        if support.mtp:
+            row |= {"mtp": "no", "proof": "-"}
+        found[family.model_type, family.architectures] = row
     return [found[name] for name in sorted(found)]
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, Signature, getdoc, signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_origin
 
@@ -36,11 +37,10 @@ from . import exits
 
 @dataclass(frozen=True)
 class Verb:
-    """Where a verb is, and what `keepmtp --help` says of it.
+    """Where a verb is, and what only the command line needs to know of it.
 
     Attributes:
         place: the file in this folder, and the function in it.
-        help: the first line of the function's docstring.
         words: how the usage names the words that the function parses itself.
         how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a
             signal.
@@ -48,7 +48,6 @@ class Verb:
     """
 
     place: str
-    help: str
     words: str = ""
     how_to_go_on: str = "The same command starts again"
     lone: tuple[str, tuple[str, ...]] = ("", ())
@@ -58,6 +57,17 @@ class Verb:
         module, function = self.place.split(".")
         return getattr(import_module(f".{module}", __package__), function)
 
+    @property
+    def help(self) -> str:
+        """The first sentence of the function's docstring."""
+        module, function = self.place.split(".")
+        # Read as text: to import the files of all verbs would take longer than all else that
+        # `keepmtp --help` does.
+        text = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
+        _, _, body = text.partition(f"\ndef {function}(")
+        docstring = body.split('"""')[1]
+        return " ".join(docstring.partition("\n\n")[0].split())
+
 
 _FOR_VLLM = "[-- VLLM_OPTIONS]"
 
@@ -65,138 +75,63 @@ _FOR_VLLM = "[-- VLLM_OPTIONS]"
 # shown.
 _GROUPS: Mapping[str, Mapping[str, Verb]] = {
     "Make": {
-        "ls": Verb(
-            "ls.ls",
-            "List the models that have recipes, with their variants; or one model, the schemes, "
-            "the families.",
-            words="[WHAT]",
-        ),
-        "init": Verb(
-            "quantize.init",
-            "Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a "
-            "model's own.",
-        ),
-        "plan": Verb(
-            "plan.plan",
-            "Show what would become of every tensor, from headers alone: no weight is read, "
-            "nothing is written.",
-        ),
+        "ls": Verb("ls.ls", words="[WHAT]"),
+        "init": Verb("quantize.init"),
+        "plan": Verb("plan.plan"),
         "quantize": Verb(
             "quantize.quantize",
-            "Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
             how_to_go_on="The same command goes on where this one stopped",
         ),
         "all": Verb(
             "all.everything",
-            "Quantize, check, serve, evaluate and write the card, in one go; stops at the first "
-            "red gate.",
             words=_FOR_VLLM,
             how_to_go_on="The same command goes on: what was finished is not done again",
         ),
     },
     "Judge": {
-        "check": Verb(
-            "check.check",
-            "Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP "
-            "draft be real?",
-            lone=("--values", ("scales", "scalars", "all")),
-        ),
-        "explain": Verb(
-            "explain.explain",
-            "Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log "
-            "says of a failure.",
-        ),
-        "gate": Verb(
-            "report.gate",
-            "Judge a checkpoint by its recipe's gates, from what was measured.",
-        ),
-        "doctor": Verb(
-            "doctor.doctor",
-            "Say what was found on this machine, what can be checked here, and what would enable "
-            "the rest.",
-        ),
+        "check": Verb("check.check", lone=("--values", ("scales", "scalars", "all"))),
+        "explain": Verb("explain.explain"),
+        "gate": Verb("report.gate"),
+        "doctor": Verb("doctor.doctor"),
     },
     "Mend": {
-        "fix": Verb(
-            "mend.fix",
-            "Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out "
-            "a new folder.",
-        ),
+        "fix": Verb("mend.fix"),
         "graft": Verb(
             "mend.graft",
-            "Put the MTP block of the release into a quantized checkpoint that lost it, or whose "
-            "block is broken.",
             how_to_go_on="The same command goes on: what was fetched and packed is not done again",
         ),
-        "convert": Verb(
-            "mend.convert",
-            "Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
-        ),
+        "convert": Verb("mend.convert"),
     },
     "Measure": {
-        "serve": Verb(
-            "serve.serve",
-            "Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched "
-            "until it is stopped.",
-            words=_FOR_VLLM,
-        ),
-        "serve-check": Verb(
-            "compare.serve_check",
-            "Serve a checkpoint and its source with vLLM, with and without MTP, and compare what "
-            "is accepted.",
-            words=_FOR_VLLM,
-        ),
+        "serve": Verb("serve.serve", words=_FOR_VLLM),
+        "serve-check": Verb("compare.serve_check", words=_FOR_VLLM),
         "eval": Verb(
             "eval.evaluate",
-            "Score a checkpoint and its source on the recipe's tasks, served by vLLM with "
-            "method=mtp, under one protocol each.",
             words=_FOR_VLLM,
             how_to_go_on="The same command asks only the questions that have no answer yet",
         ),
         "bench": Verb(
             "bench.bench",
-            "Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; "
-            "recommend a k.",
             words=_FOR_VLLM,
             how_to_go_on="The same command measures only what is missing",
         ),
         "closeness": Verb(
             "compare.closeness",
-            "Compare what a served checkpoint and its served source predict on held-out text: "
-            "divergence and flips.",
             words=_FOR_VLLM,
             how_to_go_on="The same command asks only the windows that are missing",
         ),
     },
     "Ship": {
-        "report": Verb(
-            "report.page",
-            "Make the HTML page of a report.json again: one file without scripts or requests, to "
-            "send or to print.",
-        ),
-        "card": Verb(
-            "report.card",
-            "Write a checkpoint's model card: README.md, plots, the whole report, ready for "
-            "`keepmtp publish`.",
-        ),
+        "report": Verb("report.page"),
+        "card": Verb("report.card"),
         "publish": Verb(
             "publish.publish",
-            "Upload a checkpoint and its card to the Hub, private by default, and check what "
-            "arrived.",
             how_to_go_on="The same command goes on: what was sent is not sent again",
         ),
     },
     "": {
-        "extra": Verb(
-            "quantize.extra",
-            "Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, "
-            "calibrate or modelopt.",
-        ),
-        "where": Verb(
-            "quantize.where",
-            "Print the folder that `keepmtp quantize` with the same words has written; the make "
-            "targets ask this.",
-        ),
+        "extra": Verb("quantize.extra"),
+        "where": Verb("quantize.where"),
     },
 }
 VERBS: Mapping[str, Verb] = MappingProxyType(
@@ -228,14 +163,18 @@ class _Command(_Starting, TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or
-        in quotes.
-        """
-        ours = [*args, "--"].index("--")
+        """Read the words, with `~` expanded, and the value of a lone option filled in."""
+        ours = len(args)
+        if "--" in args:
+            ours = args.index("--")
         words = []
         for word in args[:ours]:
-            option, path = re.findall(r"^(--[^=]*=(?=~))?(.*)", word, re.DOTALL)[0]
-            words.append(option + os.path.expanduser(path))
+            # A shell expands `~` in `~/x`, but not in `--out=~/x` or in quotes.
+            option, equals, path = word.partition("=")
+            if option.startswith("--") and path.startswith("~"):
+                words.append(option + equals + os.path.expanduser(path))
+            else:
+                words.append(os.path.expanduser(word))
         option, values = VERBS[str(self.name)].lone
         if option and option in words:
             at = words.index(option) + 1
@@ -248,18 +187,24 @@ class _Command(_Starting, TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb in its usage."""
-        return [*super().collect_usage_pieces(ctx), *filter(None, [VERBS[str(self.name)].words])]
+        pieces = super().collect_usage_pieces(ctx)
+        if words := VERBS[str(self.name)].words:
+            pieces.append(words)
+        return pieces
 
 
 class _Verbs(_Starting, TyperGroup):
-    """All verbs. The table has names and one-line helps; a verb's file is imported to run it or to
-    show its help.
-    """
+    """All verbs. A verb's file is imported to run it or to show its help, and for nothing else."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        for name in VERBS:
-            self.add_command(TyperCommand(name))
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Their names."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of this name with its options; None if there is none."""
+        if cmd_name in VERBS:
+            return _load(cmd_name)
+        return None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The verbs by group."""
@@ -281,11 +226,6 @@ class _Verbs(_Starting, TyperGroup):
         except typer.Abort as aborted:
             raise KeyboardInterrupt from aborted
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that the first word names, with its options, and the words after it."""
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, name and _load(name), rest
-
 
 @contextmanager
 def _in_our_form(words: list[str]) -> Iterator[None]:
@@ -295,8 +235,10 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
     except NoArgsIsHelpError:
         raise
     except UsageError as error:
-        verb = VERBS.get(error.ctx.info_name or "") if error.ctx else None
-        is_for_vllm = verb is not None and verb.words == _FOR_VLLM
+        name = ""
+        if error.ctx is not None:
+            name = str(error.ctx.info_name)
+        is_for_vllm = name in VERBS and VERBS[name].words == _FOR_VLLM
         raise exits.refusal_of_usage(error, words, is_for_vllm=is_for_vllm) from error
 
 
@@ -318,7 +260,8 @@ def flat(verb: Callable[..., None]) -> Callable[..., None]:
     parameters = list[Parameter]()
     groups = dict[str, Any]()
     for parameter in _explained(verb):
-        if is_dataclass(group := parameter.annotation) and isinstance(group, type):
+        group = parameter.annotation
+        if is_dataclass(group) and isinstance(group, type):
             groups[parameter.name] = group
             parameters += _explained(group)
         else:
@@ -326,17 +269,22 @@ def flat(verb: Callable[..., None]) -> Callable[..., None]:
 
     def call(**words: Any) -> None:
         for name, group in groups.items():
-            words[name] = group(**{field.name: words.pop(field.name) for field in fields(group)})
+            own = {field.name: words.pop(field.name) for field in fields(group)}
+            words[name] = group(**own)
         verb(**words)
 
-    # Examples are pasted: typer breaks no line of a paragraph that begins with \b.
-    told = _OF_PARAMETERS.split(getdoc(verb) or "")[0]
-    call.__doc__ = _EXAMPLE.sub(
-        lambda found: f"\n\n\b\n{' '.join(filter(None, found.groups()))}", told
-    )
-    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    text = _OF_PARAMETERS.split(getdoc(verb) or "")[0]
+    call.__doc__ = _EXAMPLE.sub(_on_one_line, text)
+    # typer reads both, and the signature alone has the order.
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     setattr(call, "__signature__", Signature(parameters))  # noqa: B010
     return call
+
+
+def _on_one_line(example: re.Match[str]) -> str:
+    """An example as it is pasted: typer breaks no line of a paragraph that begins with \\b."""
+    first, second = example.groups(default="")
+    return f"\n\n\b\n{first} {second}".rstrip()
 
 
 def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
@@ -347,13 +295,19 @@ def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
         kind = parameter.annotation
         option = None
         if get_origin(kind) is Annotated:
-            kind, option = kind.__origin__, copy(kind.__metadata__[0])
+            # A copy: several verbs share the option, and each may explain it otherwise.
+            option = copy(kind.__metadata__[0])
+            kind = kind.__origin__
         elif parameter.default is False:
+            # Named, so that typer does not add its opposite, `--no-...`.
             option = typer.Option(f"--{name.replace('_', '-')}")
+        elif name in helps and parameter.default is Parameter.empty:
+            option = typer.Argument()
         elif name in helps:
-            option = typer.Argument() if parameter.default is Parameter.empty else typer.Option()
+            option = typer.Option()
         if option is not None:
-            option.help = " ".join(helps.get(name, option.help or "").split())
+            words = helps.get(name, option.help or "")
+            option.help = " ".join(words.split())
             kind = Annotated[kind, option]
         yield parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY)
 
@@ -387,17 +341,19 @@ def _common(
     # does not work: with it, the package does not define its level METRIC, and GPTQ logs at that
     # level (0.14.0.1 logger.py).
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
-    os.environ.setdefault(
-        "HF_HUB_VERBOSITY", "error"
-    )  # its retries; the refusal at the end says why
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would mix with ours
+    # The Hub's client tells of its retries; the refusal at the end says why. Its bars would mix
+    # with ours.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger(
-        "huggingface_hub"
-    ).propagate = False  # it has its own handler, and every line would appear twice
+    # It has its own handler, and every line would appear twice.
+    logging.getLogger("huggingface_hub").propagate = False
 
 
 def main() -> None:
     """Entry point; see `exits.py` for how it ends."""
-    verb = next((VERBS[word] for word in sys.argv[1:] if word in VERBS), Verb)
-    exits.run(typer.main.get_command(app), how_to_go_on=verb.how_to_go_on)
+    how_to_go_on = Verb.how_to_go_on
+    named = [word for word in sys.argv[1:] if word in VERBS]
+    if named:
+        how_to_go_on = VERBS[named[0]].how_to_go_on
+    exits.run(typer.main.get_command(app), how_to_go_on=how_to_go_on)

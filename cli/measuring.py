@@ -2,10 +2,6 @@
 
 In: the options that all of them have. Out: a `Session`, which knows what is measured and where
 results go.
-
-Easy to get wrong: whatever may be refused is refused before a server is started, which may take
-half an hour: a source that is not found, results of other bytes in the same folder, a disk without
-room.
 """
 
 from dataclasses import dataclass
@@ -107,11 +103,13 @@ class Session:
         from ..validate.measure.room import refuse_no_room
         from ..validate.measure.serve_line import refuse_settings
 
+        # Whatever may be refused is refused before a server is started, which may take half an
+        # hour.
         vllm = chosen_vllm()
         refuse_settings(self.extra, vllm.version)
-        if (
-            vllm.build == "cpu"
-        ):  # which refuses some checkpoints only when it is asked to serve them
+        # The CPU build refuses some checkpoints only when it is asked to serve them. A copy of the
+        # same weights is served then.
+        if vllm.build == "cpu":
             require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
         refuse_no_room((self.opened, self.original), vllm, out=self.out, extra=self.extra)
         return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra)
@@ -125,10 +123,13 @@ class Session:
         version = self.setup.vllm.version
         if line := told(switched_on(source, version), version):
             say(self.err, f"{role}: {line}")
-        cache = self.setup.out  # it refuses before anything is downloaded or kept
+        # `setup` refuses before anything is downloaded or kept.
+        cache = self.setup.out
         local = downloaded(source, self.err, is_shown=not self.options.as_json)
         assert local.folder is not None, "download() gives a folder"
-        reading = None if self.options.as_json else bytes_bar(self.err, "reading")
+        reading = None
+        if not self.options.as_json:
+            reading = bytes_bar(self.err, "reading")
         return Model(
             role=role, source=local, identity=identify(local.folder, cache=cache, watch=reading)
         )
@@ -149,6 +150,7 @@ class Session:
         if self.original is None:
             return None
         source = self.model("source", self.original)
+        # Compared with itself, everything would pass.
         if source.identity.sha256 == checkpoint.identity.sha256:
             raise RecipeError(
                 "--source",
@@ -196,10 +198,12 @@ class Session:
             checkpoint=checkpoint.identity,
             vllm=self.setup.vllm.version,
         )
-        judgement = None
         if self.is_recorded:
+            # The new result joins the others, and all gates are judged anew.
             judgement = reports.refresh(self.out).judgement
-        return judgement or judge(**alone)
+            if judgement is not None:
+                return judgement
+        return judge(**alone)
 
 
 def begin(

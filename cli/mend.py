@@ -3,10 +3,6 @@ is.
 
 In: a checkpoint, and what it shall become. Out: a diff or a sentence, the new folder, and what the
 check and vLLM's own loaders find of it; exit status 1 if an error is left.
-
-Easy to get wrong: the old folder and the new one may share files (hard links), so nothing is ever
-written into either. And a person who only looks must not change anything: without --out nothing is
-written.
 """
 
 import shlex
@@ -20,7 +16,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
-from ..recipes.frozen import Json, Raw, Say, frozen
+from ..recipes.frozen import Raw, Say, frozen
 from . import exits, findings
 from .check import check_json
 from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
@@ -31,6 +27,7 @@ if TYPE_CHECKING:
     from ..cure.graft import Graft
     from ..cure.rewritten import Judged
 
+# Of the lines of a diff, by how they begin.
 _COLOURS = {
     "---": "bold",
     "+++": "bold",
@@ -58,7 +55,11 @@ class Ending:
         """Check and load a new folder."""
         from ..cure.rewritten import GPUS, judge
 
-        gpus = () if self.static_only else tuple(chosen_gpus(self.gpus or [])) or GPUS
+        gpus = GPUS
+        if self.static_only:
+            gpus = ()
+        elif self.gpus:
+            gpus = chosen_gpus(self.gpus)
         with exits.judging(out):
             return judge(out, gpus=gpus, progress=doing)
 
@@ -109,57 +110,71 @@ def fix(
     judged = None
     with spinner(Console(stderr=True)) as doing:
         outcome = proposed(path, progress=doing)
-        diff = outcome.proposal.diffs()
+        proposal = outcome.proposal
+        diff = proposal.diffs()
         for line in diff:
             say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
-        if outcome.proposal.edits:
+        if proposal.edits:
             console.print()
-        if out is not None and not dry_run and outcome.proposal.edits:
+        # A person who only looks changes nothing. The new folder shares files with the old one
+        # (hard links), so nothing is ever written into either.
+        if out is not None and not dry_run and proposal.edits:
             doing(f"{out}: writing")
             written = write(outcome, out)
-            if outcome.proposal.source.folder is not None:
+            # Of a repository, OUT has the changed files alone: no checkpoint to judge.
+            if proposal.source.folder is not None:
                 judged = ending.judge(out, doing)
-    data = shown = judged.checked.data if judged else outcome.after.data
-    if judged is None and outcome.proposal.edits:
-        shown = data.model_copy(update={"path": f"{path}, as it would be"})
     # What is cured next: the new folder, if it has all of the checkpoint.
-    next_one = (
-        str(out)
-        if written and outcome.proposal.source.folder is not None
-        else outcome.proposal.source.where
-    )
-    found = (cure_elsewhere(finding, outcome, next_one) for finding in data.findings)
-    cures = [*dict.fromkeys(filter(None, found))]
+    next_one = proposal.source.where
+    data = outcome.after.data
+    shown = data
+    is_good = data.ok
+    accounts = ()
+    if judged is not None:
+        next_one = str(out)
+        data = shown = judged.checked.data
+        is_good = judged.ok
+        accounts = judged.checked.accounts
+    elif proposal.edits:
+        shown = data.model_copy(update={"path": f"{path}, as it would be"})
+    cures = []
+    for finding in data.findings:
+        cure = cure_elsewhere(finding, outcome, next_one)
+        if cure and cure not in cures:
+            cures.append(cure)
     findings.show(console, shown, path=next_one)
-    for reason in outcome.proposal.not_here:
+    for reason in proposal.not_here:
         say(console, f"not cured in a repository, because it needs the shards: {reason}")
     for cure in cures:
         say(console, f"needs new values: {cure}")
-    if judged and judged.no_vllm is not None:
-        say(console, f"not loaded by vLLM: {judged.no_vllm}")
-    if written is not None and judged is None:
-        say(console, "not loaded by vLLM: OUT has only the files that changed")
-    ending_line = "nothing to change: there is no finding that fix can cure"
+    not_loaded = None
+    if judged is not None and judged.no_vllm is not None:
+        not_loaded = str(judged.no_vllm)
+        say(console, f"not loaded by vLLM: {not_loaded}")
     if written is not None:
-        ending_line = written.sentence
-    elif outcome.proposal.edits:
-        ending_line = f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW"
-    say(console, ending_line)
+        if judged is None:
+            say(console, "not loaded by vLLM: OUT has only the files that changed")
+        say(console, written.sentence)
+    elif proposal.edits:
+        say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
+    else:
+        say(console, "nothing to change: there is no finding that fix can cure")
     if as_json:
-        printed = check_json(data, judged.checked.accounts if judged else ())
-        told: Json = {
+        value = check_json(data, accounts) | {
             "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
-            "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
+            "changes": [*dict.fromkeys(edit.why for edit in proposal.edits)],
             "diff": diff,
-            "needs_shards": [*outcome.proposal.not_here],
-            **{"out": None, "new": [], "kept": 0, "not_loaded": None, "cures": cures},
+            "needs_shards": [*proposal.not_here],
+            "out": None,
+            "new": [],
+            "kept": 0,
+            "not_loaded": not_loaded,
+            "cures": cures,
         }
-        if written:
-            told |= {"out": str(written.folder), "new": [*written.new], "kept": len(written.kept)}
-        if judged and judged.no_vllm:
-            told["not_loaded"] = str(judged.no_vllm)
-        print_json(printed | told)
-    if not (judged.ok if judged else data.ok):
+        if written is not None:
+            value |= {"out": str(written.folder), "new": [*written.new], "kept": len(written.kept)}
+        print_json(value)
+    if not is_good:
         raise typer.Exit(exits.FINDINGS)
 
 
@@ -206,13 +221,13 @@ def graft(
     from ..cure.graft import carry_out, plan_graft
     from ..cure.rewritten import Judged
 
-    if out is None and not dry_run:
-        raise _no_out("graft")
+    _refuse_no_out("graft", out, dry_run=dry_run)
     err = Console(stderr=True)
     new = None
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     for line in _foreseen(made):
         say(err, line)
+    # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
     judged = Judged(checked=made.checked)
     if out is not None and not dry_run:
         written = carry_out(made, out, bar=partial(bytes_bar, err))
@@ -220,8 +235,12 @@ def graft(
         new = list(written.new)
         if made.proposal.source.folder is not None:
             judged = ending.judge(out, partial(say, err))
-    plan, diff = made.plan, made.proposal.diffs()
-    told = {
+    plan = made.plan
+    diff = made.proposal.diffs()
+    not_loaded = None
+    if judged.no_vllm is not None:
+        not_loaded = str(judged.no_vllm)
+    value = {
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "mtp": plan.recipe.mtp,
         "tensors": plan.num_outputs,
@@ -231,26 +250,26 @@ def graft(
         "written_again": list(made.proposal.shards_again),
         "diff": diff,
         "new": new,
-        "vllm": judged.no_vllm and str(judged.no_vllm),
+        "vllm": not_loaded,
     }
-    _end(judged, told, diff, as_json=as_json)
+    _end(judged, value, diff, as_json=as_json)
 
 
 def _foreseen(made: "Graft") -> Iterator[str]:
     """What will be read and written."""
     plan = made.plan
-    size = size_in_words
-    forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
-    yield f"read: {size(made.num_bytes_read)} of {plan.source.where}, the MTP block alone"
-    yield (
-        f"write: {size(plan.num_bytes_after)} in "
-        f"{', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}"
-    )
+    quantized = made.proposal.source
+    matrices = [tensor for tensor in plan.tensors if len(tensor.shape) >= 2]
+    forms = {tensor.scheme or "plain" for tensor in matrices}
+    files = ", ".join(shard.file for shard in plan.shards)
+    read = size_in_words(made.num_bytes_read)
+    written = size_in_words(plan.num_bytes_after)
+    yield f"read: {read} of {plan.source.where}, the MTP block alone"
+    yield f"write: {written} in {files}: {', '.join(sorted(forms))}"
     if gone := made.proposal.empty_shards:
         yield f"leave out: {', '.join(gone)}: nothing but the old block"
     if again := made.proposal.shards_again:
         yield f"write again: {', '.join(again)}: without the old block"
-    quantized = made.proposal.source
     if quantized.folder is None:
         yield (
             f"OUT gets only files that are new or changed: {quantized.where} is not on this machine"
@@ -290,53 +309,53 @@ def convert(
     from ..cure import convert as cure
 
     planned = cure.plan_conversion(path, to)
-    told = {
+    proposal = planned.proposal
+    shards = tuple(proposal.shards_again)
+    value = {
         "path": path,
         "from": planned.first,
         "to": planned.to,
         "tensors_changed": planned.num_changed,
-        "tensors_with_other_bytes": len(planned.proposal.made),
-        "shards_written": tuple(planned.proposal.shards_again),
-        "bytes_written": planned.proposal.num_bytes_again,
+        "tensors_with_other_bytes": len(proposal.made),
+        "shards_written": shards,
+        "bytes_written": proposal.num_bytes_again,
     }
     sentence = (
         f"{path} from {planned.first} to {to}: {planned.num_changed:,} tensors get another name or "
-        f"form, {len(planned.proposal.made):,} of them other bytes; "
-        f"{len(planned.proposal.shards_again)} shards are written "
-        f"({size_in_words(planned.proposal.num_bytes_again)})"
+        f"form, {len(proposal.made):,} of them other bytes; {len(shards)} shards are written "
+        f"({size_in_words(proposal.num_bytes_again)})"
     )
     if dry_run:
-        answer(told, [sentence, *planned.proposal.diffs()], as_json=as_json)
+        answer(value, [sentence, *proposal.diffs()], as_json=as_json)
         return
-    if out is None:
-        raise _no_out("convert")
+    _refuse_no_out("convert", out, dry_run=dry_run)
+    assert out is not None
     err = Console(stderr=True)
-    with bytes_bar(err, "converting")(planned.proposal.num_bytes_again) as progress:
+    with bytes_bar(err, "converting")(proposal.num_bytes_again) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = ending.judge(out, partial(say, err))
-    made = {"out": str(out), "new": written.new, "kept": written.kept}
-    _end(judged, told | made, [sentence, written.sentence], as_json=as_json)
+    value |= {"out": str(out), "new": written.new, "kept": written.kept}
+    _end(judged, value, [sentence, written.sentence], as_json=as_json)
 
 
-def _no_out(verb: str) -> RecipeError:
-    return RecipeError(
-        verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
-    )
+def _refuse_no_out(verb: str, out: Path | None, *, dry_run: bool) -> None:
+    if out is None and not dry_run:
+        raise RecipeError(
+            verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
+        )
 
 
 def _end(judged: "Judged", value: Raw, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print what was made, in lines for people, and what was found of it; end with the status that
-    this comes to.
-    """
-    found = judged.checked
+    """Print what was made, and what was found of it; end with the status that this comes to."""
+    checked = judged.checked
     if as_json:
-        print_json({**value, "check": check_json(found.data, found.accounts)})
+        print_json({**value, "check": check_json(checked.data, checked.accounts)})
     else:
         console = Console()
         for line in lines:
             say(console, line)
         if judged.no_vllm is not None:
             say(console, f"vLLM was not asked: {judged.no_vllm}")
-        findings.show(console, found.data)
+        findings.show(console, checked.data)
     if not judged.ok:
         raise typer.Exit(exits.FINDINGS)

@@ -2,8 +2,6 @@
 from the Hub, and what would stop it.
 
 In: a plan. Out: tables on standard output, or one JSON value. Nothing is decided here.
-
-Easy to get wrong: the JSON has no refusals. Only people see what would stop the run.
 """
 
 import shlex
@@ -44,10 +42,8 @@ _BYTES_A_MINUTE = 17 * 10**9
 
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
     """Print a plan and what it needs, and for people also what would stop the run."""
-    if as_json:
-        tables.print_json(plan_json(made) | {"needs": asdict(needs)})
-    else:
-        tables.show(_parts(made, needs))
+    value = plan_json(made)
+    tables.answer(value | {"needs": asdict(needs)}, _parts(made, value, needs), as_json=as_json)
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
@@ -63,28 +59,25 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
             minutes = 1 + fit.num_bytes_before // _BYTES_A_MINUTE
         rows.append(asdict(fit) | {"gpus": gpus, "minutes": minutes})
         size = size_in_words(fit.num_bytes)
-        held = ", ".join(gpus) or "-"
-        cells.append([fit.variant, fit.data or "none", size, held, str(minutes or "-")])
-    if as_json:
-        tables.print_json({"source": unchosen.source.where, "variants": rows})
-        return
+        held_by = ", ".join(gpus) or "-"
+        cells.append([fit.variant, fit.data or "none", size, held_by, str(minutes or "-")])
     columns = ("variant", "data", ">bytes", "GPUs that hold it", ">minutes")
     note = "Minutes are those of two cores; of a run with data they are not known."
-    tables.show([table(str(unchosen.where), columns, cells), f"{note} Choose one with --scheme."])
+    parts = [table(str(unchosen.where), columns, cells), f"{note} Choose one with --scheme."]
+    value = {"source": unchosen.source.where, "variants": rows}
+    tables.answer(value, parts, as_json=as_json)
 
 
-def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
-    rows = plan_rows(made)
+def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
+    """For people: what `plan_json` says, and what only they read."""
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
-    yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(rows))
-    why = by_reason(
-        (row["reason"], row["modules"]) for row in rows if not row["reason"].startswith("recipe:")
-    )
-    yield table(
-        "why, where it is not the recipe's choice",
-        ("", ""),
-        ((modules, reason) for reason, modules in why.items()),
-    )
+    yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(value["groups"]))
+    chosen_elsewhere = []
+    for group in value["groups"]:
+        if not group["reason"].startswith("recipe:"):
+            chosen_elsewhere.append((group["reason"], group["modules"]))
+    why = [(modules, reason) for reason, modules in by_reason(chosen_elsewhere).items()]
+    yield table("why, where it is not the recipe's choice", ("", ""), why)
     yield totals(made)
     yield ""
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
@@ -93,59 +86,79 @@ def _parts(made: Plan, needs: Needs) -> Iterator[RenderableType]:
     if made.source.left:
         yield f"left: {listed(made.source.left)}"
     yield ""
-    if made.recipe.is_searched:
-        yield from _budget(made)
-    if made.needs_batches:
-        yield from will_do(made)
+    if "search" in value:
+        yield from _budget(value["search"])
+    if calibration := value["calibration"]:
+        yield from _will_do(made, calibration)
         yield ""
-    written = config_of(made)
-    config = written.value
-    yield "quantization_config, in vLLM's runtime names"  # a pattern is never broken
+    yield "quantization_config, in vLLM's runtime names"
+    yield from _entries(value["quantization_config"])
+    yield ""
+    yield from _served_by(made)
+    yield ""
+    yield from lines(needs)
+    yield ""
+    # The JSON has no refusals: only people see what would stop the run.
+    for refusal in refusals(made):
+        yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
+
+
+def _entries(config: Json) -> Iterator[str]:
+    """Each entry of quantization_config on a line of its own, since a pattern is never broken."""
     for group in config.get("config_groups", {}).values():
         for target in group["targets"]:
             yield f"  {group['format']}  {target}"
     if "quant_algo" in config:
         yield f"  modelopt  {config['quant_algo']}"
-        for name, row in config.get("quantized_layers", {}).items():
-            yield f"  {row['quant_algo']}  {name}"
+        for name, layer in config.get("quantized_layers", {}).items():
+            yield f"  {layer['quant_algo']}  {name}"
     for entry in config["ignore"]:
         yield f"  ignore  {entry}"
-    yield ""
-    yield f"served by: vLLM {minor(NEWEST)}, {written.line}"
-    used = {(each.scheme, each.role == "experts") for each in made.tensors if each.scheme}
+
+
+def _served_by(made: Plan) -> Iterator[str]:
+    """The servers, and vLLM's kernel for each scheme on each GPU."""
+    yield f"served by: vLLM {minor(NEWEST)}, {config_of(made).line}"
+    used = {(tensor.scheme, tensor.role == "experts") for tensor in made.tensors if tensor.scheme}
     kernels = KERNELS["kernels"]
     for scheme, is_routed in sorted(used):
-        layers = ("linear modules", "routed experts")[is_routed]
+        layers = "linear modules"
+        if is_routed:
+            layers = "routed experts"
+        # The recipe's format may have kernels of its own for the scheme.
         picked = kernels.get(f"{made.recipe.format} {scheme}", kernels[scheme])
         for kernel, gpus in picked[layers].items():
             yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
-    yield ""
-    yield from lines(needs)
-    yield ""
-    for refusal in refusals(made):
-        yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
 
 
-def _fates(rows: list[Json]) -> Iterator[list[str] | None]:
+def _fates(groups: list[Json]) -> Iterator[list[str] | None]:
     """Module groups by what becomes of them, with sizes before and after."""
     sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for row in rows:
-        counts = {key: row[key] for key in ("tensors", "bytes_before", "bytes_after")}
-        stored = row["stored_as"]
+    for group in groups:
+        stored = group["stored_as"]
+        added = "a copy"
+        if group["modules"] == "attention":
+            added = "a scale"
         fates = {
             "quantize": f"quantize to {stored}",
-            "dequantize": f"{stored} from {row['stored_before']}",
-            "add": "add a scale" if row["modules"] == "attention" else "add a copy",
+            "dequantize": f"{stored} from {group['stored_before']}",
+            "add": f"add {added}",
             "drop": "drop",
             "keep": f"keep {stored}",
         }
-        sums[row["part"], row["modules"], fates[row["fate"]]].update(counts)
+        total = sums[group["part"], group["modules"], fates[group["fate"]]]
+        for key in ("tensors", "bytes_before", "bytes_after"):
+            total[key] += group[key]
     previous = ""
     for (part, modules, fate), total in sums.items():
-        if previous not in ("", part):
+        shown = part
+        if part == previous:
+            shown = ""
+        elif previous:
             yield None
-        sizes = size_in_words(total["bytes_before"]), size_in_words(total["bytes_after"])
-        yield ["" if part == previous else part, modules, fate, f"{total['tensors']:,}", *sizes]
+        before = size_in_words(total["bytes_before"])
+        after = size_in_words(total["bytes_after"])
+        yield [shown, modules, fate, f"{total['tensors']:,}", before, after]
         previous = part
 
 
@@ -167,11 +180,14 @@ def totals(plan: Plan) -> str:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
-    schemes = sorted({t.scheme or "plain" for t in plan.mtp if len(t.shape) >= 2})
-    block = f"stored as {', '.join(schemes)}"
-    if schemes == ["plain"]:
-        dtypes = Counter(output.dtype for tensor in plan.mtp for output in tensor.outputs)
-        block = f"kept in {dtypes.most_common(1)[0][0]}"
+    schemes = {tensor.scheme or "plain" for tensor in plan.mtp if len(tensor.shape) >= 2}
+    block = f"stored as {', '.join(sorted(schemes))}"
+    if schemes == {"plain"}:
+        dtypes = Counter[str]()
+        for tensor in plan.mtp:
+            dtypes.update(output.dtype for output in tensor.outputs)
+        ((most, _),) = dtypes.most_common(1)
+        block = f"kept in {most}"
     if any(tensor.tuned for tensor in plan.tensors):
         block = f"tuned, {block}"
     size = size_in_words(plan.num_bytes_after)
@@ -184,16 +200,19 @@ def plan_rows(plan: Plan) -> list[Json]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
-        stored = tensor.scheme or "/".join(sorted({each.dtype for each in tensor.outputs})) or "-"
-        groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(
-            tensor
-        )
+        dtypes = {output.dtype for output in tensor.outputs}
+        stored = tensor.scheme or "/".join(sorted(dtypes)) or "-"
+        key = (tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason)
+        groups[key].append(tensor)
     rows = []
     for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
         # A copy that is added has the bytes of its original, which are counted there.
         num_before = 0
         if fate != "add":
             num_before = plan.num_bytes_read(tensors)
+        num_after = 0
+        for tensor in tensors:
+            num_after += sum(output.num_bytes for output in tensor.outputs)
         rows.append(
             {
                 "part": part,
@@ -204,9 +223,7 @@ def plan_rows(plan: Plan) -> list[Json]:
                 "reason": reason,
                 "tensors": len(tensors),
                 "bytes_before": num_before,
-                "bytes_after": sum(
-                    output.num_bytes for tensor in tensors for output in tensor.outputs
-                ),
+                "bytes_after": num_after,
             }
         )
     return rows
@@ -218,29 +235,32 @@ def budget_json(plan: Plan) -> Json:
     """
     choices = choices_of(plan.recipe, plan.source)
     assert plan.recipe.backbone_auto is not None
-    words = {word: choices.uniform(word) for word in plan.recipe.backbone_auto.candidates}
+    # A word for all units is that for those that it suits.
+    possible = {"smallest": choices.smallest}
+    for word in plan.recipe.backbone_auto.candidates:
+        possible[word] = choices.uniform(word)
+    possible["largest"] = choices.largest
     sizes = {}
-    for name, each in {"smallest": choices.smallest, **words, "largest": choices.largest}.items():
+    for name, choice in possible.items():
         sizes[name] = {
-            "bytes": choices.num_bytes(each),
-            "bits": round(choices.bits(each), 4),
-            "fits": choices.fits(each),
+            "bytes": choices.num_bytes(choice),
+            "bits": round(choices.bits(choice), 4),
+            "fits": choices.fits(choice),
         }
     return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
 
 
-def _budget(plan: Plan) -> Iterator[str]:
-    """The same for people; one word for all units is that for those that it suits."""
-    found = budget_json(plan)
+def _budget(search: Json) -> Iterator[str]:
+    """The same for people."""
     yield (
-        f"Budget {found['budget']}: a search chooses the words of {found['units']} units. All "
+        f"Budget {search['budget']}: a search chooses the words of {search['units']} units. All "
         "files would have"
     )
-    for name, size in found["plans"].items():
-        yield (
-            f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  "
-            f"{'fits' if size['fits'] else 'does not fit'}"
-        )
+    for name, size in search["plans"].items():
+        fits = "does not fit"
+        if size["fits"]:
+            fits = "fits"
+        yield f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {fits}"
     yield ""
 
 
@@ -250,14 +270,17 @@ def plan_json(plan: Plan) -> Json:
     """
     config = config_of(plan)
     other = plan.source.mtp_source
-    told = {
+    left = list(plan.source.left)
+    if not plan.trust_remote_code:
+        left = [*plan.source.code, *left]
+    value = {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
         "carried": list(plan.companions),
-        "left": [*(() if plan.trust_remote_code else plan.source.code), *plan.source.left],
+        "left": left,
         "mtp_layers": plan.view.num_mtp_layers,
         "needs_calibration": plan.needs_calibration,
         "groups": plan_rows(plan),
@@ -266,19 +289,17 @@ def plan_json(plan: Plan) -> Json:
         "calibration": will_do_json(plan),
     }
     if other is not None:
-        told["mtp_source"] = {"name": other.where, "revision": other.revision}
+        value["mtp_source"] = {"name": other.where, "revision": other.revision}
     if plan.recipe.is_searched:
-        told["search"] = budget_json(plan)
-    return told
+        value["search"] = budget_json(plan)
+    return value
 
 
-def will_do(plan: Plan) -> Iterator[str]:
+def _will_do(plan: Plan, planned: Json) -> Iterator[str]:
     """The calibration of a plan: data, what is chosen by measuring, and the MTP pass."""
-    planned = will_do_json(plan)
-    assert planned is not None
     yield _data(plan, planned["tokens"])
     if planned["candidates"]:
-        candidates = "; ".join(map(on_one_line, planned["candidates"]))
+        candidates = "; ".join(on_one_line(words) for words in planned["candidates"])
         yield (
             "MTP block: auto. The smallest candidate that is shown to keep "
             f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
@@ -297,13 +318,14 @@ def will_do(plan: Plan) -> Iterator[str]:
             yield f"Guards: it may not be worse on {kinds} either; none of that is trained on."
         elif not plan.calibration.also:
             yield "It will be judged on one kind of text alone; mtp_tuned.guard names others."
-    says = (
-        "the block is run on the backbone's hidden states, and its acceptance is measured "
-        "without a server."
-    )
-    if not planned["mtp_pass"]["possible"]:
-        says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
-    yield f"MTP pass: {says}"
+    if planned["mtp_pass"]["possible"]:
+        yield (
+            "MTP pass: the block is run on the backbone's hidden states, and its acceptance is "
+            "measured without a server."
+        )
+    else:
+        why = planned["mtp_pass"]["why"]
+        yield f"MTP pass: not possible, {why}; acceptance is not measured."
 
 
 def _data(plan: Plan, num_tokens: int) -> str:
@@ -316,8 +338,11 @@ def _data(plan: Plan, num_tokens: int) -> str:
         how += " by modelopt"
     mix = []
     for texts in calibration.mix:
-        of = filter(None, (texts.dataset_revision, texts.subset, f"split {texts.split}"))
-        named = f"{texts.dataset} ({', '.join(of)}, column {texts.column})"
+        subset = ""
+        if texts.subset:
+            subset = f"{texts.subset}, "
+        rows = f"{texts.dataset_revision}, {subset}split {texts.split}, column {texts.column}"
+        named = f"{texts.dataset} ({rows})"
         if calibration.also:
             named = f"{texts.share:.0%} {named}"
         mix.append(named)
@@ -359,14 +384,17 @@ def commits_line(plan: Plan) -> str:
     source = plan.source
     other = source.mtp_source
     calibration = plan.recipe.calibration
-    read = [(source.where, source.revision)]
+    commits = [(source.where, source.revision)]
     if other is not None:
-        read.append((f"the MTP block of {other.where}", other.revision))
-    for texts in calibration.mix if calibration is not None and plan.needs_batches else ():
-        name = texts.dataset
-        asked = texts.dataset_revision
-        if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
-            commit = dataset_commit(name, asked, f"calibration.dataset {name}")
-            read.append((f"dataset {name}", commit))
-    line = ", ".join(f"{what} at commit {commit}" for what, commit in read if commit != _LOCAL)
-    return line and f"reads {line}"
+        commits.append((f"the MTP block of {other.where}", other.revision))
+    if calibration is not None and plan.needs_batches:
+        for texts in calibration.mix:
+            name = texts.dataset
+            asked = texts.dataset_revision
+            if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
+                commit = dataset_commit(name, asked, f"calibration.dataset {name}")
+                commits.append((f"dataset {name}", commit))
+    read = [f"{what} at commit {commit}" for what, commit in commits if commit != _LOCAL]
+    if not read:
+        return ""
+    return f"reads {', '.join(read)}"

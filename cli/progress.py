@@ -3,10 +3,6 @@ standard error.
 
 In: the steps that a run reports. Out: nothing but what is shown, so that standard output can be
 piped.
-
-Easy to get wrong: a terminal has one live bar at a time, and an error must not be printed over it.
-`run_progress` ends the bar of calibration when packing begins, and ends the last bar when the run
-ends.
 """
 
 import io
@@ -57,6 +53,8 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
     with ExitStack() as shown:
 
         def packing(total_bytes: int) -> AbstractContextManager[Advance]:
+            # A terminal has one live bar at a time: calibration's ends when packing begins. The
+            # stack ends the last one, so that no error is printed over it.
             shown.close()
             return bytes_bar(console, "packing")(total_bytes)
 
@@ -66,10 +64,12 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
             yield RunProgress(calibration=_json_line)
         else:
             show = shown.enter_context(_parts(console))
+
+            def calibrating(step: CalibrationStep) -> None:
+                show(step.step, step.done, step.total, in_words(step), step)
+
             yield RunProgress(
-                calibration=lambda step: show(
-                    step.step, step.done, step.total, in_words(step), step
-                ),
+                calibration=calibrating,
                 packing=packing,
                 values=bytes_bar(console, "reading values"),
                 download=partial(downloaded, console=console),
@@ -80,7 +80,7 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
 def spinner(console: Console, *, is_shown: bool = True) -> Iterator[Say]:
     """What loaders do now, on a terminal."""
     is_hidden = not (is_shown and console.is_terminal)
-    columns = SpinnerColumn(), _WHAT, TimeElapsedColumn()
+    columns = (SpinnerColumn(), _WHAT, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task("starting vLLM", total=None)
 
@@ -162,6 +162,7 @@ class Paced:
 
     def in_words(self, done: int, total: int) -> str:
         """`12.4 of 700.1 GiB (1 %)  235.0 MiB/s  ETA 0:49:53`."""
+        # Neither seconds nor bytes are 0, so that there is a rate to divide by.
         seconds = max(self._clock() - self._began, 1e-3)
         rate = max(done, 1) / seconds
         share = f"{size_in_words(done)} of {size_in_words(total)} ({100 * done // max(1, total)} %)"
@@ -230,7 +231,9 @@ def asking(console: Console, *, as_json: bool) -> Iterator[Callable[[Step], None
     def asked(step: Step) -> None:
         num = f"{step.unit} {step.done:,} of {step.total:,}"
         eta = _eta(step.eta_seconds)
-        rate = f"  {step.tokens_per_second:,.0f} tok/s" * (step.tokens_per_second > 0)
+        rate = ""
+        if step.tokens_per_second > 0:
+            rate = f"  {step.tokens_per_second:,.0f} tok/s"
         words = step.doing or f"{num}{rate}{eta}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
@@ -239,7 +242,9 @@ def asking(console: Console, *, as_json: bool) -> Iterator[Callable[[Step], None
 
 
 def _eta(seconds: float | None) -> str:
-    return "" if seconds is None else f"  ETA {timedelta(seconds=round(seconds))}"
+    if seconds is None:
+        return ""
+    return f"  ETA {timedelta(seconds=round(seconds))}"
 
 
 def in_words(step: "CalibrationStep") -> str:

@@ -2,10 +2,6 @@
 
 In: a checkpoint with a green report and a card. Out: a table or JSON; on the Hub, a commit with
 exactly those files.
-
-Easy to get wrong: what was public once cannot be taken back. The command asks before it sends a
-byte. A new repository becomes public only after its bytes were checked there. For one that is
-public already it asks too.
 """
 
 import os
@@ -64,7 +60,8 @@ def publish(
             nothing is deleted.
     """
     err = Console(stderr=True)
-    if err.is_terminal:  # nothing else draws a bar while files are sent
+    if err.is_terminal:
+        # Nothing else draws a bar while files are sent.
         os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
     from huggingface_hub import constants, get_token
 
@@ -84,6 +81,8 @@ def publish(
     if token is None and not dry_run:
         cure = "Set HF_TOKEN, or run `hf auth login`"
         raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+    # What was public once cannot be taken back: where nobody can be asked, hours of hashing are not
+    # begun.
     if public and not dry_run and not yes:
         _refuse_nobody(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
@@ -128,6 +127,8 @@ def publish(
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
+        # A new repository becomes public only after its bytes were checked there. One that is
+        # public already shows them at once.
         is_public = before is not None and not before.is_private
         tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:

@@ -3,11 +3,6 @@ around it: `init` writes a recipe's file, `extra` says what a run needs, `where`
 
 In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard
 error. Of `init` a recipe to edit, of `where` the name of a folder.
-
-Easy to get wrong: under torchrun every process runs `quantize`, and only the first one prints.
-Unedited, the file of `init` makes the same bytes as `keepmtp quantize` with the checkpoint as
-MODEL. And `where` guesses nothing: with two variants in out/, the bare name means the default one,
-or nothing.
 """
 
 import glob
@@ -34,7 +29,7 @@ from .tables import drawn, print_json, say, show
 if TYPE_CHECKING:
     from ..quantize.calibrate.mtp.facts import CalibrationFact
 
-_NEXT_TO_IT = (".partial", ".report", ".card", ".hub", ".calibration")  # of a checkpoint
+_NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")  # of a checkpoint
 
 
 def quantize(
@@ -88,12 +83,12 @@ def quantize(
     from .check import check_json
 
     made = choices.plan()
+    # Under torchrun every process runs this, and only the first one prints.
     rank = place_of_process().rank
     if dry_run:
         if not rank:
-            plan_tables.show(
-                made, needs.needs_of(made, needs.machine_of(here=gpus_here())), as_json=as_json
-            )
+            needed = needs.needs_of(made, needs.machine_of(here=gpus_here()))
+            plan_tables.show(made, needed, as_json=as_json)
         return
     target = out or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
@@ -121,13 +116,15 @@ def quantize(
         findings.show(Console(), result.report)
         show([plan_tables.next_steps(result.plan, result.out)])
         return
-    told = {
+    value = {
         "out": str(result.out),
         "plan": plan_tables.plan_json(result.plan),
         "check": check_json(result.report),
-        "calibration": fact and fact.model_dump(mode="json"),
+        "calibration": None,
     }
-    print_json(told)
+    if fact is not None:
+        value["calibration"] = fact.model_dump(mode="json")
+    print_json(value)
 
 
 def extra(choices: ModelOptions) -> None:
@@ -226,6 +223,7 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
         return file.path.read_text()
     source = opened(word, mtp_source)
     raw = family_mapping(source)
+    # Unedited, the file makes the same bytes as `keepmtp quantize` with the checkpoint as MODEL.
     variants = [fit.variant for fit in fitting(source, raw)]
     if not variants:
         refuse_unfit(source, raw, raw["default"])  # which says why
@@ -249,22 +247,31 @@ def where(choices: ModelOptions) -> None:
     word = model_word(choices.model)
     scheme = choices.scheme
     mtp = choices.mtp
+    name = ""
     if word.is_recipe:
         recipe, _ = find_recipe(word.name, scheme=scheme, mtp=mtp, calibration=choices.calibration)
         model = recipe.model
         name = recipe.name
     else:
         model = model_name(word.name)
-        name = scheme and f"{model}.{folded(scheme)}" + (f"-mtp-{folded(mtp)}" if mtp else "")
-    wanted = Path("out", name or "")
-    if name and (wanted / "config.json").is_file():
-        sys.stdout.write(f"{printable(str(wanted))}\n")
-        return
-    there = sorted(
-        str(path.parent) for path in Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")
-    )
-    there = [path for path in there if not path.endswith(_NEXT_TO_IT)]
-    rule = f"{wanted} must be there" if name else "SCHEME must be given where MODEL is a checkpoint"
+        if scheme:
+            name = f"{model}.{folded(scheme)}"
+            if mtp:
+                name += f"-mtp-{folded(mtp)}"
+    rule = "SCHEME must be given where MODEL is a checkpoint"
+    if name:
+        wanted = Path("out", name)
+        if (wanted / "config.json").is_file():
+            sys.stdout.write(f"{printable(str(wanted))}\n")
+            return
+        rule = f"{wanted} must be there"
+    # Nothing is guessed: with two variants in out/, the bare name means the default one, or
+    # nothing.
+    there = []
+    for record in sorted(Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")):
+        folder = str(record.parent)
+        if not folder.endswith(_NEXT_TO_IT):
+            there.append(folder)
     got = f"no out/{model}.*"
     cure = "Run make quantize, or name a folder by OUT"
     if there:

@@ -3,10 +3,6 @@
 In: a checkpoint NAME with its results. Out: report.json with its page, the recipe's gates as an
 exit status and a table of reasons, or the model card in NAME.card. `keepmtp check` and
 `serve-check` write their reports with `save` and `recorder`.
-
-Easy to get wrong: there is no verdict on numbers that were edited, or on bytes that have changed
-since: both are refused with exit status 2. And a card does not mean that a checkpoint is good: one
-that failed its gates gets a card too, which says so first; `keepmtp publish` refuses it.
 """
 
 import sys
@@ -54,10 +50,12 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     checkpoint = path
     if path.suffix == ".report":
         checkpoint = checkpoint_folder(path)
+    # There is no verdict on numbers that were edited, which the seals of the results show...
     full = of_checkpoint(checkpoint)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
     folder = report_folder(checkpoint)
     bar = bytes_bar(Console(stderr=True), "reading")
+    # ... or on bytes that have changed since.
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     found = {
         "path": full.path,
@@ -131,6 +129,8 @@ def card(
     words = {"base_model": base_model, "license_id": license_id}
     made, report = api.card(path, source=source, out=out, progress=bar, **words)
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
+    # A checkpoint that failed its gates gets a card too, which says so first; `keepmtp publish`
+    # refuses it.
     judged = "not judged"
     title = Text("not judged", "yellow")
     if report.judgement:

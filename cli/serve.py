@@ -4,15 +4,14 @@ watched until it stops.
 In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and
 then on standard error with the server's own log, and at the end its counters on standard output.
 The exit status is the server's, and not 0 if nobody stopped it.
-
-Easy to get wrong: everything that can be known is refused before the server starts: it may load for
-half an hour.
 """
 
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,11 +34,13 @@ from .tables import answer, counted, say
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.check.check import Checked
+    from ..validate.facts.vllm_env import VLLM
+    from ..validate.measure.foreground import Address, ServerLife
     from ..validate.report.best_k import BestK
 
 _MOST_K = 16
+# On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32).
 _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
-"""On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32)."""
 
 
 def serve(
@@ -82,32 +83,31 @@ def serve(
         every: Seconds between two lines of acceptance.
         dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
-    from dataclasses import replace
-
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
     from ..validate.measure import foreground
-    from ..validate.measure.bf16_copy import why_no_kernel
-    from ..validate.measure.room import refuse_full_gpus, tensor_parallel_size, value_of
-    from ..validate.measure.serve_line import refuse_settings, serve_words
-    from ..validate.measure.server import last_error
+    from ..validate.measure.room import tensor_parallel_size, value_of
+    from ..validate.measure.serve_line import refuse_settings
 
     err = Console(stderr=True)
     extra = tuple(context.args)
     refuse_stray_words("serve", extra)
     foreground.refuse_our_words(extra)
-    address = foreground.Address(
-        host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile"))
-    )
+    is_tls = value_of(extra, "--ssl-certfile") != ""
+    address = foreground.Address(host=host, port=port, is_tls=is_tls)
+    # Everything that can be known is refused before the server starts: it may load for half an
+    # hour.
     if not dry_run:
         foreground.refuse_taken(address)
     opened, num_mtp_layers = _checked(path, err)
+    vllm = None
     try:
         vllm = chosen_vllm()
     except VLLMError:
+        # The commands that are printed may be run elsewhere.
         if gpus or not dry_run:
             raise
-        vllm = None  # the commands may be run elsewhere
+    # Weights that do not fit one GPU are split over as few as hold them.
     size = 1
     device = ""
     version = NEWEST
@@ -121,60 +121,92 @@ def serve(
         say(err, line)
     best = _best_k(opened, k, num_mtp_layers, device)
     if gpus:
-        from .. import api
-
-        with spinner(err) as doing:
-            (loaded,) = api.check_all(
-                [path],
-                gpus=chosen_gpus(gpus),
-                tps=[size],
-                num_drafts=max(1, best.k),
-                progress=doing,
-            )
-        is_mended = bool(cures) and loaded.refusal is None
-        if not (is_mended and all(load.ok or load.cures for load in loaded.data.dry)):
-            _refuse_errors(path, loaded)
+        _refuse_not_loaded(path, gpus, size, best.k, err, is_mended=bool(cures))
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
     if dry_run:
         print_commands(opened, best, extra, cures, as_json=as_json)
         return
     assert vllm is not None
+    vllm = replace(vllm, cures=cures)
+    life = _run(path, opened, best, vllm, address, extra, every=every, log=log)
+    value = {"path": path, "why": best.why, **life.model_dump(mode="json")}
+    drafted = "served without drafting"
+    if life.k:
+        drafted = foreground.in_words(life)
+    line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}"
+    status = life.status
+    if not life.is_stopped:
+        status = max(status, 1)  # vLLM's front end ends with 0 where its engine has died
+    answer(value, [line], as_json=as_json, status=status)
+
+
+def _run(
+    path: str,
+    opened: "Source",
+    best: "BestK",
+    vllm: "VLLM",
+    address: "Address",
+    extra: Sequence[str],
+    *,
+    every: float,
+    log: Path | None,
+) -> "ServerLife":
+    """Serve until it is stopped, and say how it went.
+
+    Raises:
+        VLLMError: this machine has no kernels for it, or its GPUs are full.
+    """
+    from ..validate.measure import foreground
+    from ..validate.measure.bf16_copy import why_no_kernel
+    from ..validate.measure.room import refuse_full_gpus
+    from ..validate.measure.serve_line import serve_words
+    from ..validate.measure.server import last_error
+
+    err = Console(stderr=True)
+    serve_check = f"`keepmtp serve-check {shlex.quote(path)}`"
     if lack := why_no_kernel(opened, vllm):
         raise VLLMError(
             opened.where,
             "must have kernels on this machine",
             got=lack,
-            cure="Serve it on a GPU; "
-            f"`keepmtp serve-check {shlex.quote(path)}` measures a BF16 copy",
+            cure=f"Serve it on a GPU; {serve_check} measures a BF16 copy",
         )
     refuse_full_gpus(opened, vllm, extra)
     local = downloaded(opened, err)
     assert local.folder is not None
-    named = ("--served-model-name", opened.where) * (opened.folder is None)
-    machine = _CPU_WORDS * (vllm.build == "cpu")
-    listens = ("--host", host, "--port", str(port))
-    words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *extra)
+    words = ["--host", address.host, "--port", str(address.port)]
+    if opened.folder is None:
+        # Clients ask for the repository, not for a folder of the Hub's cache.
+        words += ["--served-model-name", opened.where]
+    if vllm.build == "cpu":
+        words += _CPU_WORDS
+    line = serve_words(str(local.folder), best.k, *words, *extra)
     say(err, f"k={best.k}: {best.why}")
     if best.versions:
         say(err, f"vLLM {vllm.version}; {best.versions}")
-    say(err, shlex.join(words))
+    say(err, shlex.join(line))
     expected = None
     if best.measured:
         expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
-    with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
+    with ExitStack() as files:
+        written = sys.stderr.fileno()
+        if log is not None:
+            written = files.enter_context(open(log, "wb"))
         life = foreground.serve_until_stopped(
-            replace(vllm, cures=cures),
-            words[1:],
+            vllm,
+            line[1:],
             k=best.k,
             address=address,
             expected=expected,
             every=every,
             log=written,
-            tell=lambda line: say(err, line),
+            tell=partial(say, err),
         )
     if not life.is_stopped:
-        rule = "must serve until it is stopped" if life.is_healthy else "must come up"
+        rule = "must come up"
+        if life.is_healthy:
+            rule = "must serve until it is stopped"
         got = f"exit status {life.status} after {life.seconds:.0f} s"
         cure = "Read its words above, or name a file with --log"
         if log is not None:
@@ -182,19 +214,24 @@ def serve(
             cure = f"Read {log}"
         exits.say_refusal(VLLMError("vllm serve", rule, got=got, cure=cure))
     if life.doubt:
-        compares = f"`keepmtp serve-check {shlex.quote(path)}` compares"
-        say(
-            err,
-            f"warning: {life.doubt}: `{_check(path)} --values` reads the draft's tensors, "
-            f"{compares}",
+        reads = f"`{_check(path)} --values` reads the draft's tensors"
+        say(err, f"warning: {life.doubt}: {reads}, {serve_check} compares")
+    return life
+
+
+def _refuse_not_loaded(
+    path: str, gpus: list[str], size: int, k: int, err: Console, *, is_mended: bool
+) -> None:
+    """Refuse what vLLM's loaders do not take on a pretended GPU, but for what a cure mends."""
+    from .. import api
+
+    with spinner(err) as doing:
+        (loaded,) = api.check_all(
+            [path], gpus=chosen_gpus(gpus), tps=[size], num_drafts=max(1, k), progress=doing
         )
-    drafted = foreground.in_words(life) if life.k else "served without drafting"
-    told = {"path": path, "why": best.why, **life.model_dump(mode="json")}
-    line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}"
-    status = life.status
-    if not life.is_stopped:
-        status = max(status, 1)  # vLLM's front end ends with 0 where its engine has died
-    answer(told, [line], as_json=as_json, status=status)
+    is_mended &= loaded.refusal is None
+    if not is_mended or not all(load.ok or load.cures for load in loaded.data.dry):
+        _refuse_errors(path, loaded)
 
 
 def _checked(path: str, err: Console) -> "tuple[Source, int]":
@@ -217,9 +254,8 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
     if warnings := checked.data.findings:
-        say(
-            err, f"check: no errors, {counted(len(warnings), 'warning')}: `{_check(path)}` has them"
-        )
+        count = counted(len(warnings), "warning")
+        say(err, f"check: no errors, {count}: `{_check(path)}` has them")
     return checked.readable(), checked.data.facts.num_mtp_layers
 
 
@@ -233,13 +269,12 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
     if checked.refusal is not None:
         raise checked.refusal
     if errors := errors_of(checked.data.findings):
-        more = f" (and {len(errors) - 1} more: `{_check(path)}`)" if errors[1:] else ""
-        raise GateError(
-            path,
-            "must pass the check before it is served",
-            got=f"{errors[0].where}: {errors[0].says}{more}",
-            cure=with_path(errors[0].cure, path),
-        )
+        first, *others = errors
+        got = f"{first.where}: {first.says}"
+        if others:
+            got += f" (and {len(others)} more: `{_check(path)}`)"
+        rule = "must pass the check before it is served"
+        raise GateError(path, rule, got=got, cure=with_path(first.cure, path))
 
 
 def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: str) -> "BestK":
@@ -248,26 +283,24 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
     Raises:
         RecipeError: vLLM cannot draft so many.
     """
-    from dataclasses import replace
-
     from ..validate.report.best_k import best_k
 
-    found = best_k(opened, num_mtp_layers, device=device)
-    if asked is not None and asked != found.k:
-        found = replace(found, k=asked, why="as you say")
+    best = best_k(opened, num_mtp_layers, device=device)
+    if asked is not None and asked != best.k:
+        best = replace(best, k=asked, why="as you say")
     rule = cure = ""
-    if found.k and not num_mtp_layers:
+    if best.k and not num_mtp_layers:
         rule = "a checkpoint without an MTP block cannot draft"
         cure = "Use -k 0, or `keepmtp graft` its release's block"
-    elif found.k > _MOST_K:
+    elif best.k > _MOST_K:
         rule = f"must be at most {_MOST_K}: later drafts build on guesses"
         cure = "Use -k 4 or less; `keepmtp bench` finds the best"
-    elif num_mtp_layers and found.k > num_mtp_layers and found.k % num_mtp_layers:
+    elif num_mtp_layers and best.k > num_mtp_layers and best.k % num_mtp_layers:
         rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
         cure = f"Use -k {num_mtp_layers}"
     if rule:
-        raise RecipeError("-k", rule, got=found.k, cure=cure)
-    return found
+        raise RecipeError("-k", rule, got=best.k, cure=cure)
+    return best
 
 
 def print_commands(
@@ -283,13 +316,15 @@ def print_commands(
     from ..validate.measure.cures import switched_on
     from ..validate.measure.serve_line import docker_words, serve_words
 
-    model = str(opened.folder.absolute()) if opened.folder else opened.where
+    model = opened.where
+    if opened.folder is not None:
+        model = str(opened.folder.absolute())  # Docker mounts it
     line = serve_words(opened.where, best.k, *further, cures=cures)
     cures = switched_on(opened, TESTED[0])
     docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures)
-    told = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
+    value = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
     lines = [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)]
     if best.versions:
-        told |= {"versions": best.versions}
+        value["versions"] = best.versions
         lines.insert(1, f"# vLLM: {best.versions}")
-    answer(told, lines, as_json=as_json)
+    answer(value, lines, as_json=as_json)

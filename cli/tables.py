@@ -32,8 +32,9 @@ VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {
 
 def say(console: Console, line: str | Text, style: str = "") -> None:
     """One line as it is, fit for a terminal, which may wrap it."""
-    words = Text(printable(line), style) if isinstance(line, str) else line
-    console.print(words, highlight=False, soft_wrap=True)
+    if isinstance(line, str):
+        line = Text(printable(line), style)
+    console.print(line, highlight=False, soft_wrap=True)
 
 
 def answer(
@@ -89,36 +90,43 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
     )
     for column in columns:
         if column.startswith(">"):
-            made.add_column("\n".join(column[1:].rsplit(" ", 1)), justify="right", no_wrap=True)
+            head = "\n".join(column[1:].rsplit(" ", 1))
+            made.add_column(head, justify="right", no_wrap=True)
         else:
             made.add_column(column, overflow="fold")
     for row in rows:
         if row is None:
             made.add_section()
-        else:
-            made.add_row(
-                *(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row)
-            )
+            continue
+        cells = []
+        for cell in row:
+            if isinstance(cell, str):
+                cell = Text(printable(cell))
+            cells.append(cell)
+        made.add_row(*cells)
     return made
 
 
-def drawn(title: str, found: "Rows") -> Table:
+def drawn(title: str, rows: "Rows") -> Table:
     """The rows that terminal, page and card have in common."""
-    return table(title, found.columns, found.rows)
+    return table(title, rows.columns, rows.rows)
 
 
-def reasons(title: str, found: "Iterable[ReasonFact]") -> Table:
+def reasons(title: str, of_gates: "Iterable[ReasonFact]") -> Table:
     """A row for each gate, with its verdict and its reason."""
-    cells = ([one.gate, Text(one.title, VERDICT_COLOURS[one.verdict]), one.says] for one in found)
-    return table(title, ("gate", "verdict", "reason"), cells)
+    rows = []
+    for reason in of_gates:
+        rows.append([reason.gate, _verdict(reason), reason.says])
+    return table(title, ("gate", "verdict", "reason"), rows)
 
 
 def verdict(path: str, judged: "JudgementFact") -> list[RenderableType]:
     """All gates of a checkpoint, then the verdict."""
-    return [
-        reasons(f"gate {path}", judged.reasons),
-        Text(judged.title, VERDICT_COLOURS[judged.verdict]),
-    ]
+    return [reasons(f"gate {path}", judged.reasons), _verdict(judged)]
+
+
+def _verdict(judged: "JudgementFact | ReasonFact") -> Text:
+    return Text(judged.title, VERDICT_COLOURS[judged.verdict])
 
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -131,4 +139,6 @@ def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def counted(count: int, what: str) -> str:
     """`1 server`, `2 servers`."""
-    return f"{count:,} {what}{'s' * (count != 1)}"
+    if count == 1:
+        return f"1 {what}"
+    return f"{count:,} {what}s"

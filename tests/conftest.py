@@ -62,11 +62,15 @@ class Files(LoadFileScheduling):
         file = Path(super()._split_scope(nodeid))
         if "vllm" in file.parts and file.stem.removeprefix("test_") in TABLE["DRY"]:
             return "dry loads"
-        return "wheel" if file.stem in ("test_wheel", "test_dist") else str(file)
+        if file.stem in ("test_wheel", "test_dist"):
+            return "wheel"
+        return str(file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:
-    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") == "loadfile":
+        return Files(config, log)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at

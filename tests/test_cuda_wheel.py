@@ -18,12 +18,9 @@ def test_what_differs_is_counted_and_named():
     sides = {}
     for side, verdict, kernel in (("stubs", "loads", "Marlin"), ("wheel", "1 faults", "Humming")):
         rows = [["draft", "mtp.fc", "Linear", "FP8", kernel, "ok", 1]]
-        sides[side] = {
-            "sm90": [
-                ["glm-4.7", name, {"verdict": each, "rows": rows}]
-                for name, each in {"FP8": "loads", "modelopt FP8": verdict}.items()
-            ]
-        }
+        ours = ["glm-4.7", "FP8", {"verdict": "loads", "rows": rows}]
+        modelopt = ["glm-4.7", "modelopt FP8", {"verdict": verdict, "rows": rows}]
+        sides[side] = {"sm90": [ours, modelopt]}
     assert cuda_wheel.differences({**sides, "wheel": sides["stubs"]})[1] == 0
     page, count = cuda_wheel.differences(sides)
     assert count == 2 and page.startswith("2 cells, 1 verdicts differ; 2 kernel rows, 1 differ")
@@ -38,7 +35,7 @@ def test_the_stubs_give_the_kernels_of_the_wheel(tmp_path):
     except VLLMError as error:
         pytest.skip(f"the package index gives no wheel: {error}")
     jobs = cuda_wheel.made(tmp_path, cuda_wheel.OF_SCHEMES)
-    side = {
-        gpu: cuda_wheel.load(vllm, gpu, jobs, tmp_path / f"{gpu}.json") for gpu in KERNELS["gpus"]
-    }
+    side = {}
+    for gpu in KERNELS["gpus"]:
+        side[gpu] = cuda_wheel.load(vllm, gpu, jobs, tmp_path / f"{gpu}.json")
     assert cuda_wheel.kernels_of(side) == KERNELS["kernels"]

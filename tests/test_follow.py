@@ -26,9 +26,14 @@ def test_a_cited_file_that_changes_is_told_with_its_place(file, place, is_gone, 
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("as it was")
     changed = sites[1] / "vllm" / file
-    changed.unlink() if is_gone else changed.write_text("otherwise")
+    says = file
+    if is_gone:
+        says = f"{file} is gone"
+        changed.unlink()
+    else:
+        changed.write_text("otherwise")
     ((told, places),) = follow.changed_files(*sites)
-    assert told == (f"{file} is gone" if is_gone else file)
+    assert told == says
     assert re.search(rf"(^|, ){place}:\d+", places), places
 
 

@@ -58,20 +58,27 @@ def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
     python = guarded(tmp_path, {*installed_with(HAS.split()), *carried()})
     words = ("DEVICE=cpu", "SMALL=1", f"PAGE={page}")
     gpu_test(tmp_path, python, *words, status=0, OMP_NUM_THREADS="1")
-    before, table, after = re.split(f"{gpu.BEGIN}|{gpu.END}", page.read_text())
-    assert (before, after) == tuple(re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())[::2])
-    first = {
-        row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")
-    }
+    before, table, after = parts_of(page)
+    first = set()
+    for row in table.splitlines():
+        if row.startswith("| "):
+            first.add(row.removeprefix("| ").partition(" | ")[0])
+    was = parts_of(PAGE)
+    assert (before, after) == (was[0], was[2])
     assert {*gpu.PARTS} - first == {"line"} and "tiny-glm4-moe.nvfp4-mtp-nvfp4" in first
     assert "**no**" not in table and "Taken on " in table
 
 
+def parts_of(page: Path) -> list[str]:
+    """What stands before the table, the table, and what stands after it."""
+    return re.split(f"{gpu.BEGIN}|{gpu.END}", page.read_text())
+
+
 def test_the_page_says_whether_figures_were_taken():
-    _, table, _ = re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())
+    _, table, _ = parts_of(PAGE)
     assert ("No figure has been taken on a GPU yet." in table) != ("Taken on " in table)
-    assert all(f"`{part}`" in PAGE.read_text() for part in gpu.PARTS)
-    assert all(name in PAGE.read_text() for name in carried())
+    for name in (*(f"`{part}`" for part in gpu.PARTS), *carried()):
+        assert name in PAGE.read_text()
 
 
 @cases
@@ -79,10 +86,8 @@ def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_pa
     """Holes in place of the noise, which would be 16 GB: the plan is that of the run on a GPU."""
     monkeypatch.setattr(gpu_models, "fill_with_noise", lambda *_: None)
     plan = gpu_models.wide_plan(model, tmp_path / "source", small=False)
-    experts = [
-        tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.role == "experts"
-    ]
-    assert {tensor.scheme for tensor in experts} == {"NVFP4"} and len(experts) == 3 * num_experts
+    experts = [t.scheme for t in plan.tensors if (t.part, t.role) == ("backbone", "experts")]
+    assert experts == ["NVFP4"] * 3 * num_experts
     assert plan.view.text_config["hidden_size"] == width and plan.view.num_layers == 1
     fitting = largest_batch_size(plan, 70 * 2**30, at_most=plan.recipe.calibration.samples)
     assert plan.recipe.calibration.batch_size <= fitting
@@ -90,27 +95,23 @@ def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_pa
 
 def installed_with(names: list[str]) -> set[str]:
     """These packages, and what pip installs with them."""
-    found, waiting = set(), [*names]
+    here = {normal(name) for names in packages_distributions().values() for name in names}
+    found = set()
+    waiting = [*names]
     while waiting:
-        name = waiting.pop().lower().replace("_", "-")
+        name = normal(waiting.pop())
         if name in found:
             continue
         found.add(name)
-        needs = map(Requirement, requires(name) or () if name in _here() else ())
-        waiting += [
-            each.name
-            for each in needs
-            if each.marker is None or each.marker.evaluate({"extra": ""})
-        ]
+        if name in here:
+            for needed in map(Requirement, requires(name) or ()):
+                if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                    waiting.append(needed.name)
     return found
 
 
-def _here() -> set[str]:
-    return {
-        name.lower().replace("_", "-")
-        for names in packages_distributions().values()
-        for name in names
-    }
+def normal(name: str) -> str:
+    return name.lower().replace("_", "-")
 
 
 def carried() -> list[str]:
@@ -121,7 +122,8 @@ def carried() -> list[str]:
 
 def guarded(folder: Path, allowed: set[str]) -> Path:
     """A Python that refuses to import what is installed here and would not be there."""
-    wrapper, guard = folder / "python", folder / "guard.py"
+    wrapper = folder / "python"
+    guard = folder / "guard.py"
     guard.write_text(
         f"""
 import runpy, sys
@@ -164,9 +166,8 @@ def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
         row = {"backbone": "source", "mtp": "source", "perplexity": 4.0, "acceptance": acceptance}
         sides.append(({"rows": [row]}, tmp_path / name))
     found = [row.measured for row in compared("line", *sides) if not row.met]
-    assert len(found) == len(red) and all(
-        part in each for part, each in zip(red, found, strict=True)
-    )
+    for part, measured in zip(red, found, strict=True):
+        assert part in measured
 
 
 # --- on a pretended GPU ---------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
 
 def test_the_parts_run_on_another_device_than_the_cpu(tmp_path):
     rows, off = in_a_child(on_pretended, tmp_path)
-    assert all(row.met for row in rows), [row for row in rows if not row.met]
+    assert not [row for row in rows if not row.met]
     assert {row.part for row in rows} == {"casts", "packed", "packing", "glm-4.5-air"}
     assert any(row.what == "peak memory" and "of what is planned" in row.measured for row in rows)
     assert [row.what for row in off] == [
@@ -199,5 +200,5 @@ def on_pretended(folder: Path) -> tuple[list[Figure], list[Figure]]:
             return made
 
         device_module._moved = moved
-        off = [row for row in casts(device.device, small=True) if row.part == "casts"]
-    return rows, [row for row in off if not row.met]
+        off = casts(device.device, small=True)
+    return rows, [row for row in off if row.part == "casts" and not row.met]

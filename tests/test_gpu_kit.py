@@ -50,7 +50,8 @@ def carried(tmp_path, monkeypatch) -> Path:
             archive.writestr(f"{name}/_C.so", library())
     project = (ROOT / "pyproject.toml").read_text()
     names = {*re.findall(r'"([\w-]+)(?:>=[\d.]+)?"[,\]]', project)} - {"vllm"}
-    has, kit = tmp_path / "has.json", tmp_path / "kit"
+    has = tmp_path / "has.json"
+    kit = tmp_path / "kit"
     has.write_text(json.dumps([{"name": name, "version": ""} for name in names]))
     own = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}
     words = ["0.33.0", "--out", kit, "--has", has, "--part-mb", "0.001"]

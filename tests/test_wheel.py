@@ -44,10 +44,13 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
     """The command of that environment, in a folder of its own. What a test writes there, later ones
     find.
     """
-    bin, folder = installed(extra), tmp_path_factory.mktemp("elsewhere")
+    bin = installed(extra)
+    folder = tmp_path_factory.mktemp("elsewhere")
 
     def run(words: str, *, calibrates: bool = False) -> subprocess.CompletedProcess[str]:
-        start = [bin / "python", *IN_F32] if calibrates else [bin / "keepmtp"]
+        start = [bin / "keepmtp"]
+        if calibrates:
+            start = [bin / "python", *IN_F32]
         done = captured(
             [*start, *words.split()],
             cwd=folder,
@@ -115,12 +118,10 @@ def test_each_row_of_the_readme_installs_what_its_verbs_need(keepmtp, extra):
     assert {verb for verbs, _ in rows for verb in re.findall("`([^`]+)`", verbs)} == STARTED.keys()
     for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
         calibrates = (verb, extra) == ("quantize", "calibrate")
-        done = keepmtp(
-            "quantize tiny-glm4-moe.nvfp4-mtp-auto"
-            if calibrates
-            else STARTED[verb].replace("MODEL", MODEL),
-            calibrates=calibrates,
-        )
+        line = STARTED[verb].replace("MODEL", MODEL)
+        if calibrates:
+            line = "quantize tiny-glm4-moe.nvfp4-mtp-auto"
+        done = keepmtp(line, calibrates=calibrates)
         assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, verb
         assert extra or not done.returncode, done.stderr
 
@@ -167,7 +168,9 @@ def test_the_page_of_a_check(keepmtp, extra):
 
 def test_serving_and_scoring(keepmtp, extra):
     """Only what stops before a server: nobody has a vLLM here."""
-    lacks = NO_VLLM if extra else "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
+    lacks = "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
+    if extra:
+        lacks = NO_VLLM
     assert lacks in keepmtp(f"serve-check {MODEL} --source none").stderr
     if extra != "evaluate":
         refused(keepmtp(f"eval {MODEL}"), install="evaluate")

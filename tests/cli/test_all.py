@@ -76,7 +76,8 @@ def test_words_for_vllm_reach_it_through_make(target):
 def test_other_gates_do_not_make_another_checkpoint(place):
     """They judge the bytes and change none; another scheme does."""
     text = (place / "made" / "recipe.yaml").read_text()
-    recipe, words = place / "recipe.yaml", "all recipe.yaml --scheme W8A16 --out made --dry-run"
+    recipe = place / "recipe.yaml"
+    words = "all recipe.yaml --scheme W8A16 --out made --dry-run"
     recipe.write_text(text + "gates:\n  max_drop: 0.05\n")
     ran(words, cwd=place)
     recipe.write_text(text.replace("dense_mlp: FP8_BLOCK", "dense_mlp: bf16"))

@@ -63,7 +63,8 @@ def within_the_schemes_error(plan: Plan, out: Path) -> None:
     """
     config = json_of(out / "config.json")["quantization_config"]
     groups = [group["weights"] for group in config["config_groups"].values()]
-    source, stored = weights_of(plan.source.folder), weights_of(out)
+    source = weights_of(plan.source.folder)
+    stored = weights_of(out)
     quantized = [tensor for tensor in plan.tensors if tensor.fate == "quantize"]
     assert len(quantized) > 5
     for tensor in quantized:
@@ -81,7 +82,8 @@ def test_weights_decompress_to_within_the_schemes_error(default):
 
 def test_mtp_block_is_the_sources_byte_for_byte(default):
     plan, out = default
-    source, written = weights_of(plan.source.folder), weights_of(out)
+    source = weights_of(plan.source.folder)
+    written = weights_of(out)
     names = [tensor.name for tensor in plan.tensors if tensor.part == "mtp"]
     assert len(names) > 10
     for name in names:
@@ -119,7 +121,8 @@ def test_backbone_computes_what_the_source_computes(default):
     close.
     """
     plan, out = default
-    before, after = logits_of(plan.source.folder), logits_of(out)
+    before = logits_of(plan.source.folder)
+    after = logits_of(out)
     similarity = torch.cosine_similarity(before, after, dim=-1)
     assert similarity.min() > 0.9 and similarity.mean() > 0.99, similarity
     assert (before.argmax(-1) == after.argmax(-1)).float().mean() > 0.9

@@ -57,7 +57,8 @@ def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_r
     back.
     """
     source = open_source(str(GLM.with_name(f"tiny-{model}")))
-    vllm, cached = replace(CPU, build=build), Evaluation(prefix_caching=True)
+    vllm = replace(CPU, build=build)
+    cached = Evaluation(prefix_caching=True)
     tasks.refuse_prefix_caching(source, Evaluation(), vllm)
     says = "tiny-qwen3_5: on a CPU vLLM 0.32 cannot combine prefix caching with"
     with pytest.raises(RecipeError, match=says) if is_refused else nullcontext():

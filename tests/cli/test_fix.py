@@ -37,7 +37,9 @@ def fix(monkeypatch, capsys) -> Callable[..., str]:
             main()
         out, err = capsys.readouterr()
         assert (ended.value.code or 0) == status, out + err
-        return err if status == 2 else out
+        if status == 2:
+            return err
+        return out
 
     return run
 

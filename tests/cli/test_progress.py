@@ -123,8 +123,10 @@ GIB = 2**30
 
 def test_a_log_of_bytes_has_a_line_each_half_minute():
     """A terabyte at a steady rate over an hour, one GiB at a time; and a line at the end, once."""
-    now, total = [0.0], 1000 * GIB
-    paced, lines = Paced(lambda: now[0], first_after=30.0), []
+    now = [0.0]
+    total = 1000 * GIB
+    paced = Paced(lambda: now[0], first_after=30.0)
+    lines = []
     for done in [*range(GIB, total + GIB, GIB), total]:
         now[0] += 3.6
         if paced.is_due(done, total):

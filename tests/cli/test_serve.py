@@ -60,7 +60,8 @@ class Served:
 
     def ask(self, times: int) -> "Served":
         """Once it is healthy."""
-        deadline, body = time.monotonic() + 120, {"model": str(GLM), "prompt": "x"}
+        deadline = time.monotonic() + 120
+        body = {"model": str(GLM), "prompt": "x"}
         while times:
             assert self.process.poll() is None, self.process.communicate()
             try:

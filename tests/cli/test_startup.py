@@ -32,7 +32,8 @@ finally:
 
 def loaded(words: str) -> tuple[set[str], str]:
     """The modules that a command has loaded, and what it said on 80 columns."""
-    line, narrow = [sys.executable, "-c", HARNESS, *words.split()], os.environ | {"COLUMNS": "80"}
+    line = [sys.executable, "-c", HARNESS, *words.split()]
+    narrow = os.environ | {"COLUMNS": "80"}
     done = subprocess.run(line, capture_output=True, text=True, env=narrow)
     return {*json.loads(done.stderr.splitlines()[-1])}, done.stdout
 

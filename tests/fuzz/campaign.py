@@ -132,7 +132,9 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(kinds.KINDS), help="these alone, with commas")
     given = parser.parse_args()
     fresh = random.SystemRandom().randrange(2**32)
-    seed = int(os.environ.get("KEEPMTP_FUZZ_SEED") or fresh) if given.seed is None else given.seed
+    seed = given.seed
+    if given.seed is None:
+        seed = int(os.environ.get("KEEPMTP_FUZZ_SEED") or fresh)
     with tempfile.TemporaryDirectory(prefix="keepmtp-fuzz-") as scratch:
         python = verbs.no_server(Path(scratch) / "python")
         os.environ |= {"HOME": scratch, "TMPDIR": scratch, "VLLM_PYTHON": str(python)}

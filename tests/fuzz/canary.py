@@ -30,8 +30,12 @@ def seen(room: Path) -> dict[str, object]:
             path = os.path.join(where, name)
             state = os.lstat(path)
             is_folder = name in folders and not os.path.islink(path)
-            link = os.readlink(path) if os.path.islink(path) else ""
-            content = () if is_folder else (state.st_ino, state.st_size, state.st_mtime_ns)
+            link = ""
+            if os.path.islink(path):
+                link = os.readlink(path)
+            content = (state.st_ino, state.st_size, state.st_mtime_ns)
+            if is_folder:
+                content = ()
             found[os.path.relpath(path, room)] = (state.st_mode, link, *content)
     return found
 

@@ -44,7 +44,9 @@ class Case:
     def __str__(self) -> str:
         """The case in words, enough to make it by hand."""
         changes = "; ".join(edit.says for edit in self.edits) or "nothing changed"
-        named = "" if self.name == "in" else f", called {self.name!a},"
+        named = f", called {self.name!a},"
+        if self.name == "in":
+            named = ""
         return (
             f"[{self.kind}] keepmtp {' '.join(self.words)} on {self.base!r}{named} where {changes}"
         )

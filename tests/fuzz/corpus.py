@@ -73,7 +73,9 @@ def folder(name: str) -> Path:
 
 def checkpoint_in(name: str) -> str:
     """The checkpoint's own folder where its results lie beside it."""
-    return "NAME" if name == MEASURED else "."
+    if name == MEASURED:
+        return "NAME"
+    return "."
 
 
 def pick(rng: Random, *, quantized: bool = False) -> str:
@@ -100,7 +102,11 @@ def model_of(name: str) -> str:
     if name in REAL:
         return name
     model = name.removeprefix("released ")
-    return model if model in releases.MODELS else "glm-4.7" if name.startswith("glm ") else ""
+    if model in releases.MODELS:
+        return model
+    if name.startswith("glm "):
+        return "glm-4.7"
+    return ""
 
 
 def _recipe(path: Path, name: str) -> Path:

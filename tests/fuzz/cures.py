@@ -45,7 +45,8 @@ def _case(rng: Random, make: Callable[[Random, str], Edit]) -> Case:
         )
     )
     end = rng.choice(("--dry-run", "--dry-run --json", *["--out {}.out --static-only"] * 6))
-    words, made = tuple(f"{line} {end}".split()), some(rng, lambda: make(rng, where))
+    words = tuple(f"{line} {end}".split())
+    made = some(rng, lambda: make(rng, where))
     return Case(base=base, edits=made, words=words, reads_weights=False, also=kept_values)
 
 
@@ -60,7 +61,8 @@ def names_for_cures(rng: Random) -> Case:
 
 
 def _link(rng: Random, where: str) -> Edit:
-    name, target = _mostly(rng, ODD["links"], 3), _mostly(rng, ODD["targets"], 6)
+    name = _mostly(rng, ODD["links"], 3)
+    target = _mostly(rng, ODD["targets"], 6)
 
     def do(folder: Path) -> None:
         path = folder / where / name
@@ -104,16 +106,17 @@ def _at(names: list[str], place: float) -> str:
 
 def _odd_shard(rng: Random, where: str) -> Edit:
     """One shard, and its lines in the index, have another name."""
-    name, place = rng.choice((_odd_name(rng), "../x", "sub/x", "model", "mtp_copies")), rng.random()
+    name = rng.choice((_odd_name(rng), "../x", "sub/x", "model", "mtp_copies"))
+    place = rng.random()
 
     def do(folder: Path) -> None:
         path = folder / where / INDEX
         tree = json_of(path)
         old = _at(sorted(set(tree["weight_map"].values())), place)
         new = f"{name}.safetensors"
-        tree["weight_map"] = {
-            tensor: new if file == old else file for tensor, file in tree["weight_map"].items()
-        }
+        for tensor, file in tree["weight_map"].items():
+            if file == old:
+                tree["weight_map"][tensor] = new
         edits.replace(path, json.dumps(tree).encode())
         (folder / where / new).parent.mkdir(exist_ok=True)
         (folder / where / old).rename(folder / where / new)
@@ -123,10 +126,8 @@ def _odd_shard(rng: Random, where: str) -> Edit:
 
 def _odd_tensor(rng: Random, where: str) -> Edit:
     """A tensor has another name, in its shard and in the index; its bytes stay."""
-    new, place = (
-        rng.choice((*edits.NAMES, "model.layers.0.self_attn.q_proj.k_scale", "lm_head.bias")),
-        rng.random(),
-    )
+    new = rng.choice((*edits.NAMES, "model.layers.0.self_attn.q_proj.k_scale", "lm_head.bias"))
+    place = rng.random()
 
     def do(folder: Path) -> None:
         path = folder / where / INDEX
@@ -167,6 +168,7 @@ def kept_values(case: Case, folder: Path, status: int) -> list[str]:
     out = Path(f"{folder}.out")
     if status or case.words[0] == "quantize" or not out.is_dir():
         return []
-    made, had = read(out), read(folder / case.words[1].removeprefix("{}").strip("/"))
+    made = read(out)
+    had = read(folder / case.words[1].removeprefix("{}").strip("/"))
     both = sorted(name for name in made.keys() & had.keys() if made[name][:2] == had[name][:2])
     return [f"other values in {name!a}" for name in both if made[name] != had[name]][:3]

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from dataclasses import dataclass
@@ -61,7 +62,9 @@ def value(rng: Random) -> Any:
 
 def shown(given: Any) -> str:
     text = ascii(given)
-    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+    if len(text) <= 60:
+        return text
+    return f"{text[:50]}... ({len(text)} characters)"
 
 
 # --- files and bytes ------------------------------------------------------------------------------
@@ -83,18 +86,21 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def on_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
-    return Edit(
-        f"{file}: {says}",
-        lambda folder: replace(folder / file, change(regular(folder / file).read_bytes())),
-    )
+    def do(folder: Path) -> None:
+        path = folder / file
+        replace(path, change(regular(path).read_bytes()))
+
+    return Edit(f"{file}: {says}", do)
 
 
 def mangled(rng: Random, file: str, length: int) -> Edit:
     """A change that knows nothing of what the bytes mean."""
-    at, byte = rng.randrange(max(length, 1)), rng.randrange(256)
+    at = rng.randrange(max(length, 1))
+    byte = rng.randrange(256)
     encoding = rng.choice(("utf-16", "utf-16-le", "utf-32", "utf-8-sig"))
     raws = (b"", b"null", b"[]", b"1" * 5000, b"[" * 100_000, b'{"a":' * 100_000 + b"1" * 9)
-    other, more = rng.choice(raws), rng.choice((bytes(9), b'"\xe9'))
+    other = rng.choice(raws)
+    more = rng.choice((bytes(9), b'"\xe9'))
     ways = (
         (f"byte {at} is {byte}", lambda raw: raw[:at] + bytes([byte]) + raw[at + 1 :]),
         (f"cut after {at} bytes", lambda raw: raw[:at]),
@@ -151,9 +157,10 @@ def places(tree: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a tree, without the root's."""
     if isinstance(tree, list):
         tree = dict(enumerate(tree))
-    for key, child in tree.items() if isinstance(tree, dict) else ():
-        yield (*under, key)
-        yield from places(child, (*under, key))
+    if isinstance(tree, dict):
+        for key, child in tree.items():
+            yield (*under, key)
+            yield from places(child, (*under, key))
 
 
 def on_tree(file: str, says: str, change: Callable[[Any], Any], *, header: bool = False) -> Edit:
@@ -163,12 +170,38 @@ def on_tree(file: str, says: str, change: Callable[[Any], Any], *, header: bool 
 
     def do(folder: Path) -> None:
         path = folder / file
-        tree = read_header(path)[0] if header else json_of(regular(path))
+        if header:
+            tree, _ = read_header(path)
+            write = write_shard
+        else:
+            tree = json_of(regular(path))
+            write = replace
         changed = change(tree)
-        raw = text_of(tree if changed is None else changed).encode()
-        (write_shard if header else replace)(path, raw)
+        if changed is None:
+            changed = tree
+        write(path, text_of(changed).encode())
 
-    return Edit(f"{file}: {'header: ' * header}{says}", do)
+    where = file
+    if header:
+        where = f"{file}: header"
+    return Edit(f"{where}: {says}", do)
+
+
+def at(tree: Any, place: tuple[Any, ...]) -> Any:
+    """The value at the end of a path."""
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def put(file: str, place: tuple[Any, ...], new: Any, *, header: bool = False) -> Edit:
+    """A value of the tree, or of a shard's header, is this one, which may be there or not."""
+
+    def do(tree: Any) -> None:
+        at(tree, place[:-1])[place[-1]] = new
+
+    where = ".".join(str(key) for key in place)
+    return on_tree(file, f"{where[:80]} = {shown(new)}", do, header=header)
 
 
 def grafted(
@@ -181,26 +214,33 @@ def grafted(
     if not found:
         return on_bytes(file, "null", lambda raw: b"null")
     # Deep trees have most of their values in few lists; each depth gets its share.
-    depth = rng.choice(sorted({len(place) for place in found}))
-    place = rng.choice([each for each in found if len(each) == depth])
-    new, name = value(rng), rng.choice(NAMES)
+    by_depth: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
+    for place in found:
+        by_depth[len(place)].append(place)
+    place = rng.choice(by_depth[rng.choice(sorted(by_depth))])
+    new = value(rng)
+    name = rng.choice(NAMES)
     how = rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename"))
 
     def change(tree: Any) -> None:
-        holder = tree
-        for key in place[:-1]:
-            holder = holder[key]
-        old, key = holder.pop(place[-1]), place[-1]
+        holder = at(tree, place[:-1])
+        old = holder.pop(place[-1])
+        key = place[-1]
         if how == "remove":
             return
         put = {"set": new, "wrap": [old], "rename": old}[how]
         if isinstance(holder, list):
             holder.insert(key, put)
+        elif how == "rename":
+            holder[name] = put
         else:
-            holder[name if how == "rename" else key] = put
+            holder[key] = put
 
-    says = f"{'.'.join(map(str, place))[:80]} {how} {shown(name if how == 'rename' else new)}"
-    return on_tree(file, says, change, header=header)
+    to = shown(new)
+    if how == "rename":
+        to = shown(name)
+    where = ".".join(str(key) for key in place)
+    return on_tree(file, f"{where[:80]} {how} {to}", change, header=header)
 
 
 def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
@@ -213,9 +253,8 @@ def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
         inner.do(folder)
         changed = (folder / "row").read_bytes()
         (folder / "row").unlink()
-        lines = [
-            changed if number == at else json.dumps(row).encode() for number, row in enumerate(rows)
-        ]
+        lines = [json.dumps(row).encode() for row in rows]
+        lines[at] = changed
         replace(folder / file, b"\n".join(lines))
 
     return Edit(f"{file}: line {at + 1}, {inner.says}", do)
@@ -223,15 +262,15 @@ def grafted_line(rng: Random, file: str, rows: list[Any]) -> Edit:
 
 def spoilt(rng: Random, folder: Path, file: str, *, under: tuple[Any, ...] = ()) -> Edit:
     """One file is another: no file, other bytes, or, of JSON and of JSON lines, one other value."""
-    path, way = folder / file, rng.random()
+    path = folder / file
+    way = rng.random()
     if way < 0.12 or not path.is_file():
         return no_file(rng, file)
     if path.suffix == ".json" and way < 0.9 and path.stat().st_size < 10**6:
         return grafted(rng, file, json_of(path), under=under)
     if path.suffix == ".jsonl" and way < 0.9:
-        return grafted_line(
-            rng, file, [json.loads(line) for line in path.read_text().splitlines()[:40]]
-        )
+        rows = [json.loads(line) for line in path.read_text().splitlines()[:40]]
+        return grafted_line(rng, file, rows)
     return mangled(rng, file, path.stat().st_size)
 
 
@@ -254,5 +293,7 @@ def write_shard(path: Path, header: bytes, *, length: int | None = None) -> None
         size = path.stat().st_size - start
     except UNEDITABLE:
         size = 0
-    replace(path, struct.pack("<Q", len(header) if length is None else length) + header)
+    if length is None:
+        length = len(header)
+    replace(path, struct.pack("<Q", length) + header)
     os.truncate(path, path.stat().st_size + size)

@@ -23,7 +23,9 @@ from pathlib import Path
 
 from edits import UNEDITABLE, regular
 
-SECONDS, MORE_BYTES, MOST_PRINTED = 10, 2**30, 2_000_000
+SECONDS = 10
+MORE_BYTES = 2**30
+MOST_PRINTED = 2_000_000
 WALL_SECONDS = 30
 """A busy machine may take longer than SECONDS of processor time; a call that waits for ever is
 stopped by this.
@@ -61,11 +63,14 @@ def judged(
             _child(words, call, out.fileno(), err.fileno())
         waited = os.waitpid(pid, 0)[1]
         _end_group(pid)
-        printed, said = (_text(file.fileno()) for file in (out, err))
+        printed = _text(out.fileno())
+        said = _text(err.fileno())
     status = os.waitstatus_to_exitcode(waited)
     faults = [*_of_status(status), *_of_text(printed + said, status)]
-    if status == 0 and reads_weights and (why := refused(folder)):
-        faults.append(f"false pass: {why}")
+    if status == 0 and reads_weights:
+        why = refused(folder)
+        if why:
+            faults.append(f"false pass: {why}")
     return Verdict(status=status, faults=tuple(faults), printed=printed[-3000:] + said[-6000:])
 
 
@@ -79,7 +84,8 @@ def refused(folder: Path) -> str:
         if not isinstance(json.loads(regular(folder / "config.json").read_text("utf-8")), dict):
             return "config.json is no object"
         names = [path.name for path in folder.glob("*.safetensors")]
-        if (index := folder / "model.safetensors.index.json").is_file():
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
             names = {*json.loads(regular(index).read_text("utf-8"))["weight_map"].values()}
         for name in names:
             if not stat.S_ISREG((folder / name).stat().st_mode):
@@ -96,7 +102,9 @@ def _of_status(status: int) -> list[str]:
         return ["hang"]
     if status < 0:
         return [f"killed by {signal.Signals(-status).name}"]
-    return [] if status in STATUSES else [f"status {status}"]
+    if status in STATUSES:
+        return []
+    return [f"status {status}"]
 
 
 def _of_text(text: str, status: int) -> list[str]:
@@ -122,7 +130,9 @@ def _crash(text: str) -> str:
     lines = re.findall(
         r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cure|cli)/[^"]*)", line (\d+)', text
     )
-    at = ":".join(lines[-1]) if lines else "?"
+    at = "?"
+    if lines:
+        at = ":".join(lines[-1])
     return f"traceback: {last[:150]} at {at}"
 
 
@@ -150,7 +160,11 @@ def _child(words: tuple[str, ...], call: Callable[[], None], out: int, err: int)
 def _status_of(error: BaseException | None) -> int:
     """The exit status that Python would give, but a crash has one of its own."""
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        code = 1
+        if error.code is None:
+            code = 0
+        elif isinstance(error.code, int):
+            code = error.code
     elif error is None:
         code = 0
     else:

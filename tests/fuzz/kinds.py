@@ -10,7 +10,7 @@ must not ask what other cases did.
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,7 +32,8 @@ INDEX = "model.safetensors.index.json"
 
 def make(seed: int, number: int) -> Case:
     """The case of this number."""
-    rng, kind = Random(f"{seed} {number}"), kind_of(number)
+    rng = Random(f"{seed} {number}")
+    kind = kind_of(number)
     return replace(KINDS[kind](rng), kind=kind)
 
 
@@ -44,77 +45,89 @@ def kind_of(number: int) -> str:
 def checkpoint_words(rng: Random, base: str) -> tuple[str, ...]:
     """A verb that reads a checkpoint."""
     model = corpus.model_of(base)
-    ways = [*ODD["on_checkpoint"], *(ODD["on_model"] if model else ())]
+    ways = list(ODD["on_checkpoint"])
+    if model:
+        ways += ODD["on_model"]
     if base in corpus.REAL:
         ways.append("quantize MODEL --source {} --out {}.out")
     return tuple(rng.choice(ways).replace("MODEL", model).split())
 
 
-def _on_checkpoint(rng: Random, base: str, make_edit: Callable[[Path], Edit]) -> Case:
-    folder = corpus.folder(base)
-    made = some(rng, lambda: make_edit(folder))
-    return Case(base=base, edits=made, words=checkpoint_words(rng, base))
+def _on_checkpoint(edit: "OnFolder", pick: Callable[[Random], str]) -> Callable[[Random], Case]:
+    """A kind: some such edits of a checkpoint, and a verb that reads it."""
+
+    @wraps(edit)
+    def kind(rng: Random) -> Case:
+        base = pick(rng)
+        folder = corpus.folder(base)
+        made = some(rng, lambda: edit(rng, folder))
+        return Case(base=base, edits=made, words=checkpoint_words(rng, base))
+
+    return kind
+
+
+OnFolder = Callable[[Random, Path], Edit]
+of_any = partial(_on_checkpoint, pick=corpus.pick)
+of_quantized = partial(_on_checkpoint, pick=partial(corpus.pick, quantized=True))
+of_modelopt = partial(_on_checkpoint, pick=lambda rng: corpus.MODELOPT_FILE)
 
 
 # --- weights --------------------------------------------------------------------------------------
 
 
-def header_bytes(rng: Random) -> Case:
+@of_any
+def header_bytes(rng: Random, folder: Path) -> Edit:
     """Headers whose bytes are wrong: flipped, cut, in another encoding, with another length."""
+    file = _shard(rng, folder)
+    way = rng.random()
+    _, start = edits.read_header(folder / file)
+    if way < 0.35:
+        return _inside_header(file, edits.mangled(rng, file, start - 8))
+    if way < 0.5:
+        return edits.mangled(rng, file, start)
+    length = rng.choice(ODD["lengths"])
 
-    def edit(folder: Path) -> Edit:
-        file, way = _shard(rng, folder), rng.random()
-        _, start = edits.read_header(folder / file)
-        if way < 0.35:
-            return _inside_header(file, edits.mangled(rng, file, start - 8))
-        if way < 0.5:
-            return edits.mangled(rng, file, start)
-        length = rng.choice(ODD["lengths"])
+    def relength(folder: Path) -> None:
+        tree, _ = edits.read_header(folder / file)
+        edits.write_shard(folder / file, json.dumps(tree).encode(), length=length)
 
-        def relength(folder: Path) -> None:
-            tree, _ = edits.read_header(folder / file)
-            edits.write_shard(folder / file, json.dumps(tree).encode(), length=length)
-
-        return Edit(f"{file}: length field {length}", relength)
-
-    return _on_checkpoint(rng, corpus.pick(rng), edit)
+    return Edit(f"{file}: length field {length}", relength)
 
 
-def header_tree(rng: Random) -> Case:
+@of_any
+def header_tree(rng: Random, folder: Path) -> Edit:
     """Headers that are JSON and wrong: types, dtypes, shapes, offsets, names, metadata,
     duplicates.
     """
-    return _on_checkpoint(
-        rng, corpus.pick(rng), lambda folder: _header_edit(rng, folder, _shard(rng, folder))
-    )
-
-
-def _header_edit(rng: Random, folder: Path, file: str) -> Edit:
+    file = _shard(rng, folder)
     tree, _ = edits.read_header(folder / file)
     names = [name for name in tree if name != "__metadata__"] or [""]
-    one, many = rng.choice(names), rng.choice((1000, 200_000))
+    one = rng.choice(names)
+    many = rng.choice((1000, 200_000))
     if rng.random() < 0.5:
         return edits.grafted(rng, file, {one: tree.get(one)}, header=True)
+    if rng.random() < 0.1:
+        return Edit(f"{file}: header has a key twice", lambda folder: _twice(folder / file))
     key = rng.choice(list(ODD["header"]))
     more = {"dtype": "x" * 10_000, "shape": [1] * 2000}
     new = rng.choice([*ODD["header"][key], more.get(key)])
-    metadata, twin = (
-        rng.choice(ODD["metadata"]),
-        {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]},
-    )
+    metadata = rng.choice(ODD["metadata"])
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     ways = (
-        (f"{key} {edits.shown(new)}", lambda tree: tree[one].update({key: new})),
-        (f"metadata {edits.shown(metadata)}", lambda tree: tree.update(__metadata__=metadata)),
         ("offsets one byte later", lambda tree: _shift(tree[one], 1, 1)),
         ("offsets one byte longer", lambda tree: _shift(tree[one], 0, 1)),
-        ("one tensor's offsets for two", lambda tree: tree.update({f"{one}.twin": tree[one]})),
         ("half the shape", lambda tree: tree[one].update(shape=tree[one]["shape"][1:])),
         ("no tensors", lambda tree: {}),
-        (f"{many} empty tensors", lambda tree: tree.update({f"e.{n}": twin for n in range(many)})),
+        (f"{many} empty tensors", lambda tree: tree.update({f"e.{n}": empty for n in range(many)})),
     )
-    if rng.random() < 0.1:
-        return Edit(f"{file}: header has a key twice", lambda folder: _twice(folder / file))
-    return edits.on_tree(file, *rng.choice(ways), header=True)
+    of_tree = edits.on_tree(file, *rng.choice(ways), header=True)
+    values = (
+        edits.put(file, (one, key), new, header=True),
+        edits.put(file, ("__metadata__",), metadata, header=True),
+        # One tensor's offsets for two.
+        edits.put(file, (f"{one}.twin",), tree.get(one), header=True),
+    )
+    return rng.choice((*values, *[of_tree] * len(ways)))
 
 
 def _shift(entry: Any, start: int, end: int) -> None:
@@ -148,98 +161,68 @@ def _shard(rng: Random, folder: Path) -> str:
 # --- JSON files of a checkpoint -------------------------------------------------------------------
 
 
-def index(rng: Random) -> Case:
+@of_any
+def index(rng: Random, folder: Path) -> Edit:
     """The index: wrong types, files outside the folder, missing ones, wrong bytes."""
-    paths = (*ODD["shards"], "x" * 5000)
-
-    def edit(folder: Path) -> Edit:
-        path, name = rng.choice(paths), rng.choice(edits.NAMES)
-        if rng.random() < 0.4:
-            says = f"a tensor in {edits.shown(path)}"
-            return edits.on_tree(INDEX, says, lambda tree: tree["weight_map"].update({name: path}))
-        return edits.spoilt(rng, folder, INDEX)
-
-    return _on_checkpoint(rng, corpus.pick(rng), edit)
+    path = rng.choice((*ODD["shards"], "x" * 5000))
+    name = rng.choice(edits.NAMES)
+    if rng.random() < 0.4:
+        return edits.put(INDEX, ("weight_map", name), path)
+    return edits.spoilt(rng, folder, INDEX)
 
 
-def config(rng: Random) -> Case:
+@of_any
+def config(rng: Random, folder: Path) -> Edit:
     """Every key of config.json: null, other types, numbers out of range, deep trees."""
-    return _on_checkpoint(
-        rng, corpus.pick(rng), lambda folder: edits.spoilt(rng, folder, "config.json")
-    )
+    return edits.spoilt(rng, folder, "config.json")
 
 
-def quantization(rng: Random) -> Case:
+@of_quantized
+def quantization(rng: Random, folder: Path) -> Edit:
     """quantization_config of every dialect."""
-    spoilt = partial(edits.spoilt, rng, file="config.json", under=("quantization_config",))
-    return _on_checkpoint(rng, corpus.pick(rng, quantized=True), spoilt)
+    return edits.spoilt(rng, folder, "config.json", under=("quantization_config",))
 
 
-def modelopt_file(rng: Random) -> Case:
+@of_modelopt
+def modelopt_file(rng: Random, folder: Path) -> Edit:
     """hf_quant_config.json."""
-    return _on_checkpoint(
-        rng, corpus.MODELOPT_FILE, partial(edits.spoilt, rng, file="hf_quant_config.json")
-    )
+    return edits.spoilt(rng, folder, "hf_quant_config.json")
 
 
-def counts(rng: Random) -> Case:
+@of_any
+def counts(rng: Random, folder: Path) -> Edit:
     """The numbers of config.json that something is counted by."""
-
-    def edit(folder: Path) -> Edit:
-        tree = json_of(folder / "config.json")
-        place = rng.choice(
-            [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
-        )
-        return _on_place(
-            "config.json", place, "=", rng.choice(ODD["numbers"]), lambda old, new: new
-        )
-
-    return _on_checkpoint(rng, corpus.pick(rng), edit)
+    tree = json_of(folder / "config.json")
+    numbers = [place for place in edits.places(tree) if isinstance(edits.at(tree, place), int)]
+    return edits.put("config.json", rng.choice(numbers), rng.choice(ODD["numbers"]))
 
 
-def regexes(rng: Random) -> Case:
+@of_quantized
+def regexes(rng: Random, folder: Path) -> Edit:
     """Patterns of a stranger, in every list of names."""
+    tree = json_of(folder / "config.json").get("quantization_config", {})
+    lists = [place for place in edits.places(tree) if isinstance(edits.at(tree, place), list)]
+    pattern = rng.choice(edits.REGEXES)
+    *above, last = rng.choice([*lists, ("ignore",)])
+    if rng.random() >= 0.8:
+        pattern = pattern.removeprefix("re:")
 
-    def edit(folder: Path) -> Edit:
-        tree = json_of(folder / "config.json").get("quantization_config", {})
-        lists = [place for place in edits.places(tree) if isinstance(_at(tree, place), list)]
-        pattern, place = rng.choice(edits.REGEXES), rng.choice([*lists, ("ignore",)])
-        pattern = pattern if rng.random() < 0.8 else pattern.removeprefix("re:")
-        place = ("quantization_config", *place)
-        return _on_place("config.json", place, "has", pattern, lambda old, new: [*(old or []), new])
-
-    return _on_checkpoint(rng, corpus.pick(rng, quantized=True), edit)
-
-
-def _on_place(
-    file: str, place: tuple[Any, ...], how: str, new: Any, change: Callable[[Any, Any], Any]
-) -> Edit:
     def do(tree: Any) -> None:
-        holder = _at(tree, place[:-1])
-        old = holder.get(place[-1]) if isinstance(holder, dict) else holder[place[-1]]
-        holder[place[-1]] = change(old, new)
+        holder = edits.at(tree, ("quantization_config", *above))
+        old = None
+        if isinstance(holder, list) or last in holder:
+            old = holder[last]
+        holder[last] = [*(old or []), pattern]
 
-    return edits.on_tree(file, f"{'.'.join(map(str, place))} {how} {edits.shown(new)}", do)
-
-
-def _at(tree: Any, place: tuple[Any, ...]) -> Any:
-    for key in place:
-        tree = tree[key]
-    return tree
+    return edits.on_tree("config.json", f"{last} has {edits.shown(pattern)}", do)
 
 
-def files(rng: Random) -> Case:
+@of_any
+def files(rng: Random, folder: Path) -> Edit:
     """A file of the checkpoint is a FIFO, a folder, a link that ends nowhere, a device."""
-
-    def edit(folder: Path) -> Edit:
-        wanted = {path.name for path in folder.iterdir()} | {
-            "hf_quant_config.json",
-            "README.md",
-            "tokenizer.json",
-        }
-        return edits.no_file(rng, rng.choice(sorted(wanted)))
-
-    return _on_checkpoint(rng, corpus.pick(rng), edit)
+    names = {path.name for path in folder.iterdir()}
+    names |= {"hf_quant_config.json", "README.md", "tokenizer.json"}
+    return edits.no_file(rng, rng.choice(sorted(names)))
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -312,9 +295,11 @@ def command_line(rng: Random) -> Case:
     numbers.
     """
     base = rng.choice(corpus.REAL)
-    names = (name for name in edits.NAMES if not {"\x00", "\ud800"} & set(name))
+    # No shell can type the others.
+    names = [name for name in edits.NAMES if "\x00" not in name and "\ud800" not in name]
     odd = {"ODD": rng.choice([*ODD["missing"], *names]), "MODEL": base}
-    words = tuple(odd.get(word, word) for word in rng.choice(ODD["with_odd_words"]).split())
+    line = rng.choice(ODD["with_odd_words"]).split()
+    words = tuple(odd.get(word, word) for word in line)
     return Case(base=base, edits=(), words=words, reads_weights=False)
 
 
@@ -323,37 +308,35 @@ def broken_for_cures(rng: Random) -> Case:
     return cures.written(rng, (header_tree, index, config, counts, quantization, regexes, files))
 
 
-KINDS = {
-    each.__name__.replace("_", " "): each
-    for each in (
-        header_bytes,
-        header_tree,
-        index,
-        config,
-        counts,
-        quantization,
-        regexes,
-        modelopt_file,
-        files,
-        recipe_tree,
-        recipe_text,
-        command_line,
-        verbs.logs,
-        verbs.prompt_files,
-        verbs.texts,
-        verbs.rows,
-        verbs.names,
-        verbs.companions,
-        verbs.results,
-        verbs.init,
-        verbs.tokenizers,
-        verbs.answers,
-        broken_for_cures,
-        cures.links_for_cures,
-        cures.names_for_cures,
-        planted.planted,
-        planted.changing,
-        wheels.wheels,
-        sealed.sealed,
-    )
-}
+_KINDS = (
+    header_bytes,
+    header_tree,
+    index,
+    config,
+    counts,
+    quantization,
+    regexes,
+    modelopt_file,
+    files,
+    recipe_tree,
+    recipe_text,
+    command_line,
+    verbs.logs,
+    verbs.prompt_files,
+    verbs.texts,
+    verbs.rows,
+    verbs.names,
+    verbs.companions,
+    verbs.results,
+    verbs.init,
+    verbs.tokenizers,
+    verbs.answers,
+    broken_for_cures,
+    cures.links_for_cures,
+    cures.names_for_cures,
+    planted.planted,
+    planted.changing,
+    wheels.wheels,
+    sealed.sealed,
+)
+KINDS = {kind.__name__.replace("_", " "): kind for kind in _KINDS}

@@ -47,7 +47,8 @@ def case(rng: Random, line: str, edit: Edit, **named: Any) -> Case:
 
 def plant(place: str, thing: str) -> Edit:
     def do(folder: Path) -> None:
-        path, beside = Path(f"{folder}{place}"), folder.parent / "beside"
+        path = Path(f"{folder}{place}")
+        beside = folder.parent / "beside"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.rename(beside / "was")

@@ -13,11 +13,11 @@ from keepmtp.validate.dryload.versions import cache_folder, chosen_vllms
 from tables import spelled
 from wheels import ABOUT, GOOD, NOTED, WHEEL, listed, zipped
 
-WHOLE, PLAIN, SAYS = "must be a whole wheel", "must be stored or deflated", "must say which version"
-MOST, BUILDS = (
-    "at most 0.2 GiB in 20,000 files; got ",
-    "must build models for a pretended sm90; got ",
-)
+WHOLE = "must be a whole wheel"
+PLAIN = "must be stored or deflated"
+SAYS = "must say which version"
+MOST = "at most 0.2 GiB in 20,000 files; got "
+BUILDS = "must build models for a pretended sm90; got "
 MANY = {f"vllm/x{number}.py": b"" for number in range(20_000)}
 NO_UTF_8 = zipped(GOOD | {"vllm/\u00e9.py": b""}).replace(b"\xc3\xa9", b"\xff\xff")
 STRANGE = dict.fromkeys(ODD["members"], b"x = 1\n")

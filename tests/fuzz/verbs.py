@@ -9,6 +9,7 @@ none came up. A checkpoint with answers.json is served by a stub that gives thes
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -76,7 +77,8 @@ def _lines(rng: Random, file: str, rows: Rows) -> Edit:
     """A file of JSON lines with one thing wrong."""
     good = [json.dumps(row) for row in rows]
     whole = "\n".join(good).encode()
-    at, way = rng.randrange(len(rows)), rng.random()
+    at = rng.randrange(len(rows))
+    way = rng.random()
     if way < 0.15:
         return edits.no_file(rng, file)
     if way < 0.3:
@@ -166,7 +168,9 @@ def _strange_file(rng: Random) -> Edit:
     )
 
     def do(folder: Path) -> None:
-        where = folder / "NAME" if (folder / "NAME").is_dir() else folder
+        where = folder
+        if (folder / "NAME").is_dir():
+            where = folder / "NAME"
         (where / name).write_bytes(b"{}")
 
     return Edit(f"a file called {edits.shown(name)}", do)
@@ -175,10 +179,12 @@ def _strange_file(rng: Random) -> Edit:
 def names(rng: Random) -> Case:
     """A checkpoint's folder, or a file in it, has an odd name; every verb that takes one."""
     base = rng.choice((*corpus.REAL, corpus.MEASURED))
-    path = "{}/NAME" if base == corpus.MEASURED else "{}"
+    path = "{}"
+    if base == corpus.MEASURED:
+        path = "{}/NAME"
     made = tuple(_strange_file(rng) for _ in range(rng.choice((0, 0, 1, 2))))
     words = _near(rng.choice((*ODD["reads"], *ODD["of_a_folder"])))
-    words = tuple(word.replace("{}", path, 1) if word.startswith("{}") else word for word in words)
+    words = tuple(re.sub(r"^\{\}", path, word) for word in words)
     return _case(base=base, edits=made, words=words, name=rng.choice(FOLDERS)[:90])
 
 
@@ -194,7 +200,8 @@ def companions(rng: Random) -> Case:
     def edit() -> Edit:
         if rng.random() < 0.8:
             return edits.spoilt(rng, corpus.folder(base), rng.choice(ODD["companions"]))
-        file, content = rng.choice(ODD["more_companions"]), b'{"chat_template": "x"}'
+        file = rng.choice(ODD["more_companions"])
+        content = b'{"chat_template": "x"}'
         inner = edits.mangled(rng, file, len(content))
         return _written(file, inner.says, content, inner.do)
 
@@ -209,7 +216,8 @@ def _near(line: str) -> tuple[str, ...]:
 
 def results(rng: Random) -> Case:
     """Records, results and reports of every station, for the verbs that go on with them."""
-    folder, name = corpus.folder(corpus.MEASURED), corpus.checkpoint_in(corpus.MEASURED)
+    folder = corpus.folder(corpus.MEASURED)
+    name = corpus.checkpoint_in(corpus.MEASURED)
     by_folder = []
     for part in ("", ".report"):
         found = (folder / f"{name}{part}").rglob("*")
@@ -301,7 +309,9 @@ def init(rng: Random) -> Case:
         return _case(base=base, edits=made, words=_near("init {} --out {}.out"))
     base = rng.choice(corpus.RECIPES)
     path = corpus.folder(base) / "recipe.yaml"
-    inner = edits.mangled(rng, "recipe.yaml", path.stat().st_size) if rng.random() < 0.6 else None
+    inner = None
+    if rng.random() < 0.6:
+        inner = edits.mangled(rng, "recipe.yaml", path.stat().st_size)
     edit = inner or edits.no_file(rng, "recipe.yaml")
     words = _near("init {}/recipe.yaml --out {}.out")
     return _case(base=base, edits=(edit,), words=words, writes=("recipe.yaml",))

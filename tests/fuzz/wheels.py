@@ -69,7 +69,8 @@ def _edit(rng: Random) -> Edit:
     if way < 0.6:
         return _with({rng.choice(ODD["members"]): b"x = 1\n"})
     if way < 0.8:
-        field, value = rng.choice(list(FIELDS)), rng.choice((0, 1, 12, 14, 99, 0x800, 2**31, -1))
+        field = rng.choice(list(FIELDS))
+        value = rng.choice((0, 1, 12, 14, 99, 0x800, 2**31, -1))
         raw = listed(zipped(GOOD), rng.randrange(3), field, value)
         return _wheel(f"{field} is {value}", raw)
     inner = edits.mangled(rng, WHEEL, 700)
