@@ -17,9 +17,16 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.dialects.choose import quantization_of
+from ..checkpoints.dialects.given import (
+    CompressedTensorsGiven,
+    GivenArguments,
+    GivenGroup,
+    read_given,
+)
+from ..checkpoints.dialects.written import config_files, quantization_config
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor
-from ..quantize.config.written import config_files, quantization_config
 from ..recipes.conventions import (
     ALGORITHMS,
     CACHE,
@@ -39,13 +46,6 @@ from ..recipes.frozen import Advance, Json, Raw, frozen
 from ..recipes.renamer import renamer
 from ..recipes.schemes import SCHEMES, num_bytes
 from ..validate.check.check import examine
-from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.dialects.given import (
-    CompressedTensorsGiven,
-    GivenArguments,
-    GivenGroup,
-    read_given,
-)
 from ..validate.check.runtime_view import RuntimeView
 from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
@@ -65,7 +65,7 @@ _ANEW = "Quantize the original release anew"
 
 @frozen
 class StoredMatrix:
-    """One matrix on disk: a `config.modules.Matrix`.
+    """One matrix on disk: a `dialects.modules.Matrix`.
 
     Attributes:
         module: its module's name; of a stack of experts, which has none, its own.

@@ -15,15 +15,15 @@ from dataclasses import replace
 from math import prod
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.dialects.choose import quantization_of
+from ..checkpoints.dialects.dialect import VLLMModule
+from ..checkpoints.dialects.modelopt import ModelOpt, reads_other_file
+from ..checkpoints.dialects.write_modelopt import hf_quant_config
 from ..checkpoints.safetensors_file import Entry
-from ..quantize.config.modelopt import hf_quant_config
 from ..recipes.family import HFName
 from ..recipes.frozen import Json, Shape
-from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.dialects.modelopt import ModelOpt, reads_other_file
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
 from ..validate.check.runtime_view import Member
-from ..validate.check.vllm_module import VLLMModule
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
 _FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")

@@ -13,7 +13,7 @@ matches decides, so an exception goes before what is there.
 
 Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), auto_awq.py
 (maybe_update_config), quark/utils.py (should_ignore_layer), inc/config_parser.py; the classes of
-validate/check/dialects read them.
+checkpoints/dialects read them.
 """
 
 import re
@@ -21,17 +21,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..checkpoints.dialects.autoround import AutoRound
+from ..checkpoints.dialects.choose import read_dialect
+from ..checkpoints.dialects.compressed_tensors import CompressedTensors
+from ..checkpoints.dialects.dialect import ConfigEntry
+from ..checkpoints.dialects.fp8 import Fp8
+from ..checkpoints.dialects.gptq import Awq, Gptq
+from ..checkpoints.dialects.modelopt import ModelOpt
+from ..checkpoints.dialects.quark import Quark
 from ..recipes.family import Part
 from ..recipes.renamer import renamer
-from ..validate.check.dialects.autoround import AutoRound
-from ..validate.check.dialects.choose import read_dialect
-from ..validate.check.dialects.compressed_tensors import CompressedTensors
-from ..validate.check.dialects.fp8 import Fp8
-from ..validate.check.dialects.gptq import Awq, Gptq
-from ..validate.check.dialects.modelopt import ModelOpt
-from ..validate.check.dialects.quark import Quark
 from ..validate.check.runtime_view import Module, RuntimeView
-from ..validate.check.vllm_module import ConfigEntry
 from .proposal import Faulty
 
 _ALGORITHMS = {

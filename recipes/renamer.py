@@ -10,7 +10,7 @@ load, but vLLM keeps such entries since 0.32.
 Source: vLLM 0.32.0 quantization/utils/config_utils.py, modelopt.py (apply_vllm_mapper),
 model_executor/models/{utils, qwen3_vl,qwen3_5,qwen3_next,mimo}.py,
 models/deepseek_v4/nvidia/model.py; compared with the real functions by
-tests/validate/check/test_dialects.py.
+tests/checkpoints/dialects/test_dialects.py.
 """
 
 import re

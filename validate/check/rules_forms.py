@@ -15,17 +15,17 @@ import re
 from collections import Counter, defaultdict
 from typing import Literal
 
+from ...checkpoints.dialects.compressed_tensors import CompressedTensors
+from ...checkpoints.dialects.dialect import UnknownDialect
+from ...checkpoints.dialects.fp8 import Fp8
+from ...checkpoints.dialects.gptq import ACT_ORDER, Awq, Gptq
+from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
-from .dialects.compressed_tensors import CompressedTensors
-from .dialects.fp8 import Fp8
-from .dialects.gptq import ACT_ORDER, Awq, Gptq
-from .dialects.modelopt import ModelOpt
 from .layouts import layout_problem, leaves_built, manner
 from .runtime_view import Member, Module, RuntimeView, StoredView
-from .vllm_module import UnknownDialect
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}

@@ -11,16 +11,16 @@ module `ignore` is asked about the parts unless it has the fused name word for w
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
 compressed_tensors_moe/compressed_tensors_moe.py; SGLang 0.5.23
 layers/quantization/compressed_tensors. Compared with the real functions by
-tests/validate/check/test_dialects.py and test_sglang.py.
+tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ...facts.findings import Runtime
-from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from .dialect import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
 from .matching import SCHEMES_DIFFER, OneAnswer, entries_of, left_out, plain, raises, registers
 from .patterns import Entries, equal_or_regex

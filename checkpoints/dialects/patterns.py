@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from ....recipes.errors import CheckpointError, shortened
-from ....recipes.match_clock import SIMPLER, MatchClock
+from ...recipes.errors import CheckpointError, shortened
+from ...recipes.match_clock import SIMPLER, MatchClock
 
 
 def _hangs(entry: str, got: str) -> CheckpointError:

@@ -14,15 +14,15 @@ list as it is written.
 
 Source: vLLM 0.32.0 quantization/auto_gptq.py, auto_awq.py, moe_wna16.py,
 quantization/utils/{gptq_utils,marlin_utils, quant_utils}.py, models/qwen3_5_mtp.py; compared with
-the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
+the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ..vllm_module import ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from .dialect import ConfigEntry, Kind, Resolution, VLLMModule
 from .given import AwqGiven, GptqGiven, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,

@@ -12,15 +12,15 @@ nothing there.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ....checkpoints.companions import HF_QUANT_CONFIG
-from ....checkpoints.stored import FLOATS
-from ....recipes.errors import CheckpointError
-from ....recipes.family import HFName, Part
-from ....recipes.renamer import Renamer, renamer
-from ....recipes.runtimes.vllm import NEWEST, asked, minor
-from ..vllm_module import ConfigEntry, Dialect, UnknownDialect
+from ...recipes.errors import CheckpointError
+from ...recipes.family import HFName, Part
+from ...recipes.renamer import Renamer, renamer
+from ...recipes.runtimes.vllm import NEWEST, asked, minor
+from ..companions import HF_QUANT_CONFIG
+from ..stored import FLOATS
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
+from .dialect import ConfigEntry, Dialect, UnknownDialect
 from .fp8 import read_fp8
 from .given import Raw
 from .gptq import read_awq, read_gptq

@@ -11,18 +11,18 @@ patterns.py matches regexes.
 
 Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py;
 SGLang 0.5.23 layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
-tests/validate/check/test_dialects.py and test_sglang.py.
+tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ....checkpoints.stored import Form
-from ....recipes.renamer import Renamer
-from ....recipes.runtimes.sglang import entry_below
-from ...facts.findings import Runtime
-from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from ...recipes.runtimes.sglang import entry_below
+from ..stored import Form
+from .dialect import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)

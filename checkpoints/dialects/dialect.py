@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
-from ...checkpoints.stored import Form
 from ...recipes.family import VLLMName
+from ..stored import Form
 
 Kind = Literal["linear", "experts", "head", "embedding"]
 

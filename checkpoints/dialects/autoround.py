@@ -7,16 +7,16 @@ Routed experts are asked about by the name of them all: an entry for one expert 
 them. Of FP8 in blocks vLLM has no experts.
 
 Source: vLLM 0.32.0 quantization/inc/{inc,config_parser}.py, quantization/inc/schemes; compared with
-the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
+the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.frozen import without_none
-from ....recipes.renamer import Renamer
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.frozen import without_none
+from ...recipes.renamer import Renamer
+from .dialect import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
 from .matching import entries_of, lacks, plain, raises, registers

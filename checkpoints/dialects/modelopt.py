@@ -11,7 +11,7 @@ Of FP8 in blocks it takes `weight_scale_inv`, which is not what vLLM takes there
 
 Source: vLLM 0.32.0 quantization/modelopt.py; SGLang 0.5.23 configs/model_config.py
 (_parse_modelopt_quant_config) and layers/quantization/modelopt_quant.py. Compared with the real
-functions by tests/validate/check/test_dialects.py and test_sglang.py.
+functions by tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
 
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ....recipes.runtimes.sglang import excluding_entry
-from ....recipes.runtimes.vllm import holds
-from ...facts.findings import Runtime
-from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from ...recipes.runtimes.sglang import excluding_entry
+from ...recipes.runtimes.vllm import holds
+from .dialect import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import ModelOptGiven, ModelOptInner, Raw, read_given
 from .matching import (
     OneAnswer,

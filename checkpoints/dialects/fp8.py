@@ -10,7 +10,7 @@ config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name `.s
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4
 as well), models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23
 layers/quantization/fp8.py (Fp8Config). Compared with the real functions by
-tests/validate/check/test_dialects.py and test_sglang.py.
+tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 import re
@@ -19,10 +19,10 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ...facts.findings import Runtime
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from .dialect import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
 from .matching import OneAnswer, entries_of, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built

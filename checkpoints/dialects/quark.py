@@ -11,19 +11,19 @@ SGLang's draft classes look at the list before it is read (sglang/view.py).
 Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
 (get_moe_method_target), quark/{utils,schemes}, utils/ocp_mx_utils.py,
 quantization/utils/config_utils.py; SGLang 0.5.23 layers/quantization/quark/{quark,utils}.py.
-Compared with the real functions by tests/validate/check/test_dialects.py, test_foreign_schemes.py
-and test_sglang.py.
+Compared with the real functions by tests/checkpoints/dialects and tests/validate/check/
+test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
 from typing import NamedTuple
 
-from ....checkpoints.stored import Form
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ...facts.findings import Runtime
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from ..stored import Form
+from .dialect import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
 from .matching import (
     SCHEMES_DIFFER,
