@@ -17,8 +17,7 @@ from math import prod
 from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of
 from ..checkpoints.dialects.dialect import VLLMModule
-from ..checkpoints.dialects.modelopt import ModelOpt, reads_other_file
-from ..checkpoints.dialects.write_modelopt import hf_quant_config
+from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
 from ..checkpoints.safetensors_file import Entry
 from ..recipes.family import HFName
 from ..recipes.frozen import Json, Shape

@@ -16,9 +16,9 @@ from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json, Raw, frozen, without
 from ...recipes.runtimes.sglang import VERSION
 from ..companions import HF_QUANT_CONFIG
+from .compressed_tensors import compressed_tensors_config
+from .modelopt import hf_quant_config, modelopt_config
 from .modules import Matrix, named_modules
-from .write_compressed_tensors import compressed_tensors_config
-from .write_modelopt import hf_quant_config, modelopt_config
 
 
 @frozen
