@@ -90,8 +90,8 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
     """
     harmful = dict[str, str]()
     for module in runtime.modules:
-        error = module.resolution.error
-        is_hit = "scheme" in error or "not all shards" in error or _builds_plain(module)
+        is_split = module.resolution.refusal in ("shards", "projections")
+        is_hit = is_split or _builds_plain(module)
         if module.loads_quantized and _is_packed(module) and is_hit:
             dialect = runtime.dialect_of(module)
             for entry in dialect.entries:

@@ -92,7 +92,7 @@ class AutoRound(NamedTuple):
         choice = choices[0]
         for other in choices[1:]:
             if other._replace(entry=choice.entry) != choice:
-                return raises(_SHARD_ERROR.format(module), choice.entry)
+                return raises(_SHARD_ERROR.format(module), choice.entry, "parts")
         if choice.bits >= _PLAIN_BITS:
             return plain(choice.entry)
         built = self._built(choice)

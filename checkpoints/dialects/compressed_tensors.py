@@ -69,9 +69,8 @@ _CLASSES = {
 _CONFIG = "layers/quantization/compressed_tensors/compressed_tensors.py"
 _WEIGHTS = "models/deepseek_common/deepseek_weight_loader.py"
 _Arguments = dict[str, Any]
-# What each target means after renaming, in their order: what the server builds, or the exception it
-# raises.
-_Builds = Mapping[str, VLLMModule | str]
+# What each target means after renaming, in their order.
+_Builds = Mapping[str, Resolution]
 ByScheme = dict[str, set[Spellings]]
 """Spellings by scheme, "" for plain."""
 
@@ -148,7 +147,7 @@ class CompressedTensors(NamedTuple):
             answers.append(last)
         for answer in answers:
             if answer.built != last.built:
-                return raises(_PROJECTIONS_DIFFER, answer.entry)
+                return raises(_PROJECTIONS_DIFFER, answer.entry, "projections")
         return last
 
     def _scheme(
@@ -171,7 +170,8 @@ class CompressedTensors(NamedTuple):
         if self.runtime == "vllm":
             return plain()
         config = "the compressed-tensors config."
-        return raises(f"ValueError: Unable to find matching target for {name} in {config}", "")
+        error = f"ValueError: Unable to find matching target for {name} in {config}"
+        return raises(error, "", "target")
 
     def _target_of_parts(self, shards: Sequence[str]) -> str | None:
         """The target of the first part, where each part has one."""
@@ -206,8 +206,8 @@ def read_compressed_tensors(
     if is_vllm:
         built = _built_by_vllm
         renamed = rename.path
-    linear = dict[str, VLLMModule | str]()
-    experts = dict[str, VLLMModule | str]()
+    linear = dict[str, Resolution]()
+    experts = dict[str, Resolution]()
     schemes = dict[str, str]()
     entries = list[ConfigEntry]()
     is_mxfp4 = not is_vllm and "mxfp4" in (given.format or "")
@@ -257,10 +257,7 @@ def _scheme_of(group: GivenGroup) -> str:
 
 def _answer(builds: _Builds, target: str) -> Resolution:
     """What a module becomes that this target matches."""
-    built = builds[target]
-    if isinstance(built, str):
-        return raises(built, target)
-    return Resolution(built, target)
+    return builds[target]._replace(entry=target)
 
 
 def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:
@@ -308,7 +305,7 @@ def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMMo
     return UNKNOWN
 
 
-def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
+def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resolution:
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception
     it raises.
     """
@@ -318,39 +315,31 @@ def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) 
     format_ = group.format or format_
     is_of_nvfp4 = inputs is None or (inputs["num_bits"], inputs["strategy"]) == (4, "tensor_group")
     if built.form == "nvfp4" and not is_of_nvfp4:
-        return (
+        return raises(
             "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None "
             "for NVFP4A16"
         )
     if built.form == "int_packed" and format_ != _PACKED:
-        return UNKNOWN
+        return Resolution(UNKNOWN)
     if not built.form.startswith("fp8"):
-        return built
+        return Resolution(built)
     if format_ not in _FP8_FORMATS:
-        return (
+        return raises(
             "NotImplementedError: No compressed-tensors compatible scheme was found (format "
             f"{format_!r})"
         )
-    if inputs is None and is_experts and built.form == "fp8_block":
-        return (
-            "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: "
-            "null)"
-        )
-    if inputs is None and is_experts:
-        return (
-            "ValueError: For Fused MoE layers, only format: pack-quantized is supported "
-            "(input_activations: null)"
-        )
-    if inputs is None and built.form == "fp8_block":
-        return (
-            "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
-        )
-    return built
+    are_blocks = built.form == "fp8_block"
+    if inputs is not None or not (is_experts or are_blocks):
+        return Resolution(built)
+    error = "AssertionError: assert self.is_static_input_scheme is False"
+    if is_experts and are_blocks:
+        error = "AttributeError: 'NoneType' object has no attribute 'num_bits'"
+    elif is_experts:
+        error = "ValueError: For Fused MoE layers, only format: pack-quantized is supported"
+    return raises(f"{error} (input_activations: null)", refusal="inputs")
 
 
-def _built_by_sglang(
-    group: GivenGroup, format_: str | None, *, is_experts: bool
-) -> VLLMModule | str:
+def _built_by_sglang(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resolution:
     """`_get_scheme_from_parts` and `get_moe_scheme`, with schemes/: what a config group builds, or
     why it raises.
     """
@@ -363,19 +352,21 @@ def _built_by_sglang(
     built = _registered(weights, inputs)
     is_packed = format_ == _PACKED
     if built.form == "int_packed" and is_experts and not is_packed:
-        return "it takes integers of routed experts only where all of the config is pack-quantized"
+        return raises(
+            "it takes integers of routed experts only where all of the config is pack-quantized"
+        )
     if built.form == "int_packed":
         if own == _PACKED and built.bits in (4, 8):
-            return built
-        return _NO_CLASS
+            return Resolution(built)
+        return raises(_NO_CLASS)
     if is_experts and is_packed and inputs:
         kind = (weights["type"], weights["num_bits"], inputs["num_bits"])
         if kind == ("int", 4, 8):
-            return UNKNOWN
+            return Resolution(UNKNOWN)
     has_class = _has_class(built, weights, inputs, is_experts=is_experts)
     if has_class and (has_inputs or is_experts):
-        return built
-    return _NO_CLASS
+        return Resolution(built)
+    return raises(_NO_CLASS)
 
 
 def _has_class(

@@ -19,6 +19,14 @@ from ...recipes.frozen import Raw
 from ..stored import Form
 
 Kind = Literal["linear", "experts", "head", "embedding"]
+Refusal = Literal["", "order", "inputs", "shards", "projections", "parts", "algorithms", "target"]
+"""Why a server raises as it resolves a module, for who cures it; people read the exception.
+
+order: GPTQ's desc_act. inputs: a config group does not say how they are quantized. shards: a list
+names some of a fused module's. projections: those of an expert differ. parts: AutoRound's entries
+for a fused module differ. algorithms: modelopt's for one do. target: none matches. "": another
+reason.
+"""
 
 
 class VLLMModule(NamedTuple):
@@ -54,11 +62,13 @@ class Resolution(NamedTuple):
         entry: the entry of the config that decided; "" where none matched or none is needed.
         error: the exception that vLLM raises while it resolves the module; `built` then has no
             meaning.
+        refusal: what kind of exception that is.
     """
 
     built: VLLMModule
     entry: str = ""
     error: str = ""
+    refusal: Refusal = ""
 
 
 class ConfigEntry(NamedTuple):

@@ -83,6 +83,8 @@ class Gptq(NamedTuple):
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_linear_quant_method` and `get_moe_quant_method`, then `override_config`."""
+        if self.error == ACT_ORDER:
+            return raises(self.error, refusal="order")
         if self.error:
             return raises(self.error)
         if kind == "head" and not self.has_quantized_head:
@@ -92,7 +94,7 @@ class Gptq(NamedTuple):
             if all(hit is None for hit in hits):
                 return plain()
             if None in hits:
-                return raises(SHARDS_DIFFER.format(module), "")
+                return raises(SHARDS_DIFFER.format(module), "", "shards")
         override = Override("", {})
         if kind != "experts" or not self.is_blind_to_experts:
             override = self._override(module)

@@ -22,7 +22,7 @@ from ...recipes.renamer import Renamer
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.sglang import entry_below
 from ..stored import Form
-from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Refusal, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
@@ -36,9 +36,9 @@ def plain(entry: str = "") -> Resolution:
     return Resolution(PLAIN, entry)
 
 
-def raises(error: str, entry: str = "quantization_config") -> Resolution:
+def raises(error: str, entry: str = "quantization_config", refusal: Refusal = "") -> Resolution:
     """A module that the server raises on."""
-    return Resolution(UNKNOWN, entry, error)
+    return Resolution(UNKNOWN, entry, error, refusal)
 
 
 def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
@@ -110,7 +110,7 @@ def left_out(
     if not hits:
         return None
     if len(hits) < len(asked):
-        return raises(error, hits[0])
+        return raises(error, hits[0], "shards")
     return plain(hits[0])
 
 

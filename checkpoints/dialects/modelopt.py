@@ -171,7 +171,8 @@ class ModelOpt:
             return Resolution(modelopt_built(algorithm, self.group_size, self.block))
         entry, algorithm = self._named(module, shards)
         if algorithm is None:
-            return raises(f"ValueError: Mixed quant_algo within fused layer {module}", entry)
+            error = f"ValueError: Mixed quant_algo within fused layer {module}"
+            return raises(error, entry, "algorithms")
         if not entry:
             return plain()
         if is_experts or not is_vllm:

@@ -112,7 +112,7 @@ class Quark(NamedTuple):
         entry, layer = self._layer(names[0])
         for name in names[1:]:
             if self._layer(name)[1] != layer:
-                return raises(SCHEMES_DIFFER.format(module), entry)
+                return raises(SCHEMES_DIFFER.format(module), entry, "shards")
         if self.runtime == "sglang":
             # Its schemes are those of linear modules; what it raises is not known.
             built = scheme_of(layer, "reorder", is_experts=False)
