@@ -3,8 +3,6 @@
 In: quantization_config. Out: an `AutoRound`.
 
 Easy to get wrong: a name in `extra_config` is also an exception for every module that ends in it.
-Routed experts are asked about by the name of them all: an entry for one expert does not except
-them. Of FP8 in blocks vLLM has no experts.
 
 Source: vLLM 0.32.0 quantization/inc/{inc,config_parser}.py, quantization/inc/schemes; compared with
 the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
@@ -86,6 +84,7 @@ class AutoRound(NamedTuple):
         for name in (module, f"model.{module}"):
             if name in self.extra and (self.extra[name].bits or _PLAIN_BITS) >= _PLAIN_BITS:
                 return plain(name)
+        # Experts are asked about by the name of them all: an entry for one does not except them.
         if kind == "experts":
             shards = ()
         choices = self._choices(module, shards, kind)

@@ -3,23 +3,11 @@ keepmtp writes.
 
 In: quantization_config. Out: a `CompressedTensors` as one of the servers reads it. And the way
 back: the named modules of a plan or of a finished checkpoint -> `config_groups` whose targets cover
-exactly the quantized modules, and an `ignore` list that covers exactly the others. Every entry that
-is written is a regex anchored at both ends, because vLLM matches `re:` from the start only, and
-lists every spelling under which a module may be asked for: the fused runtime name, its shards, the
-routed experts' projections (w1 or gate_proj, by vLLM's version), and the name on disk for tools
-that read those.
+exactly the quantized modules, and an `ignore` list that covers exactly the others.
 
-Easy to get wrong, as it is read: vLLM tries the fused name before its shards, and all shards must
-agree. For routed experts both ask about the three projections of expert 0. A module that no target
-matches is plain in vLLM, without a message, and SGLang raises on it. A target `Linear` also reaches
-experts, but no head. In SGLang an entry that is no expression also matches the end of a name, and
-of a fused module `ignore` is asked about the parts unless it has the fused name word for word.
-
-As it is written: an ignore entry such as `model.layers.1` covers layers 10 to 19 too, so layer
-numbers are exact ranges. SGLang raises for a module of the draft that neither a target nor an
-ignore entry names, so a plain draft needs entries as much as a quantized one. A draft that it
-builds under the name of a backbone layer gets that layer's scheme: an entry for it would change
-what vLLM reads.
+Easy to get wrong: a module that no target matches is plain in vLLM, without a message, and SGLang
+raises on it. And every module has several names: the fused one, those of its shards, the routed
+experts' projections (w1 or gate_proj, by vLLM's version), and the name on disk.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
 compressed_tensors_moe/compressed_tensors_moe.py, quantization/utils/config_utils.py; SGLang 0.5.23
@@ -138,6 +126,7 @@ class CompressedTensors(NamedTuple):
     def _experts(self, projections: Sequence[str]) -> Resolution:
         if self.is_mxfp4:
             return Resolution(MXFP4)
+        # Both servers ask about the three projections of expert 0, and vLLM takes the last answer.
         last = plain()
         answers = []
         for name in projections:
@@ -160,6 +149,7 @@ class CompressedTensors(NamedTuple):
         if target is None:
             target = self._target_of_parts(shards)
             of_class = self.targets.first_for_class(class_name)
+            # A target `Linear` also reaches experts, but no head.
             if class_name in _EXPERTS.values() and "Linear" in builds:
                 of_class = of_class or "Linear"
             # vLLM looks for the parts before it looks for the class, SGLang after it.
@@ -184,8 +174,10 @@ class CompressedTensors(NamedTuple):
         """`should_ignore_layer`."""
         error = SCHEMES_DIFFER.format(name)
         if self.runtime == "vllm":
+            # First the fused name, then its shards, of which all or none must be named.
             hit = self.ignore.first
             return left_out((name,), hit, "") or left_out(shards, hit, error)
+        # SGLang asks about the parts, unless the list has the fused name word for word.
         if not shards or name in self.ignore.written:
             shards = (name,)
         return left_out(shards, partial(_ends_in, self.ignore), error)
@@ -474,6 +466,8 @@ def compressed_tensors_config(
         formats.add(SCHEMES[name].format)
     if len(formats) != 1 or view.family.rerouted_format in formats:
         formats = {"mixed-precision"}
+    # `re:` is matched from the start only, and `model.layers.1` would be layers 10 to 19 too: so
+    # every entry is anchored at both ends, and numbers of layers are exact ranges.
     ignore = regexes(ignored)
     for disk, runtime, _ in view.layout.opaque:
         ignore.append(f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})")
@@ -503,11 +497,14 @@ def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[BySch
     model = sglang_model(view.config)
     a_layer = re.escape(model.layers).replace(r"\{i\}", r"\d+")
     has_layers = any(module.place.part == "backbone" for module in known)
+    # Such a draft gets that layer's scheme: an entry for it would change what vLLM reads.
     if not has_layers and re.fullmatch(a_layer, model.draft or ""):
         return {}, [f"it gives the MTP layer the names of a decoder layer ({model.file})"]
     spelled_by_vllm = {name for module in known for name in concrete(module.spelled)}
     asked, clashes = sglang_asks(view, known)
     obstacles = [*dict.fromkeys([*clashes, *unnamed(view, known), *_without_kernel(known)])]
+    # A plain draft needs entries as much as a quantized one: SGLang raises for a module that no
+    # entry names.
     added: ByScheme = defaultdict(set)
     for name, module, spelled in asked:
         if name not in spelled_by_vllm and not obstacles:

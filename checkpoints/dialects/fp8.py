@@ -3,10 +3,8 @@ a module.
 
 In: quantization_config and config.json. Out: an `Fp8` as one of the servers reads it.
 
-Easy to get wrong: vLLM's exceptions are whole names, never patterns; in SGLang each counts with and
-without `model.` before it. DeepSeek-V4 has a class of its own (`Family.fp8_class`). Its experts are
-MXFP4 even if the config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name
-`.scale` on disk.
+Easy to get wrong: DeepSeek-V4 has a class of its own (`Family.fp8_class`), whose routed experts
+have another form than the config says.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4
 as well), models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23
@@ -77,6 +75,7 @@ class Fp8(NamedTuple):
             return plain()
         if kind == "experts":
             shards = ()
+        # vLLM's list has whole names, never patterns.
         answer = skipped(self.runtime, module, shards, self.ignored)
         if answer is not None:
             return answer
@@ -116,6 +115,7 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     found = found._replace(num_layers=config.get("num_hidden_layers") or 0, name=own_class)
     if config.get("expert_dtype", "fp4") != "fp4":
         return found
+    # Experts are MXFP4 even if the config says blocks.
     if given.moe_quant_algo != "NVFP4":
         return found._replace(experts=_MXFP4_EXPERTS)
     return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
@@ -139,6 +139,7 @@ def read_sglang_fp8(raw: Raw, config: Raw) -> Fp8 | OneAnswer:
         listed = given.modules_to_not_convert or ()
     ignored = list[str]()
     for entry in listed:
+        # Each counts with and without `model.` before it.
         bare = entry.removeprefix("model.")
         ignored += [bare, f"model.{bare}"]
     own_class = _own_class(config)

@@ -3,14 +3,8 @@
 In: quantization_config, and the modules on disk with and without integers. Out: a `Gptq` or an
 `Awq`.
 
-Easy to get wrong: under GPTQ linear modules and routed experts are asked differently. A linear
-module is quantized if the name of a module with integers on disk is a part of its own; vLLM reads
-those names from the headers. Routed experts are quantized unless `dynamic` has a `-:` expression
-for them. `+:` expressions change bits and groups, and except nothing. AWQ's entries are parts of
-names. Without a list vLLM makes one of the headers: all modules that hold floating-point numbers
-alone. Its names are those on disk, so one expert's name is no part of the name of all. In groups
-that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`, and takes AWQ's
-list as it is written.
+Easy to get wrong: what is quantized is said by the headers as much as by the config, and differs
+for linear modules and routed experts.
 
 Source: vLLM 0.32.0 quantization/auto_gptq.py, auto_awq.py, moe_wna16.py,
 quantization/utils/{gptq_utils,marlin_utils, quant_utils}.py, models/qwen3_5_mtp.py; compared with
@@ -89,9 +83,11 @@ class Gptq(NamedTuple):
             return raises(self.error)
         if kind == "head" and not self.has_quantized_head:
             return plain()
+        # A linear module is quantized if the name of one with integers on disk is a part of its
+        # own. Experts are quantized unless `dynamic` excepts them.
         if kind != "experts" and self.stored:
             hits = [self.stored.within(name) for name in shards or (module,)]
-            if all(hit is None for hit in hits):
+            if hits.count(None) == len(hits):
                 return plain()
             if None in hits:
                 return raises(SHARDS_DIFFER.format(module), "", "shards")
@@ -162,6 +158,8 @@ class Awq(NamedTuple):
         if kind == "head" and not self.has_quantized_head:
             return plain()
         skipped = self.skipped
+        # In groups that Marlin does not have, experts go to MoeWNA16, which takes the list as it is
+        # written.
         if kind == "experts" and self.group_size not in MARLIN_GROUPS:
             skipped = Substrings(entry.written for entry in self.entries)
         asked: list[Sequence[str]] = [(module,)]
@@ -194,6 +192,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
     entries = list[ConfigEntry]()
     excepts_draft = False
     for key, value in (given.dynamic or {}).items():
+        # `+:` changes bits and groups, and excepts nothing.
         expression = key.removeprefix("-:").removeprefix("+:")
         changes: Raw | None = {}
         if isinstance(value, Mapping):
@@ -205,7 +204,8 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         dynamic.append(Override(expression, changes))
     needed = ("bits", "group_size", "desc_act", "sym")
     error = lacks({key: getattr(given, key) for key in needed})
-    for changes in ({}, *(override.changes or {} for override in dynamic)):
+    for override in (Override("", {}), *dynamic):
+        changes = override.changes or {}
         is_grouped = changes.get("group_size", given.group_size) != -1
         if not error and changes.get("desc_act", given.desc_act) and is_grouped:
             error = ACT_ORDER
@@ -245,6 +245,8 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     error = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
     if not error and bits != 4:
         error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"
+    # Without a list vLLM makes one of the headers, in the names on disk: so one expert's name is no
+    # part of the name of all.
     listed = given.modules_to_not_convert or ()
     return Awq(
         group_size=group_size or 0,

@@ -4,10 +4,7 @@ follow.
 In: names, and entries that `recipes/renamer.py` has rewritten. Out: a `Resolution`, or None where
 no entry names them.
 
-Easy to get wrong: vLLM's lists here are whole names. SGLang compares parts between dots, so
-`mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing
-of layer 10; and it knows qkv_proj and gate_up_proj to be fused although no class says so.
-patterns.py matches regexes.
+Easy to get wrong: vLLM's lists here are whole names, and SGLang compares parts between dots.
 
 Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py;
 SGLang 0.5.23 layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
@@ -69,13 +66,6 @@ class OneAnswer(NamedTuple):
         return False
 
 
-def entries_of(
-    where: str, written: Iterable[str], rename: Callable[[str], str]
-) -> tuple[ConfigEntry, ...]:
-    """The entries of one list, each read as one name."""
-    return tuple(ConfigEntry(where, entry, (rename(entry),)) for entry in written)
-
-
 def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
     """A list as SGLang's class rewrites it: an entry for the language model also counts without its
     prefix.
@@ -120,6 +110,7 @@ def skipped(
     """The server's `is_layer_skipped`; routed experts have no shards there."""
     error = SHARDS_DIFFER.format(module)
     last = module.rpartition(".")[2]
+    # SGLang knows these to be fused although no class says so.
     if runtime == "sglang" and not shards:
         shards = [module.replace(last, part) for part in _FUSED.get(last, ())]
     is_experts = not shards and "experts" in module
@@ -128,6 +119,8 @@ def skipped(
             if "experts" in entry and module in entry:
                 return plain(entry)
     if runtime == "sglang":
+        # `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` all below it, and
+        # nothing of layer 10.
         return left_out(shards or (module,), partial(entry_below, entries), error)
     if not is_experts and module in entries:
         return plain(module)

@@ -6,20 +6,9 @@ that it does not load, an `UnknownDialect` for vLLM and one exception for SGLang
 the named modules of a checkpoint -> one algorithm, or MIXED_PRECISION with an algorithm for each
 module, and the names of what stays plain.
 
-Easy to get wrong, as it is read: vLLM compares an entry as a whole name, then as a substring, then
-as a glob. So `model.layers.1` also excludes layers 10 to 19. Heads are quantized unless an entry
-excludes them; the draft's head too. SGLang has one reader for FP8 and one for NVFP4.
-MIXED_PRECISION is `modelopt_mixed` only if a layer of it is NVFP4, and else is read as W4AFP8,
-which is another thing. Of FP8 in blocks it takes `weight_scale_inv`, which is not what vLLM takes
-there.
-
-As it is written: `mtp.layers.0*` misses `mtp.fc` (vllm #38832). Plain modules are therefore listed
-by whole names, and a block that is plain as a whole by one glob that ends in `.*`. The mapper of
-the target's class rewrites entries, so a name is written in the spelling that is vLLM's own
-afterwards; names on disk follow, for other readers. An entry for SGLang, such as
-`self_attn.qkv_proj` for a draft that it builds without a prefix, may so exclude every layer in
-vLLM. Under one NVFP4 algorithm most of SGLang's drafts are plain whatever the config says, and need
-no entry.
+Easy to get wrong: vLLM compares an entry as a whole name, then as a part of one, then as a glob,
+and its mapper rewrites entries before that. What is written must name exactly the plain modules
+after it all, for both servers.
 
 Source: vLLM 0.32.0 quantization/modelopt.py (ModelOptQuantConfigBase.from_config and
 is_layer_excluded, ModelOptMixedPrecisionConfig._resolve_quant_algo), model_loader/weight_utils.py
@@ -78,6 +67,7 @@ _METHODS = "configs/model_config.py"
 _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
+# Blocks there have the scale of native FP8, which linear modules of vLLM have not.
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
 _OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
 _WITHOUT_BLOCKS = dict.fromkeys(_OF_MIXED, "plain")
@@ -157,6 +147,7 @@ class ModelOpt:
             answer = skipped(self.runtime, module, shards, self.exclude)
             if answer is not None:
                 return answer
+        # Heads too: what no entry excludes is quantized.
         excluding = excluding_entry
         if is_vllm:
             excluding = _excluded_by_vllm
@@ -203,12 +194,14 @@ class ModelOpt:
             shards = [f"{parent}.{part}" for part in _PARTS.get(last, ())]
         named = list[str]()
         for shard in shards:
-            named += [name for name in _spellings(self.runtime, shard) if name in layers]
+            for name in _spellings(self.runtime, shard):
+                if name in layers:
+                    named.append(name)
         if named:
-            algorithm = layers[named[0]]
-            if all(layers[name] == algorithm for name in named):
-                return named[0], algorithm
-            return named[0], None
+            algorithms = {layers[name] for name in named}
+            if len(algorithms) > 1:
+                return named[0], None
+            return named[0], layers[named[0]]
         if self.runtime == "vllm" and module.endswith(".experts"):
             spellings = (*spellings, module.removesuffix(".experts"))
         for name in spellings:
@@ -299,6 +292,8 @@ def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
     name = "modelopt"
     error = ""
     sizes = _block_sizes(holder)
+    # It has one reader for FP8, one for NVFP4 and one for both; without an NVFP4 layer it takes
+    # MIXED_PRECISION for W4AFP8, which is another thing.
     if algorithm == _MIXED and {*_FOUR_BITS}.isdisjoint(layers.values()):
         name = "w4afp8"
         error = "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
@@ -416,6 +411,7 @@ def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
     """The first entry that excludes a module by substring or glob; an empty entry excludes
     everything.
     """
+    # So `model.layers.1` excludes layers 10 to 19 as well.
     stripped = module.removeprefix("language_model.")
     for entry in entries:
         if entry != module and (entry in module or entry in stripped):
@@ -517,6 +513,7 @@ class _Names:
         self.draft_heads = list[str]()
         for index in range(view.num_mtp_layers):
             stem = view.runtime_stem("mtp", first + index)
+            # The block as a whole: `mtp.layers.0*` misses `mtp.fc` (vllm #38832).
             stems[re.sub(r"^mtp\..*", "mtp.", stem)] = None
             self.draft_heads += [stem + head for head in heads]
         if view.layout.draft_head:
@@ -533,6 +530,7 @@ class _Names:
         something else.
         """
         mapper = self.mapper(module.name)
+        # What the mapper turns into vLLM's name; names on disk follow, for other readers.
         found = [mapper.before(module.name, module.asked) or otherwise]
         for name in module.members:
             if mapper.name(name) != module.name and name != found[0]:
@@ -571,22 +569,28 @@ class _Names:
         name.
         """
         stems = self.draft_stems
-        quantized = [module.name for module in modules if module.scheme]
-        is_draft_plain = not any(name.startswith(stems) for name in quantized)
+        quantized = list[str]()
+        is_draft_plain = True
+        for module in modules:
+            if module.scheme:
+                quantized.append(module.name)
+                is_draft_plain &= not module.name.startswith(stems)
         entries = list[str]()
+        # By whole names: a part of one would exclude more.
         for module in modules:
             if not module.scheme and not (is_draft_plain and module.name.startswith(stems)):
                 entries += self.written(module, otherwise=f"*{module.name}")
         if is_draft_plain:
-            entries += [self.surviving(f"{stem}*") for stem in stems]
+            for stem in stems:
+                entries.append(self.surviving(f"{stem}*"))
         for head in self.draft_heads:
             is_covered = is_draft_plain and head.startswith(stems)
-            # A substring is enough to exclude a quantized one.
-            if not is_covered and not any(head in name for name in quantized):
+            # A part of a name is enough to exclude a quantized one.
+            if not is_covered and not _is_part(head, quantized):
                 entries.append(self.surviving(head))
         for _, runtime, _ in self.view.layout.opaque:
             entries.append(f"{runtime}*")
-        if not any("lm_head" in name for name in quantized):
+        if not _is_part("lm_head", quantized):
             entries.append("lm_head")
         return [*dict.fromkeys(entries)]
 
@@ -608,9 +612,13 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
     known = [module for module in modules if module.place.is_known]
     asked = known
     if method in model.plain_under:
-        # What SGLang builds plain by itself is not asked about, but for the draft's head.
+        # Under one NVFP4 algorithm most of its drafts are plain whatever the config says, and need
+        # no entry but for the draft's head.
         asked = [module for module in known if module.place.part != "mtp"]
     names, clashes = sglang_asks(view, asked, container)
+    has_quantized_head = False
+    for module in known:
+        has_quantized_head |= module.place.role == "head" and bool(module.scheme)
     listed = config.get("quantized_layers")
     ignore = config["ignore"]
     plain_names = list[str]()
@@ -621,7 +629,7 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
                 rows[name] = layer_row(OF_SCHEMES[module.scheme])
         elif not is_excluded(name, ignore):
             plain_names.append(name)
-    if not any(module.scheme for module in known if module.place.role == "head"):
+    if not has_quantized_head:
         for head in (model.head, model.draft_head):
             if head and not is_excluded(head, ignore):
                 plain_names.append(head)
@@ -660,6 +668,8 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
 
 def _harm_of(entries: Iterable[str], known: Iterable[NamedModule]) -> Iterator[str]:
     """Entries for SGLang's draft that would exclude a quantized module in vLLM."""
+    # A draft that SGLang builds without a prefix asks for `self_attn.qkv_proj`, which to vLLM is a
+    # part of the names of every layer.
     quantized = list[str]()
     for module in known:
         if module.scheme:
@@ -671,13 +681,17 @@ def _harm_of(entries: Iterable[str], known: Iterable[NamedModule]) -> Iterator[s
                 break
 
 
+def _is_part(word: str, names: Iterable[str]) -> bool:
+    return any(word in name for name in names)
+
+
 def _method(config: Raw) -> str:
     """SGLang's name of the quantization method; "" where it has none, or takes it for another."""
     algorithm = config["quant_algo"]
     if algorithm == _MIXED:
-        rows = config["quantized_layers"].values()
-        if any("NVFP4" in row["quant_algo"] for row in rows):
-            return "modelopt_mixed"
+        for row in config["quantized_layers"].values():
+            if row["quant_algo"] in _FOUR_BITS:
+                return "modelopt_mixed"
     elif "NVFP4" in algorithm:
         return "modelopt_fp4"
     elif algorithm == "FP8":

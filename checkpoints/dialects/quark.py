@@ -3,10 +3,8 @@
 In: quantization_config. Out: a `Quark` as one of the servers reads it.
 
 Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start, so a glob excludes
-nothing. Routed experts are plain as soon as one entry is a name below theirs. What nothing excludes
-has the scheme of its layer. A list of one config is as good as the config; a list of two is NVFP4,
-or for experts also integers inside FP8. Of NVFP4 the inputs' scale is called `input_scale_2`.
-SGLang's draft classes look at the list before it is read (sglang/view.py).
+nothing. What nothing excludes has the scheme of its layer. SGLang's draft classes look at the list
+before it is read (validate/check/sglang/view.py).
 
 Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
 (get_moe_method_target), quark/{utils,schemes}, utils/ocp_mx_utils.py,
@@ -97,6 +95,7 @@ class Quark(NamedTuple):
         parts: Sequence[str] = shards
         if is_experts:
             parts = ()
+            # One entry for one expert leaves all of the layer plain.
             for entry in self.exclude.written:
                 if entry == module or entry.startswith(f"{module}."):
                     return plain(entry)
@@ -188,6 +187,7 @@ def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMM
     if layer.output_tensors or layer.bias or not weights:
         return _NO_SCHEME
     built = None
+    # Two are NVFP4 with its common scale, or for experts also integers inside FP8.
     if len(weights) > 1 or len(inputs) > 1:
         built = _of_lists(weights, inputs, is_experts=is_experts)
     elif inputs:
@@ -254,6 +254,7 @@ def _of_lists(
         _ONE_FP8_SCALE,
     ]
     if kinds == of_nvfp4 and weights[0].group_size == inputs[0].group_size == 16:
+        # modelopt calls the inputs' scale `input_scale`.
         leaves = (*_TWO, "weight_scale_2", "input_scale_2")
         return registers("nvfp4_modelopt", *leaves, group_size=16)
     if is_experts and kinds[1] == ("int4", "per_channel", False):

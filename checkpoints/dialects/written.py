@@ -60,8 +60,10 @@ def quantization_config(
     Raises:
         RecipeError: see `modelopt_config`.
     """
-    made = modelopt_config if format == "modelopt" else compressed_tensors_config
-    value, obstacles = made(view, named_modules(view, matrices))
+    written = compressed_tensors_config
+    if format == "modelopt":
+        written = modelopt_config
+    value, obstacles = written(view, named_modules(view, matrices))
     return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
 
 
