@@ -5,10 +5,7 @@ In: a `Faulty`, in any dialect whose lists keepmtp knows. Out: changes of lists 
 hf_quant_config.json, in the words of the tool that wrote them: each dialect in
 checkpoints/dialects/ knows its own.
 
-Easy to get wrong: entries that do no harm stay, since another engine may read them. With an empty
-`modules_to_not_convert`, vLLM finds the plain modules of an AWQ checkpoint in its headers; with one
-entry it does not look, so the first entry comes with all others. And GPTQ's first expression that
-matches decides, so an exception goes before what is there.
+Easy to get wrong: entries that do no harm stay, since another engine may read them.
 
 Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), auto_awq.py
 (maybe_update_config), quark/utils.py (should_ignore_layer), inc/config_parser.py.
@@ -56,13 +53,17 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
         why += _some(harmful[entry] for entry in removed)
         now = [entry for entry in now if entry not in harmful]
         proposal.set_quantization((key,), now, why)
-    is_first = isinstance(dialect, Awq) and not now and bool(faulty.findings)
+    # With an empty list vLLM finds the plain modules of an AWQ checkpoint in its headers; with one
+    # entry it does not look, so the first entry comes with all others.
+    is_first = isinstance(dialect, Awq) and not now
+    is_first &= bool(faulty.findings)
     missed = list[Module]()
     for module in runtime.modules:
+        is_missed = is_first or not _builds_plain(module)
         # Older vLLM does not find in GPTQ's headers that a linear module is plain.
-        is_unnamed = isinstance(dialect, Gptq) and module.part == "mtp"
-        is_unnamed &= not module.resolution.entry
-        if _is_plain(module) and (is_first or is_unnamed or not _builds_plain(module)):
+        if isinstance(dialect, Gptq) and module.part == "mtp":
+            is_missed |= not module.resolution.entry
+        if is_missed and _is_plain(module):
             missed.append(module)
     names = [finding.where for finding in faulty.findings if finding.rule == "draft-head"]
     entries = _entries_for(runtime, missed)
@@ -76,6 +77,7 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
         why += _some(names or added)
         new = [*now, *added]
         if exceptions.value is not None:
+            # The first of GPTQ's expressions that matches decides: new ones go before the others.
             new = {entry: dict(exceptions.value) for entry in added} | dict(now)
         proposal.set_quantization((key,), new, why)
     if isinstance(runtime.dialect, CompressedTensors):
@@ -170,7 +172,7 @@ def _more_targets(faulty: Faulty) -> None:
             why = "stored in this group's form, which no target gives them under vLLM's names: "
             why += _some(module.name for module in mine)
             place = ("config_groups", key, "targets")
-            targets = dict.fromkeys(map(_target, mine))
+            targets = dict.fromkeys(_target(module) for module in mine)
             proposal.set_quantization(place, [*(group.get("targets") or ()), *targets], why)
 
 
@@ -202,8 +204,9 @@ def _form(module: Module) -> str:
 
 
 def _is_plain(module: Module) -> bool:
-    forms = {member.weight.form for member in module.members}
-    return module.loads_quantized and forms == {"plain"}
+    if not module.loads_quantized:
+        return False
+    return all(member.weight.form == "plain" for member in module.members)
 
 
 def _is_packed(module: Module) -> bool:
