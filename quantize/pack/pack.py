@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ...checkpoints.values import TORCH_DTYPES, row_ranges
 from ...recipes.errors import CheckpointError
+from ...recipes.forms import GLOBAL_SCALE
 from ...recipes.schemes import SEARCHES, Scheme
 from .chunk import (
     BITS_DTYPE,
@@ -129,7 +130,7 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], search: str) -> dic
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
     largest = _LARGEST_OF_FOUR_OVER_SIX if search == "four-over-six" else _E4M3_MAX
     scale = amax.reciprocal() * (largest * _E2M1_MAX)
-    return {"weight_global_scale": scale.nan_to_num(posinf=1.0).float().reshape(1)}
+    return {GLOBAL_SCALE: scale.nan_to_num(posinf=1.0).float().reshape(1)}
 
 
 def _pack_weight(
@@ -233,7 +234,7 @@ def e2m1_codes(scaled: Tensor, chunk: Chunk) -> Tensor:
 def _nvfp4_kernel(chunk: Chunk) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
     size = chunk.group_size
-    global_scale = chunk.out["weight_global_scale"]
+    global_scale = chunk.out[GLOBAL_SCALE]
     amax = group_amax(chunk.values, size)
     local = _local_scale(amax, _E2M1_MAX, global_scale)
     scaled = chunk.in_units_of(local / global_scale)

@@ -24,6 +24,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_parts, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
+from ...recipes.forms import GLOBAL_SCALE
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
@@ -146,7 +147,7 @@ def _packed(
     codes.
     """
     scheme = SCHEMES[unit[0].scheme]
-    if scheme.format == "nvfp4-pack-quantized" and all(tensor.form == "mxfp4" for tensor in unit):
+    if scheme.form == "nvfp4" and all(tensor.form == "mxfp4" for tensor in unit):
         members = []
         for tensor in unit:
             found = stored(plan, tensor)
@@ -195,7 +196,7 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
             32], E8M0 as uint8 or float8_e8m0fnu) of modules that share a global scale at run time.
 
     Returns: `weight_packed` uint8 [N, K // 2], `weight_scale` float8_e4m3fn [N, K // 16] and
-        `weight_global_scale` F32 [1], a divisor: value = code * weight_scale / weight_global_scale.
+        `GLOBAL_SCALE` F32 [1], a divisor: value = code * weight_scale / divisor.
     """
     exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
     used = []
@@ -215,7 +216,7 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
     for (packed, _), exponent in zip(members, exponents, strict=True):
         # Powers of two become E4M3 without rounding.
         scale = (exponent + shift).clamp(_BOTTOM, _TOP).float().exp2().to(torch.float8_e4m3fn)
-        tensors = {"weight_packed": packed.view(torch.uint8), "weight_global_scale": global_scale}
+        tensors = {"weight_packed": packed.view(torch.uint8), GLOBAL_SCALE: global_scale}
         found.append(tensors | {"weight_scale": scale.repeat_interleave(2, dim=1)})
     return found
 

@@ -181,12 +181,7 @@ def test_same_values_as_compressed_tensors_reads(name):
     expected = compressor.decompress(
         dict(packed), QuantizationScheme(targets=["Linear"], **scheme.config_group())
     )["weight"]
-    forms = {
-        "nvfp4-pack-quantized": "nvfp4",
-        "mxfp4-pack-quantized": "mxfp4",
-        "pack-quantized": "int_packed",
-    }
-    found = dequantize(forms.get(scheme.format, "fp8_channel"), packed, shape=tuple(weight.shape))
+    found = dequantize(scheme.form, packed, shape=tuple(weight.shape), block=scheme.block)
     assert torch.equal(found, expected)
 
 

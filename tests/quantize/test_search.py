@@ -18,7 +18,6 @@ from tables import cases
 from writing import tiny, written
 
 SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
-FORMS = {"nvfp4-pack-quantized": "nvfp4", "pack-quantized": "int_packed", "int-quantized": "int8"}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -55,8 +54,7 @@ def error_of(
 ) -> float:
     """The squared error, each channel weighted by its count."""
     scheme = SCHEMES[name]
-    form = FORMS.get(scheme.format) or ("fp8_block" if scheme.block else "fp8_channel")
-    values = dequantize(form, packed, shape=tuple(weight.shape), block=scheme.block).double()
+    values = dequantize(scheme.form, packed, shape=tuple(weight.shape), block=scheme.block).double()
     return float(((values - weight.double()).square() * counts).sum())
 
 

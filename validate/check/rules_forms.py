@@ -15,8 +15,9 @@ import re
 from collections import Counter, defaultdict
 from typing import Literal
 
-from ...checkpoints.stored import FP8, StoredWeight
+from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, VLLMName
+from ...recipes.forms import FP8
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
 from .dialects.compressed_tensors import CompressedTensors

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ...checkpoints.stored import (
-    FLOATS,
     OTHER_LEAVES,
     SCALE_LEAVES,
     TRANSPOSED_LEAVES,
@@ -22,6 +21,7 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
+from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8

@@ -20,9 +20,17 @@ from functools import partial
 from typing import NamedTuple
 
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import KV_SCALE_LEAVES, Form
+from ...checkpoints.stored import KV_SCALE_LEAVES
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
+from ...recipes.forms import (
+    DIVISORS,
+    FIRST_SCALES,
+    FORMS,
+    GLOBAL_SCALE,
+    IN_MODELOPT,
+    INPUT_GLOBAL_SCALE,
+)
 from ..facts.findings import Objection, Objections, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
@@ -30,22 +38,8 @@ from .runtime_view import RuntimeView
 
 _objection = partial(objection, origin="values")
 _warning = partial(objection, origin="values", severity="warning")
-_DIVISORS = ("weight_global_scale", "input_global_scale")
-_INPUT_SCALES = ("input_scale", "input_global_scale")
-_GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
-_FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
-# The largest magnitude of a code, before its scales.
-_LARGEST_CODE: Mapping[Form, float] = {
-    "fp8_block": 448.0,
-    "fp8_sliced": 448.0,
-    "fp8_channel": 448.0,
-    "fp8_tensor": 448.0,
-    "mxfp8": 448.0,
-    "nvfp4": 6.0,
-    "nvfp4_modelopt": 6.0,
-    "mxfp4": 6.0,
-    "int8": 127.0,
-}
+_INPUT_SCALES = ("input_scale", INPUT_GLOBAL_SCALE)
+_GLOBAL_SCALES = (GLOBAL_SCALE, IN_MODELOPT[GLOBAL_SCALE])
 # Weights of released models are between these by orders of magnitude; a scale that should be its
 # reciprocal is not.
 _TOO_LARGE, _TOO_SMALL = 1e4, 1e-8
@@ -177,7 +171,7 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
     may_be_negative = leaf == "scales"
     if weight is not None and weight.form == "int_packed" and leaf == "weight_scale":
         may_be_negative = "weight_zero_point" not in weight.parts
-    if summary.is_zero and leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
+    if summary.is_zero and leaf in (*DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
         says = "is 0, and vLLM divides by it: everything behind it is infinite or NaN"
     elif summary.is_zero:
         says = "is 0: vLLM computes with a matrix of zeros"
@@ -208,7 +202,7 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
     if len(tensor.entry.shape) < 2 or tensor.size < _MANY:
         return
     is_lost = False
-    for leaf in _FIRST_SCALES:
+    for leaf in FIRST_SCALES:
         scale = tensors.get(HFName(f"{tensor.module}.{leaf}"))
         is_lost |= scale is not None and scale.size > 1 and not scale.summary.is_constant
     what = "zeros" if summary.is_zero else "one repeated value"
@@ -232,14 +226,21 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
     """
     for weight in runtime.weights.values():
         parts = {leaf: tensors.get(entry.name) for leaf, entry in weight.parts.items()}
-        scale = next(filter(None, map(parts.get, _FIRST_SCALES)), None)
+        scale = None
+        for leaf in FIRST_SCALES:
+            scale = scale or parts.get(leaf)
         if scale is None:
             continue
-        largest = scale.summary.largest * _LARGEST_CODE.get(weight.form, math.nan)
-        for leaf in _GLOBAL_SCALES:
-            if common := parts.get(leaf):
-                factor = common.summary.largest or math.nan
-                largest = largest / factor if leaf in _DIVISORS else largest * factor
+        storage = FORMS[weight.form]
+        largest = scale.summary.largest * storage.largest
+        common = parts.get(storage.common)
+        if common is not None:
+            factor = common.summary.largest
+            if not factor:  # another rule objects to a scale of 0
+                continue
+            if storage.divides:
+                factor = 1 / factor
+            largest *= factor
         if math.isfinite(largest) and largest and not _TOO_SMALL <= largest <= _TOO_LARGE:
             says = (
                 f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its "
@@ -247,7 +248,7 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
             )
             cure = (
                 "Write the scale in this dialect's convention: compressed-tensors divides by "
-                "weight_global_scale, modelopt multiplies by weight_scale_2"
+                f"{GLOBAL_SCALE}, modelopt multiplies by {IN_MODELOPT[GLOBAL_SCALE]}"
             )
             cause = f"{scale.place.part} {scale.place.row.path} {largest > 1}"
             yield _objection("scale-magnitude", scale.name, says, cure, cause)
@@ -257,7 +258,7 @@ def fused_scales_agree(tensors: _Tensors) -> Objections:
     """Weights that vLLM fuses have one global scale: vllm#54150."""
     groups: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
-        if tensor.place.shares and tensor.leaf in (*_GLOBAL_SCALES, "input_global_scale"):
+        if tensor.place.shares and tensor.leaf in (*_GLOBAL_SCALES, INPUT_GLOBAL_SCALE):
             groups[tensor.place.shares, tensor.leaf].append(tensor)
     for (_, leaf), members in groups.items():
         values = {member.name: member.summary.largest for member in members}
@@ -272,7 +273,8 @@ def fused_scales_agree(tensors: _Tensors) -> Objections:
         happens = "inputs are then rounded on another grid than the calibrated one"
         if leaf in _GLOBAL_SCALES:
             factor = values[worst.name] / values[used]
-            factor = factor if leaf in _DIVISORS else 1 / factor
+            if leaf not in DIVISORS:
+                factor = 1 / factor
             severity = "error"
             happens = f"these weights are then {factor:.3g} times what they should be"
         says = (
