@@ -51,7 +51,8 @@ from ..run.statistics import Statistics, refuse_statistics
 from .output import finish
 
 _log = logging.getLogger(__name__)
-_COPY_BYTES, _BLOCK_BYTES = 32 * 2**20, 1 << 20
+_COPY_BYTES = 32 * 2**20
+_BLOCK_BYTES = 2**20
 _FREE_IT = "Free the device of other processes, or pack fewer weights at a time with --threads 1"
 _ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
@@ -114,10 +115,10 @@ def write_shards(
         devices = _devices()
     stop = threading.Event()
     torch_threads = torch.get_num_threads()
-    given = statistics or Statistics(folder=folder, entries={})
-    torch.set_num_threads(
-        1
-    )  # several shards at a time use the cores better than threads inside one operator
+    if statistics is None:
+        statistics = Statistics(folder=folder, entries={})
+    # Several shards at a time use the cores better than threads inside one operator.
+    torch.set_num_threads(1)
     with ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = []
         for number, shard in enumerate(plan.shards[ranks.rank :: ranks.size]):
@@ -125,7 +126,7 @@ def write_shards(
                 plan=plan,
                 shard=shard,
                 device=devices[number % len(devices)],
-                given=given,
+                given=statistics,
                 progress=progress,
                 stop=stop,
             )
@@ -141,9 +142,10 @@ def write_shards(
 
 def _devices() -> list[torch.device]:
     """Every GPU in turn, or the CPU."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")]
+    devices = list[torch.device]()
+    for index in range(torch.cuda.device_count()):
+        devices.append(torch.device("cuda", index))
+    return devices or [torch.device("cpu")]
 
 
 @frozen
@@ -220,7 +222,8 @@ class _Job:
         files = set[str]()
         for unit in self.shard.units:
             for tensor in unit:
-                files |= {plan.entries[name].file for name in tensor.inputs}
+                for name in tensor.inputs:
+                    files.add(plan.entries[name].file)
         for name in sorted(sums):
             digest.update(sums[name].digest())
         for file in sorted(files & plan.source.states.keys()):
@@ -236,7 +239,10 @@ class _Job:
         num_bytes = self.plan.num_bytes_read(unit)
         if unit[0].fate == "quantize":
             # Experts in 3-D tensors an expert at a time: such a tensor alone may be several GiB.
-            num_groups = max(tensor.shape[0] if tensor.stacked else 1 for tensor in unit)
+            num_groups = 1
+            for tensor in unit:
+                if tensor.stacked:
+                    num_groups = tensor.shape[0]
             for group in packed_groups(self.plan, unit, self.given, device=self.device):
                 for module in group:
                     for output in module.outputs:
@@ -244,8 +250,9 @@ class _Job:
                 self._done(num_bytes // num_groups)
             return
         outputs = outputs_of(unit)
-        if all(output.name in self.given for output in outputs):  # an algorithm rescaled it
-            for output in outputs:
+        given = [output for output in outputs if output.name in self.given]
+        if len(given) == len(outputs):  # an algorithm rescaled it
+            for output in given:
                 place.put(output, self.given.read(output.name))
         else:
             for tensor in unit:
@@ -259,7 +266,9 @@ class _Job:
         found = parts(self.plan, tensor)
         if tensor.fate == "dequantize":
             weight = load(self.plan, tensor, self.device)
-            pieces = separate(weight, tensor.slices) if tensor.slices else (weight,)
+            pieces = (weight,)
+            if tensor.slices:
+                pieces = separate(weight, tensor.slices)
             for output, piece in zip(tensor.outputs, pieces, strict=True):
                 place.put(output, piece)
             return
@@ -296,7 +305,8 @@ class _Place:
         got = (tuple(value.shape), value.dtype)
         assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output}: computed {got}"
         value = value.cpu().contiguous()
-        if other := self.plan.spelled.get(output.name):
+        other = self.plan.spelled.get(output.name)
+        if other is not None:
             value = changed(value, other.change, TORCH_DTYPES[other.output.dtype])
         self._write(output, value.reshape(-1).view(torch.uint8), at=0)
 
