@@ -92,7 +92,10 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     """
     with hub_errors(repo):
         info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_SECONDS)
-        names = sorted(sibling.rfilename for sibling in info.siblings or ())
+        names = list[str]()
+        for sibling in info.siblings or ():
+            names.append(sibling.rfilename)
+        names.sort()
     for name in (info.sha or "", *names):
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise NoCheckpointError(
@@ -225,7 +228,9 @@ def read_range(
                 if isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY:
                     raise
                 failure = error
-            failures = failures + 1 if len(into) == before else 0
+            failures += 1
+            if len(into) < before:
+                failures = 0
             if failures >= _TRIES:
                 raise failure
             if failures:  # not where bytes have arrived since the last request
