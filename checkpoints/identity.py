@@ -5,12 +5,8 @@ Every result names the identity it was measured on. A report takes results of on
 an upload sends only files of the report's identity. And a `FileStamp` for each file, by which a
 change during a run is noticed without reading it.
 
-Easy to get wrong: a cache keeps each hash with the file's size and time of change, so that 700 GB
-is read once. A file that changed just before it was read may change again within the clock's step,
-so its hash is not kept. Within a run, size and time of change are not enough: `cp -p` or `touch -r`
-give them to another file. The inode shows that a file took the place of another; the time of the
-inode's own change, which nobody sets, that it was written over. A hard link more or less changes
-that time as well.
+Easy to get wrong: a file's size and time of change say little. `cp -p` or `touch -r` give them to
+another file, and a file may change twice within the clock's step.
 """
 
 import hashlib
@@ -36,8 +32,9 @@ CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
 _MAX_JSON_BYTES = 1 << 30
-# Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network
-# file systems.
+# A file that changed just before it was read may change again within the clock's step, so its hash
+# is not kept. Times of change are as coarse as the file system's clock: 2 s on FAT, a second on
+# some network file systems.
 _SETTLED_NS = 3_000_000_000
 
 
@@ -67,8 +64,10 @@ class FileStamp(Fact):
     """
 
     num_bytes: int
-    inode: int
+    inode: int  # another one where another file took its place
     mtime_ns: int
+    # The time of the inode's own change, which nobody sets: later where the file was written over,
+    # and where it got a hard link more or less.
     ctime_ns: int
     num_links: int = Field(default=1, exclude=True, repr=False)
 
@@ -243,7 +242,8 @@ def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) 
     changed = []
     for name, state in states.items():
         found = now.get(name)
-        if found is not None and found.num_links != state.num_links:  # that is a change, too
+        if found is not None and found.num_links != state.num_links:
+            # `fix` and `graft` make hard links, which write nothing into the file.
             same = {"ctime_ns": state.ctime_ns, "num_links": state.num_links}
             found = found.model_copy(update=same)
         if found != state:

@@ -3,9 +3,7 @@
 In: a plan. Out: small files, written whole or not at all. No weight is read and torch is not
 needed, so a refusal costs nothing.
 
-Easy to get wrong: only the same plan may continue from a killed run's shards. OUT.partial/.keepmtp
-has the fingerprint of that plan and the hashes of its finished shards; it is removed when the
-folder has its final name.
+Easy to get wrong: only the same plan may continue from a killed run's shards.
 """
 
 import hashlib
@@ -48,6 +46,8 @@ _ONE_RUN = "only one run may write an output"
 
 
 def _stamp(partial: Path) -> Path:
+    # The fingerprint of the plan is kept with the hashes of its finished shards. Both go when the
+    # folder has its final name.
     return partial / WORK / "plan.sha256"
 
 
@@ -75,15 +75,14 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
 @contextmanager
 def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     """The partial folder, marked as this plan's and held against other runs for as long as the
-    context lasts.
-
-    Nothing in it is read or written before it is held: two runs that start at the same time would
-    mix their plans. `calibration` is what `fingerprint` takes.
+    context lasts. `calibration` is what `fingerprint` takes.
 
     Raises:
         RecipeError: another run holds it, or see `refuse_output`.
     """
     partial = partial_path(out)
+    # Nothing in it is read or written before it is held: two runs that start at the same time would
+    # mix their plans.
     with held(partial, _ONE_RUN):
         try:
             refuse_place(plan.source, out)  # another run may have finished since this one looked
@@ -165,14 +164,13 @@ def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
 
 
 def tidy(out: Path, *, keep_calibration: bool) -> None:
-    """Remove what a finished output does not need. The folder of hashes is last: it shows a later
-    run what to do.
-    """
+    """Remove what a finished output does not need."""
     if not (out / WORK).is_dir():
         return
     refuse_strange(out / WORK)
     if not keep_calibration:
         shutil.rmtree(calibration_folder(out), ignore_errors=True)
+    # This folder is the last to go: while it is there, a later run knows that it must tidy.
     shutil.rmtree(out / WORK, ignore_errors=True)
 
 
@@ -228,10 +226,11 @@ def asked(recipe: Recipe) -> str:
 def _is_same(
     source: Source | None, record: RecordedSource | None, files: Mapping[str, int]
 ) -> bool:
-    """Whether a record is of this source. A Hub's commit never changes."""
+    """Whether a record is of this source."""
     if source is None or record is None:
         return source is record
     is_named = (record.name, record.revision) == (_name_of(source), source.revision)
+    # A Hub's commit never changes, and a folder may.
     return is_named and (source.folder is None or record.files == files)
 
 

@@ -4,16 +4,10 @@ In: a plan over a local source, and the statistics of calibration if it needs th
 and the other files of `output.py`, in a folder that gets its final name only when it is whole. What
 calibration gave is copied; everything else is packed from the source.
 
-The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each
-tensor directly at its place. Memory holds only the tensors that are being written, whatever the
-size of shards. A shard gets its name when it is complete. After a kill, the next run keeps the
-complete ones, once their hashes are compared, and writes the others again, with the same bytes.
+Memory holds only the tensors that are being written, whatever the size of shards. After a kill, the
+next run keeps the shards that are complete and writes the others again, with the same bytes.
 
-Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider
-dtypes come first. And that a file has a shard's name says nothing about its bytes. A disk may have
-lost some, so they are read again; and the source may have become another one, so the stamps of its
-files count. Hashes of what is read would say more of a source that was moved, but they double the
-work, and a shard is written again as fast as compared.
+Easy to get wrong: that a file has a shard's name says nothing about its bytes.
 """
 
 import hashlib
@@ -167,7 +161,8 @@ class _Job:
         where = plan.recipe.name
         layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
-        if final.is_file():  # of an earlier run
+        if final.is_file():
+            # Of an earlier run. The disk may have lost bytes of it since, so all are read again.
             found = self._read_again(final, layout)
             if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
                 self._done(plan.num_bytes_read(chain(*shard.units)))
@@ -178,6 +173,8 @@ class _Job:
         sums = {output.name: hashlib.sha256() for output in shard.outputs}
         partial = fresh(partial_path(final))
         with naming_file(partial), open(partial, "xb", buffering=0) as file:
+            # The plan fixes every output's name, dtype and shape: the header can be written first,
+            # and each tensor directly at its place.
             file.write(layout.header)
             file.truncate(layout.num_bytes)
             for unit in shard.units:
@@ -214,9 +211,7 @@ class _Job:
             return self._sum(header, sums)
 
     def _sum(self, header: bytes, sums: Mapping[HFName, "hashlib._Hash"]) -> str:
-        """A hash over the header of a shard, those of its tensors' bytes, and the source files that
-        it was made from, as they were when the source was opened.
-        """
+        """A hash over the header of a shard, its tensors' bytes, and what it was made from."""
         digest = hashlib.sha256(header)
         plan = self.plan
         files = set[str]()
@@ -226,6 +221,9 @@ class _Job:
                     files.add(plan.entries[name].file)
         for name in sorted(sums):
             digest.update(sums[name].digest())
+        # The source may have become another one, so the stamps of its files count. Hashes of what
+        # is read would say more of a source that was moved, but they double the work, and a shard
+        # is written again as fast as compared.
         for file in sorted(files & plan.source.states.keys()):
             digest.update(f"{file} {plan.source.states[file]!r}".encode())
         return digest.hexdigest()
@@ -238,7 +236,8 @@ class _Job:
         """Read, compute and write one unit of the plan."""
         num_bytes = self.plan.num_bytes_read(unit)
         if unit[0].fate == "quantize":
-            # Experts in 3-D tensors an expert at a time: such a tensor alone may be several GiB.
+            # Experts in 3-D tensors are packed an expert at a time: such a tensor alone may be
+            # several GiB.
             num_groups = 1
             for tensor in unit:
                 if tensor.stacked:
