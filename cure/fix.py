@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoints.dialects.patterns import time_limit
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
 from ..validate.check.check import Checked, examine, examine_source
-from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists

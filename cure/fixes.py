@@ -15,15 +15,14 @@ from dataclasses import replace
 from math import prod
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.dialects.choose import quantization_of
+from ..checkpoints.dialects.dialect import VLLMModule
+from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
 from ..checkpoints.safetensors_file import Entry
-from ..quantize.config.modelopt import hf_quant_config
 from ..recipes.family import HFName
 from ..recipes.frozen import Json, Shape
-from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.dialects.modelopt import ModelOpt, reads_other_file
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
 from ..validate.check.runtime_view import Member
-from ..validate.check.vllm_module import VLLMModule
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
 _FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -110,7 +109,7 @@ def extras_are_set(faulty: Faulty) -> None:
 
 def activations_are_named(faulty: Faulty) -> None:
     """FP8 groups of W8A8 say how activations are quantized: M10, Fp3."""
-    if not any("input_activations" in each.says for each in faulty.findings):
+    if not any(module.resolution.refusal == "inputs" for module in faulty.runtime.modules):
         return
     for name, group in (faulty.proposal.quantization("config_groups") or {}).items():
         weights = group.get("weights") or {}
@@ -141,7 +140,8 @@ def modelopt_fields_are_there(faulty: Faulty) -> None:
     is_nested = proposal.quantization_at[1][-1] == "quantization" and isinstance(inner, dict)
     if not isinstance(faulty.runtime.dialect, ModelOpt) or not is_nested:
         return
-    if any("Unknown ModelOpt quant algo" in each.says for each in faulty.findings):
+    places = {finding.where for finding in faulty.findings if finding.rule == "algorithm"}
+    if any(place.endswith(": quantization.quant_algo") for place in places):
         value = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
         value.pop("exclude_modules", None)
         why = f"vLLM takes {inner.get('quant_algo')} only at the top level of quantization_config"

@@ -30,6 +30,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
+from ..checkpoints.dialects.choose import Unquantized
+from ..checkpoints.dialects.compressed_tensors import CompressedTensors
+from ..checkpoints.dialects.dialect import UnknownDialect
+from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
@@ -37,7 +41,7 @@ from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, uncollected, view_of
 from ..checkpoints.source_of import refuse_stranger
 from ..checkpoints.stored import FLOATS, stored_weights
-from ..quantize.config.written import config_of
+from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..quantize.write.writer import write_shards
@@ -46,13 +50,9 @@ from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Advance, Bar, Raw, Shape
 from ..validate.check.check import Checked, examine_source
-from ..validate.check.dialects.choose import Unquantized
-from ..validate.check.dialects.compressed_tensors import CompressedTensors
-from ..validate.check.dialects.fp8 import Fp8
 from ..validate.check.reading import joined
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.values import check_values
-from ..validate.check.vllm_module import UnknownDialect
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored

@@ -38,8 +38,8 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.frozen import Json, Raw
 from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe
-from ..config.written import config_of, files_of
 from ..needs.room import calibration_folder, refuse_full_disk
+from ..plan.configs import config_of, files_of
 from ..plan.plan import Plan
 
 _ONE_RUN = "only one run may write an output"

@@ -7,7 +7,7 @@ import torch
 from drafts import weights_of
 from json_files import json_of
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.config.written import files_of
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe

@@ -9,11 +9,11 @@ numbers 0 to 255.
 
 from collections.abc import Mapping
 
+from ...checkpoints.dialects.dialect import VLLMModule
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import StoredWeight
 from ...recipes.forms import FLOATS, FORMS, TENSOR_SCALES
 from ...recipes.frozen import Shape
-from .vllm_module import VLLMModule
 
 Problem = tuple[str, str, str]
 """(leaf, what happens, cure)"""

@@ -13,44 +13,36 @@ not the one on disk.
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Literal
 
+from ...checkpoints.dialects.compressed_tensors import CompressedTensors
+from ...checkpoints.dialects.dialect import Exceptions, Refusal, UnknownDialect, entry_for
+from ...checkpoints.dialects.fp8 import Fp8
+from ...checkpoints.dialects.gptq import Awq, Gptq
+from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.forms import FP8
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
-from .dialects.compressed_tensors import CompressedTensors
-from .dialects.fp8 import Fp8
-from .dialects.gptq import ACT_ORDER, Awq, Gptq
-from .dialects.modelopt import ModelOpt
 from .layouts import layout_problem, leaves_built, manner
 from .runtime_view import Member, Module, RuntimeView, StoredView
-from .vllm_module import UnknownDialect
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}
 _AGAIN = "Quantize this weight again"
 _EFFECT = "vLLM raises on it, or reads other numbers than were stored, in silence"
-# Words of what vLLM raises as it resolves a module, and what to do; the first that fits.
-_CURES = (
-    (ACT_ORDER, "Quantize it again with desc_act=False, or with static groups"),
-    ("input_activations", "Say in the group's input_activations how inputs are quantized"),
-    ("hards", "Name all parts of a fused module, or the fused module itself, in the same list"),
-    ("rojections", "Name all projections of the experts in the same list"),
-    ("Fused module", "Name all parts of a fused module in extra_config"),
-    ("", "Complete quantization_config, or quantize again in a scheme that vLLM has"),
-)
-# The list of what stays plain, and an entry of it, by the dialect's name.
-_EXCEPTIONS = {
-    "modelopt": ("ignore", "{stem}*"),
-    "fp8": ("ignored_layers", "{name}"),
-    "gptq": ("dynamic", "-:^{pattern}"),
-    "awq": ("modules_to_not_convert", "{name}"),
-    "auto-round": ("extra_config", "{name}"),
-    "quark": ("exclude", "re:^{pattern}"),
+_COMPLETE = "Complete quantization_config, or quantize again in a scheme that vLLM has"
+_CURES: Mapping[Refusal, str] = {
+    "order": "Quantize it again with desc_act=False, or with static groups",
+    "inputs": "Say in the group's input_activations how inputs are quantized",
+    "shards": "Name all parts of a fused module, or the fused module itself, in the same list",
+    "projections": "Name all projections of the experts in the same list",
+    "parts": "Name all parts of a fused module in extra_config",
 }
-_IGNORE = ("ignore", "re:^{pattern}")
+# Of a config that names no dialect that keepmtp knows.
+_USUAL = Exceptions(("ignore",), of_stem="re:^{}")
 
 
 def fused_modules_are_uniform(runtime: RuntimeView) -> Objections:
@@ -119,9 +111,9 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
         if error:
             first = module.members[0].name
             says = f"vLLM fails as it builds {module.name} ({first}): {error}"
-            cure = next(cure for words, cure in _CURES if words in error)
+            cure = _CURES.get(answer.refusal, _COMPLETE)
             cause = error.replace(module.name, "*")
-            if "activations" not in cause:
+            if answer.refusal != "inputs":
                 cause = f"{answer.entry} {cause}"
             yield objection("config-group", answer.entry or module.name, says, cure, cause)
         elif not (module.loads_quantized and _is_mixed(module)):
@@ -233,9 +225,11 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
         stem = view.stem_of(module) or stem
     if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
         return "Quantize again in groups of 128: in other groups no entry excepts experts"
-    key, entry = _EXCEPTIONS.get(dialect.name.removeprefix("deepseek_v4_"), _IGNORE)
-    entry = entry.format(stem=stem, name=module.name, pattern=re.escape(stem))
-    return f"Add '{entry}' to {key}: vLLM's name, not the one on disk"
+    exceptions = dialect.exceptions or _USUAL
+    entry = entry_for(exceptions.of_name, module.name)
+    if exceptions.of_stem:
+        entry = entry_for(exceptions.of_stem, stem)
+    return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk"
 
 
 def _cover_cure(view: StoredView, module: Module) -> str:

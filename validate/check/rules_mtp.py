@@ -13,6 +13,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
+from ...checkpoints.dialects.choose import Unquantized
+from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.stored import (
     OTHER_LEAVES,
     SCALE_LEAVES,
@@ -23,8 +25,6 @@ from ...checkpoints.stored import (
 from ...recipes.family import HFName, Part
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
-from .dialects.choose import Unquantized
-from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
 from .runtime_view import RuntimeView, StoredView
 
