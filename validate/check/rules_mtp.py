@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.stored import (
-    FLOATS,
     OTHER_LEAVES,
     SCALE_LEAVES,
     TRANSPOSED_LEAVES,
@@ -24,6 +23,7 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
+from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
 from .runtime_view import RuntimeView, StoredView
