@@ -27,8 +27,9 @@ from ..recipes.errors import printable, shortened
 from .tables import counted, say, table
 
 if TYPE_CHECKING:
+    from ..recipes.runtimes import Runtime
     from ..validate.facts.dry_load import DryLoad, LoadedModel
-    from ..validate.facts.findings import CheckpointFacts, Finding, Runtime
+    from ..validate.facts.findings import CheckpointFacts, Finding
     from ..validate.facts.results import CheckData
 
 _WIDEST = 120
