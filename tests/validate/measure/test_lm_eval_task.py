@@ -44,7 +44,7 @@ ROWS = [
 
 # lm-eval's own name of the task, and the splits of its dataset that hold the questions and the
 # shots.
-REFERENCES = table("validate/evaluation/test_tasks")["REFERENCES"]
+REFERENCES = table("validate/measure/test_lm_eval_task")["REFERENCES"]
 DRAWN = {"gpqa_diamond"}  # whose choices are in a drawn order
 
 
@@ -349,7 +349,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path):
     assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in message
 
 
-@pytest.mark.parametrize("task, row, says", table("validate/evaluation/refused_rows"))
+@pytest.mark.parametrize("task, row, says", table("validate/measure/refused_rows"))
 def test_a_row_that_lm_eval_cannot_use_is_named(task, row, says, tmp_path):
     """A line as it is, or fields of a good row."""
     first, *others = TASK_ROWS[task]["rows"]

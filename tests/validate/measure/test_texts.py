@@ -12,7 +12,7 @@ from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.measure.texts import HELD_OUT, held_out, read_prompts, texts
 from tables import cases, table
 
-LINES = table("validate/closeness/refused_lines")
+LINES = table("validate/measure/refused_lines")
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 

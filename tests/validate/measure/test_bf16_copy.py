@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from tables import table
 from vllms import CPU, H100
 
-MADE = table("validate/serving/test_bf16_copy")["MADE"]
+MADE = table("validate/measure/test_bf16_copy")["MADE"]
 
 
 @pytest.fixture(scope="module", params=MADE)

@@ -134,7 +134,7 @@ def test_answers_to_other_questions_are_refused(source, checkpoint):
 
 # Shares of questions that only the source, and only the checkpoint, answers right: few, as after
 # quantization.
-SHARES = table("validate/report/test_binomial")["SHARES"]
+SHARES = table("validate/facts/test_binomial")["SHARES"]
 
 
 @pytest.mark.parametrize("num", [100, 300])
