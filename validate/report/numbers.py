@@ -47,3 +47,10 @@ def figure(value: float | None) -> str:
 def count(number: int) -> str:
     """A whole number."""
     return f"{number:,}"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 warning`, `2 warnings`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what}s"

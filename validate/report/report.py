@@ -51,7 +51,7 @@ from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
 from .html import HTML_FILE, write_html
-from .numbers import percent
+from .numbers import counted, percent
 
 JSON_FILE = "report.json"
 _PARTS: Mapping[str, str] = {"gsm8k": "evaluation"}
@@ -365,23 +365,27 @@ def verdict_of(
         label = "Loads"
         says = f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {where}"
         tried = "no server was run"
-    warnings = sum(fact.severity == "warning" for fact in check.findings)
+    warnings = len(check.findings) - len(errors_of(check.findings))
     if warnings:
-        says += f", with {warnings} warning{'s' * (warnings != 1)}"
-    found = next(
-        (each for each in drafted(serve, evaluation) if each.checkpoint.draft_tokens), None
-    )
+        says += f", with {counted(warnings, 'warning')}"
+    found = None
+    for measured in drafted(serve, evaluation):
+        if found is None and measured.checkpoint.draft_tokens:
+            found = measured
     if found:
         label = "Served"
-        how = "natively" if found.as_served == "native" else f"as a {found.as_served}"
+        how = "natively"
+        if found.as_served != "native":
+            how = f"as a {found.as_served}"
         tried = (
             f"served {how} with k={found.k}, it accepts {percent(found.checkpoint.acceptance)} of "
             f"{found.checkpoint.draft_tokens:,} drafted tokens"
         )
         if found.source:
             tried += f" (source: {percent(found.source.acceptance)})"
-        if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
-            label = "Loads and drafts"
+        for reason in reasons:
+            if reason.gate == "acceptance" and reason.verdict == "pass":
+                label = "Loads and drafts"
     elif serve or evaluation or bench or closeness:
         label = "Served"
         tried = "a server ran"
