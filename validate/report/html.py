@@ -8,6 +8,7 @@ Easy to get wrong: names in a report come from strangers' checkpoints. Everythin
 
 from base64 import b64encode
 from pathlib import Path
+from typing import Any
 
 from ...checkpoints.files import write_whole
 from ...recipes import extras
@@ -47,20 +48,29 @@ def render(report: FullReport) -> str:
     from .charts import charts
     from .report_page import sections, ticked
 
+    kind = "bad"
+    if report.verdict.ok:
+        kind = "good"
     drawn = {}
     for what, chart in charts(report).items():
         drawn[what] = (chart.title, chart.alt, b64encode(chart.png).decode())
     return template(
         "report.html.j2",
-        # A stranger's control characters and marks of direction become `\x1b`.
-        finalize=lambda value: printable(value) if type(value) is str else value,
+        finalize=_shown,
         filters={},
         is_html=True,
     ).render(
         report=report,
         name=Path(report.path).name or report.path,
-        kind="good" if report.verdict.ok else "bad",
+        kind=kind,
         says=ticked(report.verdict.says),
         sections=sections(report, drawn),
         charts=drawn,
     )
+
+
+def _shown(value: Any) -> Any:
+    """A stranger's control characters and marks of direction become `\\x1b`."""
+    if type(value) is str:  # what is markup has been made of such words
+        return printable(value)
+    return value

@@ -7,7 +7,6 @@ Easy to get wrong: names in a report come from strangers' checkpoints. A word be
 `marked` alone, which escapes all that it is given.
 """
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from ..facts.findings import CheckpointFacts, Finding
 from ..facts.schema import FullReport, GroupSize, JudgementFact, JudgementWord
 from ..facts.served import Parting, Run, ServeCheck
 from . import tables
-from .numbers import count, percent
+from .numbers import count, counted, percent, quoted
 from .tables import Table
 
 Block = tuple[str, Any]
@@ -40,6 +39,10 @@ Block = tuple[str, Any]
     chart             the name of a picture
 """
 _KINDS: Mapping[JudgementWord, str] = {"pass": "good", "regression": "bad", "infeasible": "warn"}
+_PROMPTS = {"chat": "chat template", "completions": "plain text (completions)"}
+_ON_OFF = {True: "on", False: "off"}
+_SEVERITIES = {"error": "bad", "warning": "warn"}
+_ORIGINS = {"dry": "dry load"}
 _STAGES = {
     "config": "reading the config of",
     "construct": "building",
@@ -114,7 +117,9 @@ def marked(form: str, *values: object) -> Markup:
     shown = []
     for value in values:
         # A stranger's control characters and marks of direction become `\x1b`.
-        shown.append(value if isinstance(value, Markup) else printable(str(value)))
+        if not isinstance(value, Markup):
+            value = printable(str(value))
+        shown.append(value)
     return Markup(form).format(*shown)  # noqa: S704 - `format` escapes
 
 
@@ -138,13 +143,9 @@ def _verdict(found: Any) -> Markup:
     return _pill(_KINDS[found.verdict], found.title)
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _environment(environment: Mapping[str, str]) -> str:
     told = [f"{key}: {value}" for key, value in environment.items() if value]
-    return f"{'; '.join(told)}." if told else ""
+    return "; ".join(told) + "."
 
 
 def _how(model: Any, words: Markup) -> tuple[bool, str, Markup]:
@@ -216,19 +217,21 @@ def _checkpoint(report: FullReport, facts: CheckpointFacts) -> Iterator[Block]:
 
 def _findings(report: FullReport, findings: Sequence[Finding]) -> Iterator[Block]:
     if not findings:
-        who = "The static check and the dry load" if report.dry else "The static check"
+        who = "The static check"
+        if report.dry:
+            who += " and the dry load"
         yield "p", f"None. {who} found nothing that vLLM {report.vllm} would stumble over."
         return
     rows = []
     for finding in findings:
         rows.append(
             (
-                _pill("bad" if finding.severity == "error" else "warn", finding.severity),
+                _pill(_SEVERITIES[finding.severity], finding.severity),
                 _name(finding.where),
                 ticked(finding.says),
                 ticked(finding.cure),
                 count(finding.count),
-                "dry load" if finding.origin == "dry" else "static check",
+                _ORIGINS.get(finding.origin, "static check"),
             )
         )
     columns = ("=Severity", "Where", "What will happen", "Cure", ">Count", "=Found by")
@@ -236,7 +239,8 @@ def _findings(report: FullReport, findings: Sequence[Finding]) -> Iterator[Block
 
 
 def _dry(loads: Sequence[DryLoad]) -> Iterator[Block]:
-    if versions := versions_in_short(loads):
+    versions = versions_in_short(loads)
+    if versions:
         yield "p", f"vLLM {versions}."
     rows = []
     for load in loads:
@@ -271,7 +275,9 @@ def _result(load: DryLoad, loads: Sequence[DryLoad]) -> Markup:
     """What came of one dry load."""
     failure = load.failure
     if failure:
-        raised = f"{failure.type}: {failure.words}" if failure.type else failure.words
+        raised = failure.words
+        if failure.type:
+            raised = f"{failure.type}: {raised}"
         said = marked(
             "{} while {} the {}: <code>{}</code>",
             _pill("bad", "vLLM raises"),
@@ -286,12 +292,12 @@ def _result(load: DryLoad, loads: Sequence[DryLoad]) -> Markup:
         if load.defect:
             said += marked("; {}", load.defect)
     elif load.num_errors:
-        errors = "error" if load.num_errors == 1 else "errors"
-        pill = _pill("bad", "loads wrongly")
-        said = marked("{} in silence: {} {} above", pill, load.num_errors, errors)
+        errors = counted(load.num_errors, "error")
+        said = marked("{} in silence: {} above", _pill("bad", "loads wrongly"), errors)
     else:
         said = _pill("good", "loads")
-    if cured := cured_in(load, loads):
+    cured = cured_in(load, loads)
+    if cured:
         said += marked("; cured in vLLM {}", cured)
     if load.cures:
         said += marked("; loads with keepmtp's cures of vLLM: {}", ", ".join(load.cures))
@@ -312,19 +318,22 @@ def _written(model: LoadedModel) -> Markup:
 def _sizes(sizes: Sequence[GroupSize]) -> Iterator[Block]:
     rows = []
     before = 0
+    after = 0
+    has_source = True
     for row in sizes:
         was = "-"
+        after += row.num_bytes
         if row.num_bytes_before is not None:
             was = size_in_words(row.num_bytes_before)
             before += row.num_bytes_before
-        rows.append(
-            (row.part, row.group, count(row.num_tensors), was, size_in_words(row.num_bytes))
-        )
+        else:
+            has_source = False
+        now = size_in_words(row.num_bytes)
+        rows.append((row.part, row.group, count(row.num_tensors), was, now))
     columns = ("=Part", "Modules", ">Tensors", ">Before", ">This checkpoint")
     yield "table", Table(columns=columns, rows=rows)
-    after = sum(row.num_bytes for row in sizes)
     says = f"Before: {size_in_words(before)}; this checkpoint: {size_in_words(after)}."
-    if any(row.num_bytes_before is None for row in sizes):
+    if not has_source:
         says = 'No source was given, so there is no "before" to compare with.'
     yield "note", says
 
@@ -433,10 +442,9 @@ def _serve(serve: ServeCheck) -> Iterator[Block]:
         )
     else:
         yield "absent", "There was no output with and without MTP to compare."
-    prompts = "prompt" if len(serve.prompts) == 1 else "prompts"
     yield (
         "note",
-        f"{len(serve.prompts)} {prompts}, at most {serve.max_tokens} tokens each, "
+        f"{counted(len(serve.prompts), 'prompt')}, at most {serve.max_tokens} tokens each, "
         f"{serve.seconds:.0f} s in all. {_environment(serve.environment)}",
     )
 
@@ -456,15 +464,21 @@ def _notes_of_run(where: str, run: Run) -> Iterator[Block]:
 
 def _partings(serve: ServeCheck, partings: Sequence[tuple[str, int, Parting]]) -> Table:
     def token(number: int | None) -> str:
-        return "end of text" if number is None else f"token {number}"
+        if number is None:
+            return "end of text"
+        return f"token {number}"
 
     rows = []
     for role, k, parting in partings:
         prompt = str(parting.prompt)
         if parting.prompt < len(serve.prompts):
-            prompt = _quoted(serve.prompts[parting.prompt])
-        gap = "unknown" if parting.gap is None else f"{parting.gap:.3f}"
-        verdict = _pill("none", "near-tie") if parting.is_near_tie else _pill("bad", "differs")
+            prompt = quoted(serve.prompts[parting.prompt])
+        gap = "unknown"
+        if parting.gap is not None:
+            gap = f"{parting.gap:.3f}"
+        verdict = _pill("bad", "differs")
+        if parting.is_near_tie:
+            verdict = _pill("none", "near-tie")
         tokens = token(parting.plain_token), token(parting.token)
         rows.append((role, f"{k}", _name(prompt), f"{parting.at}", *tokens, gap, verdict))
     heads = ("=Model", ">k", "Prompt", ">At token", "Without MTP", "With MTP", ">Gap (nats)")
@@ -474,7 +488,9 @@ def _partings(serve: ServeCheck, partings: Sequence[tuple[str, int, Parting]]) -
 def _bench(bench: BenchFact, *, has_picture: bool) -> Iterator[Block]:
     boxes = []
     for model in bench.benched:
-        asked = "messages through the chat template" if model.form == "chat" else "texts"
+        asked = "texts"
+        if model.form == "chat":
+            asked = "messages through the chat template"
         says = f"asked with {asked}, at most {model.max_num_seqs:,} requests at once."
         if model.reason:
             says += f" {model.reason}"
@@ -559,15 +575,18 @@ def _tasks(wanted: str, fact: EvaluationFact) -> Iterator[Block]:
         )
     yield "h3", "Protocol"
     asked = fact.protocol
+    limit = "all"
+    if asked.limit is not None:
+        limit = f"the first {asked.limit:,}"
     rows = [
         ("Task", asked.task),
         ("Shots", asked.shots),
-        ("Prompts", "chat template" if asked.api == "chat" else "plain text (completions)"),
+        ("Prompts", _PROMPTS[asked.api]),
         ("Tokens an answer, at most", count(asked.max_tokens)),
         ("Draft tokens a step (k)", asked.k),
-        ("Prefix caching", "on" if asked.prefix_caching else "off"),
+        ("Prefix caching", _ON_OFF[asked.prefix_caching]),
         ("Requests in flight", asked.concurrency),
-        ("Questions asked", "all" if asked.limit is None else f"the first {asked.limit:,}"),
+        ("Questions asked", limit),
         ("Seed, temperature", f"{asked.seed}, 0"),
     ]
     dataset = _name(asked.dataset_name)
@@ -582,9 +601,20 @@ def _drafting(fact: DraftingFact, num_questions: int) -> Iterator[Block]:
     yield "h3", "MTP on against off"
     rows = []
     for switch in fact.switches:
-        counts = switch.both, switch.only_plain, switch.only_drafting, switch.neither
-        questions = ", ".join(map(str, switch.questions)) or "none"
-        rows.append((switch.reads, *map(count, counts), f"{switch.chance:.2g}", questions))
+        questions = "none"
+        if switch.questions:
+            questions = ", ".join([str(number) for number in switch.questions])
+        rows.append(
+            (
+                switch.reads,
+                count(switch.both),
+                count(switch.only_plain),
+                count(switch.only_drafting),
+                count(switch.neither),
+                f"{switch.chance:.2g}",
+                questions,
+            )
+        )
     heads = ("Read by", ">Both right", ">Only with MTP off", ">Only with MTP on", ">Neither")
     yield "table", Table(columns=(*heads, ">Chance", "Questions that differ"), rows=rows)
     share = percent(fact.num_changed / num_questions)
@@ -597,5 +627,5 @@ def _drafting(fact: DraftingFact, num_questions: int) -> Iterator[Block]:
     )
     for one in fact.changed:
         form = "Question {}, MTP off: {}<br>MTP on: {}"
-        texts = _name(_quoted(one.plain)), _name(_quoted(one.drafting))
+        texts = _name(quoted(one.plain)), _name(quoted(one.drafting))
         yield "note", marked(form, one.question, *texts)

@@ -91,7 +91,8 @@ def _verdict(estimate: Estimate, wanted: float, times: float, *, is_floor: bool)
     """With so many times as many samples."""
     low, high = estimate.bounds(times)
     if not is_floor:  # at most a limit: the same question with all signs turned
-        low, high, wanted = -high, -low, -wanted
+        wanted = -wanted
+        low, high = sorted((-low, -high))
     if low >= wanted:
         return "pass"
     if high < wanted:
