@@ -46,6 +46,7 @@ from .harness import (
     has_template,
     refuse_drafts,
     room_for,
+    unwatched,
 )
 from .server import PLUGIN, Server, ServerFailed, last_error
 from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
@@ -118,7 +119,7 @@ def bench(
     plan: BenchPlan,
     *,
     setup: Setup,
-    watch: Watch = lambda _: None,
+    watch: Watch = unwatched,
 ) -> BenchFact:
     """Measure what is missing of the source's matrix, then of the checkpoint's.
 

@@ -37,7 +37,7 @@ from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, answer_missing
+from .harness import Ask, Model, Setup, Watch, Work, answer_missing, unwatched
 from .replies import PredictionsReply, TokensReply
 from .server import Server, ServerFailed
 from .store import (
@@ -83,7 +83,7 @@ def measure(
     *,
     setup: Setup,
     depth: Depth,
-    watch: Watch = lambda _: None,
+    watch: Watch = unwatched,
 ) -> ClosenessFact:
     """Ask what is missing, the source first, and compare.
 
