@@ -28,7 +28,7 @@ from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from tables import cases, table
+from tables import table
 from task_rows import TASK_ROWS
 
 HERE = Path(__file__).parent
@@ -291,7 +291,15 @@ def test_a_limit_asks_the_first_the_same_way(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "gsm8k_platinum"])
-@cases
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        {},
+        {"shots": 4},
+        {"shots": 4, "api": "chat"},
+        {"limit": 6},
+    ],
+)
 def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
     """Right; right for one filter only; wrong; nothing."""
     found = asked(task, tmp_path, ROWS, **protocol)
@@ -312,7 +320,15 @@ def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
     assert printed.out == printed.err == "", "lm-eval's bars and warnings"
 
 
-@cases
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "#### 1,200",
+        "#### -3",
+        "a\n#### $5.50",
+        "#### 7.",
+    ],
+)
 def test_answers_that_gsm8k_has(tmp_path, answer):
     found = asked("gsm8k", tmp_path, [ROWS[0], {"question": "How many?", "answer": answer}])
     _, right = scores(found, {0: "#### 1", 1: f" so it is\n{answer.rpartition(chr(10))[2]}"})

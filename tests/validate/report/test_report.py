@@ -341,7 +341,14 @@ def test_a_field_that_went_is_passed_over():
     )
 
 
-@cases
+@pytest.mark.parametrize(
+    "written, other, says",
+    [
+        ('"schema": 8', '"schema": 7', "schema"),
+        ('"schema": 8', '"schema": 8, "colour": "red"', "colour"),
+        ('"verdict": {', '"sentence": {', "verdict"),
+    ],
+)
 def test_another_version_is_refused(written, other, says, pages, tmp_path):
     path = write_whole(tmp_path / "report.json", text_of(pages["bare"]))
     path.write_text(path.read_text().replace(written, other))
@@ -408,7 +415,31 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     printed("calibration.txt", re.sub(" +$", "", console.export_text(), flags=re.MULTILINE))
 
 
-@cases
+@pytest.mark.parametrize(
+    "written, other, where",
+    [
+        ('"perplexity": 3.2101', '"perplexity": NaN', "rows.0.perplexity"),
+        ('"perplexity": 3.2101', '"perplexity": Infinity', "rows.0.perplexity"),
+        ('"bytes": 1800000', '"bytes": 1HUGE', "candidates.0.bytes"),
+        ('"candidates": [{', '"candidates": [MANY{', "candidates"),
+        (
+            '"2": [0.925, 0.80012], "3": [0.925, 0.80012, 0.6321]',
+            '"2": [0.925, 0.80012], "3": [1.0]',
+            "rows.1.acceptance",
+        ),
+        (
+            '"2": [0.925, 0.80012], "3": [0.925, 0.80012, 0.6321]',
+            '"2": [0.925, 0.80012], "3": [0.1, 0.1, 1.1]',
+            "by_position.3.2",
+        ),
+        (
+            '"2": [0.925, 0.80012], "3": [0.925, 0.80012, 0.6321]',
+            '"3": [0.925, 0.80012, 0.6321]',
+            "rows.1.acceptance",
+        ),
+        ('"processes": 2', '"processes": 2, "colour": "red"', "colour"),
+    ],
+)
 def test_figures_that_nobody_measured_are_not_shown(written, other, where, tmp_path):
     account = reports.summary()
     record = json.dumps(measured.recorded(summary=account, calibration=reports.SETTINGS))
