@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
-from .served import AsServed, Drafts, Role, total
+from .served import AsServed, Drafts, Role, those, total
 
 RequestForm = Literal["chat", "completions"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -209,9 +209,14 @@ class Benched(Fact):
     cells: tuple[BenchCell, ...]
 
     @property
+    def has_figures(self) -> bool:
+        """Whether any cell has one: a matrix whose servers all failed served nothing."""
+        return any(cell.repetitions for cell in self.cells)
+
+    @property
     def loads(self) -> tuple[tuple[int, int], ...]:
         """(concurrency, context), each once."""
-        return tuple(dict.fromkeys(cell.load for cell in self.cells))
+        return tuple(dict.fromkeys([cell.load for cell in self.cells]))
 
     def cell(self, k: int, load: tuple[int, int]) -> BenchCell | None:
         """The cell with a figure, if there is one."""
@@ -233,7 +238,7 @@ class Benched(Fact):
     @property
     def recommended(self) -> tuple[RecommendedK, ...]:
         """The k to serve with, for each load."""
-        return tuple(self._recommended(load) for load in self.loads)
+        return tuple([self._recommended(load) for load in self.loads])
 
     @computed_field
     @property
@@ -257,19 +262,26 @@ class Benched(Fact):
         """From the smallest k upwards: a larger one only if its slowest repetition beats the
         fastest of the best.
         """
-        cells = [cell for cell in self.cells if cell.load == load and cell.repetitions]
-        cells.sort(key=lambda one: one.k)
+        cells = {}
+        has_spread = True
+        for cell in self.cells:
+            if cell.load == load and cell.repetitions:
+                cells[cell.k] = cell
+                if len(cell.repetitions) < 2:
+                    has_spread = False
         best = None
         if not cells:
             says = "no k has a figure"
-        elif any(len(cell.repetitions) < 2 for cell in cells):
+        elif not has_spread:
             says = "one repetition has no spread: measure with --repeat 3"
         else:
-            best, *others = cells
+            first, *others = sorted(cells)
+            best = cells[first]
             says = f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
             if not others:
                 says = "no other k was measured"
-            for cell in others:
+            for k in others:
+                cell = cells[k]
                 assert cell.slowest is not None and best.fastest is not None
                 if cell.slowest > best.fastest:
                     says = (
@@ -277,11 +289,16 @@ class Benched(Fact):
                         f"than the fastest of k={best.k}, {best.fastest:.1f}"
                     )
                     best = cell
+        k = None
+        speed_up = None
+        if best:
+            k = best.k
+            speed_up = self.speed_up(best)
         return RecommendedK(
             concurrency=load[0],
             context=load[1],
-            k=best and best.k,
-            speed_up=best and self.speed_up(best),
+            k=k,
+            speed_up=speed_up,
             says=says,
         )
 
@@ -289,11 +306,15 @@ class Benched(Fact):
 def words_of(load: tuple[int, int]) -> str:
     """`8 at once`, `8 at once, context 4,096`."""
     concurrency, context = load
-    return f"{concurrency} at once" + f", context {context:,}" * (context > 0)
+    if not context:
+        return f"{concurrency} at once"
+    return f"{concurrency} at once, context {context:,}"
 
 
 def _median(values: list[float]) -> float | None:
-    return median(values) if values else None
+    if not values:
+        return None
+    return median(values)
 
 
 class BenchFact(Fact):
@@ -325,4 +346,4 @@ class BenchFact(Fact):
     @property
     def benched(self) -> tuple[Benched, ...]:
         """Source first, then the checkpoint."""
-        return tuple(filter(None, (self.source, self.checkpoint)))
+        return those(self.source, self.checkpoint)

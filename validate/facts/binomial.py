@@ -30,8 +30,12 @@ def limits(successes: float, trials: float, confidence: float) -> tuple[float, f
     """
     failures = trials - successes
     inverse = _special().betaincinv
-    lower = 0.0 if successes <= 0 else float(inverse(successes, failures + 1, 1 - confidence))
-    upper = 1.0 if failures <= 0 else float(inverse(successes + 1, failures, confidence))
+    lower = 0.0
+    upper = 1.0
+    if successes > 0:
+        lower = float(inverse(successes, failures + 1, 1 - confidence))
+    if failures > 0:
+        upper = float(inverse(successes + 1, failures, confidence))
     return lower, upper
 
 
@@ -44,12 +48,11 @@ def ratio_limits(
     low, high = limits(successes, trials, confidence)
     other_low, other_high = limits(of_successes, of_trials, confidence)
     width = other_high * (2 * other - other_high)
+    lower = low / other_high
     # Where the second share may be twice what was seen, only the worst of both is left.
-    lower = (
-        (one * other - _root_of((one * other) ** 2 - low * (2 * one - low) * width)) / width
-        if width > 0
-        else low / other_high
-    )
+    if width > 0:
+        root = _root_of((one * other) ** 2 - low * (2 * one - low) * width)
+        lower = (one * other - root) / width
     width = other_low * (2 * other - other_low)
     upper = (one * other + _root_of((one * other) ** 2 - high * (2 * one - high) * width)) / width
     return lower, upper
@@ -65,7 +68,9 @@ def difference_limits(
     gone_low, gone_high = limits(lost, trials, confidence)
     others = (1 - won) * (1 - gone)
     # What one of them takes, the other cannot have.
-    together = -math.sqrt(won * gone / others) if others else -1.0
+    together = -1.0
+    if others:
+        together = -math.sqrt(won * gone / others)
 
     def reach(one: float, other: float) -> float:
         return _root_of(one**2 + other**2 - 2 * together * one * other)
@@ -83,7 +88,9 @@ def sign_test(one: int, other: int) -> float:
     form.
     """
     fewer, more = sorted((one, other))
-    return min(1.0, 2 * float(_special().betainc(more, fewer + 1, 0.5))) if more else 1.0
+    if not more:
+        return 1.0
+    return min(1.0, 2 * float(_special().betainc(more, fewer + 1, 0.5)))
 
 
 def student(confidence: float, freedom: int) -> float:

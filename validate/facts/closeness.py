@@ -97,10 +97,11 @@ class PredictedFact(Fact):
         """The most that a server was away from itself, nats a token; None where none was asked
         again.
         """
-        return max(
-            (server.repeated for server in self.servers if server.repeated is not None),
-            default=None,
-        )
+        most = None
+        for server in self.servers:
+            if server.repeated is not None and (most is None or server.repeated > most):
+                most = server.repeated
+        return most
 
 
 class ClosenessFact(Fact):

@@ -20,7 +20,7 @@ from pydantic import Field, PositiveInt, model_validator
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
-from .served import AsServed, Drafts
+from .served import AsServed, Drafts, those
 
 Arm = Literal["source", "checkpoint", "plain"]
 """Who is asked. `plain` is the checkpoint once more, with MTP off."""
@@ -43,10 +43,13 @@ def mean_of_questions(values: Sequence[float], num_questions: int) -> tuple[floa
         num_questions: of one run.
 
     Returns: the mean over all, and its standard error over questions, each with the mean of its
-        runs: the runs of one question are no further questions.
+        runs.
     """
+    # The runs of one question are no further questions, so each question is one draw.
     means = [fmean(values[number::num_questions]) for number in range(num_questions)]
-    return fmean(means), stdev(means) / sqrt(num_questions) if num_questions > 1 else 0.0
+    if num_questions < 2:
+        return fmean(means), 0.0
+    return fmean(means), stdev(means) / sqrt(num_questions)
 
 
 class ScoreFact(Fact):
@@ -120,6 +123,11 @@ class EvaluatedFact(Drafts):
     def score(self, name: str) -> ScoreFact:
         """The score that one filter gives."""
         return next(score for score in self.scores if score.filter == name)
+
+    @property
+    def filters(self) -> list[str]:
+        """The names of all scores."""
+        return [score.filter for score in self.scores]
 
     @property
     def title(self) -> str:
@@ -201,37 +209,44 @@ class TaskFact(Fact):
         """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else
         the task's own.
         """
-        names = [score.filter for score in self.checkpoint.scores]
-        if wanted in names or self.protocol.task.startswith("gsm8k"):
+        if wanted in self.checkpoint.filters or self.protocol.task.startswith("gsm8k"):
             return wanted
         return TASKS[self.protocol.task].headline
 
     def pair(self, wanted: str) -> PairedFact | None:
         """The pairs of the filter that counts; None without a source."""
         name = self.judged_filter(wanted)
-        return next((pair for pair in self.paired if pair.filter == name), None)
+        for pair in self.paired:
+            if pair.filter == name:
+                return pair
+        return None
 
     @property
     def evaluated(self) -> tuple[EvaluatedFact, ...]:
         """Those that draft: source first, then the checkpoint."""
-        return tuple(filter(None, (self.source, self.checkpoint)))
+        return those(self.source, self.checkpoint)
 
     @property
     def arms(self) -> tuple[EvaluatedFact, ...]:
         """All that were asked: the same, then the checkpoint with MTP off."""
-        return tuple(filter(None, (*self.evaluated, self.plain)))
+        return those(self.source, self.checkpoint, self.plain)
 
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":
-        names = [score.filter for score in self.checkpoint.scores]
+        names = self.checkpoint.filters
         if len(set(names)) != len(names):
             raise ValueError("scores must be of different filters")
-        if any([score.filter for score in arm.scores] != names for arm in self.arms):
-            raise ValueError("all must be scored by the same filters")
-        if [pair.filter for pair in self.paired] != (names if self.source else []):
+        for arm in self.arms:
+            if arm.filters != names:
+                raise ValueError("all must be scored by the same filters")
+        wanted = names if self.source else []
+        if [pair.filter for pair in self.paired] != wanted:
             raise ValueError("paired must have a row for each filter where there is a source")
-        switches = self.drafting and [switch.reads for switch in self.drafting.switches]
-        if switches != (self.plain and [*names, NOT_EMPTY]):
+        switches = None
+        if self.drafting:
+            switches = [switch.reads for switch in self.drafting.switches]
+        wanted = [*names, NOT_EMPTY] if self.plain else None
+        if switches != wanted:
             raise ValueError(
                 "drafting must have a row for each filter, and one more, where there are plain "
                 "answers"

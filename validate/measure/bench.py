@@ -8,12 +8,7 @@ The order: a server for each k; with it every load once, then every load again. 
 becomes slower shows in the spread of a cell.
 
 Easy to get wrong: the same requests in the same order for every k, greedily, so that all do the
-same work. And answers end by themselves: a model that is made to write on after its end repeats
-itself, and a draft guesses that too easily.
-
-vLLM's own benchmark sends the requests, from a process in vLLM's Python. It counts a failed request
-and goes on, and its figures are then those of a smaller load. Here a request that fails leaves no
-figure, only the sentence that says why.
+same work. vLLM's own benchmark sends them, from a process in vLLM's Python.
 """
 
 import json
@@ -39,6 +34,7 @@ from .harness import (
     Ask,
     Model,
     Setup,
+    TextOrTurns,
     Watch,
     Work,
     answer_missing,
@@ -46,6 +42,7 @@ from .harness import (
     has_template,
     refuse_drafts,
     room_for,
+    unwatched,
 )
 from .server import PLUGIN, Server, ServerFailed, last_error
 from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
@@ -55,7 +52,8 @@ WARM_UP_TOKENS = 32
 """Of each answer before a load is measured: kernels are compiled and graphs captured for its number
 of requests.
 """
-_LEAST_REQUESTS, _REQUESTS_A_SLOT = 16, 4
+_LEAST_REQUESTS = 16
+_REQUESTS_A_SLOT = 4
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
 _ENDPOINTS = {
     "chat": ("openai-chat", "/v1/chat/completions"),
@@ -88,14 +86,20 @@ class BenchPlan:
 
     def places(self, k: int) -> list[MatrixPlace]:
         """Every repetition with one k, in the order of the run."""
-        numbers = range(self.repeat)
-        return [MatrixPlace(k, each, number) for number in numbers for each in self.concurrency]
+        places = []
+        # All loads once before any again: a machine that becomes slower shows in each one's spread.
+        for number in range(self.repeat):
+            for concurrency in self.concurrency:
+                places.append(MatrixPlace(k, concurrency, number))
+        return places
 
     def num_requests(self, concurrency: int) -> int:
         """Of one repetition: four for each that is in flight, and sixteen at least, where the user
         names none.
         """
-        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
+        if self.requests:
+            return self.requests
+        return max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
 
     def sent(self, concurrency: int, form: RequestForm) -> list[str]:
         """What a load is asked."""
@@ -118,7 +122,7 @@ def bench(
     plan: BenchPlan,
     *,
     setup: Setup,
-    watch: Watch = lambda _: None,
+    watch: Watch = unwatched,
 ) -> BenchFact:
     """Measure what is missing of the source's matrix, then of the checkpoint's.
 
@@ -135,8 +139,10 @@ def bench(
         VLLMError: no room for a BF16 copy.
         CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
     """
+    before = None
     with setup.alone():
-        before = None if source is None else _benched(source, plan, setup, watch)
+        if source is not None:
+            before = _benched(source, plan, setup, watch)
         after = _benched(checkpoint, plan, setup, watch)
     return BenchFact(
         checkpoint=after,
@@ -154,10 +160,12 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     """The file of one checkpoint's repetitions, with what is in it already: messages where the
     checkpoint or the user's words have a chat template, else texts.
     """
-    form = "chat" if has_template(model.source, setup.extra) else "completions"
-    prompts = []
-    for text in plan.sent(max(plan.concurrency), form):
-        prompts.append([{"content": text}] if form == "chat" else text)
+    form: RequestForm = "completions"
+    if has_template(model.source, setup.extra):
+        form = "chat"
+    prompts: list[TextOrTurns] = list(plan.sent(max(plan.concurrency), form))
+    if form == "chat":
+        prompts = [[{"content": str(text)}] for text in prompts]
     header = BenchHeader(
         form=form,
         prompts_sha256=plan.prompts.sha256,
@@ -175,7 +183,7 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     """One checkpoint's whole matrix; servers are started only for what is missing."""
     file = open_matrix(model, plan, setup)
     header = file.header
-    ks = sorted({drafted_by(model, k) for k in plan.ks})
+    ks = sorted({drafted_by(model, k) for k in plan.ks})  # a source may have no block to draft with
     works = []
     errors = dict[tuple[int, int], str]()
     left = 0
@@ -245,9 +253,16 @@ def _work(
             drafted = counters(server.drafts(before))  # a server that died says so here
             if found is None:
                 raise ServerFailed(last_error(log, None), log)
-            if failed := len(sent) - found["completed"]:
-                said = next(filter(None, found["errors"]), "no reason given")
-                said = said.strip().splitlines()[-1][:_MAX_WORDS]
+            failed = len(sent) - found["completed"]
+            if failed:
+                # vLLM's benchmark counts a failed request and goes on, and its figures are then
+                # those of a smaller load. Here it leaves no figure, only the sentence that says
+                # why.
+                said = "no reason given"
+                for words in found["errors"]:
+                    if words:
+                        said = words.strip().splitlines()[-1][:_MAX_WORDS]
+                        break
                 errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {said}"
                 return None
             times = {}
@@ -281,7 +296,9 @@ def _work(
                 measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
             if (k, load) not in errors:
                 found = measured(place, sent, plan.output_tokens)
-            return found and Measured(k=k, concurrency=load, repetition=found)
+            if found is None:
+                return None
+            return Measured(k=k, concurrency=load, repetition=found)
 
         with _client(setup, server, log) as answered:
             yield ask
@@ -322,7 +339,9 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
                 given.write(json.dumps(asked) + "\n")
                 given.flush()
             line = said.readline()
-            return json.loads(line) if line else None
+            if not line:
+                return None
+            return json.loads(line)
 
         yield answered
 
@@ -330,7 +349,7 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
 def _asked(server: Server, form: RequestForm, concurrency: int) -> Json:
     """Parameters of vLLM's `benchmark`."""
     address = str(server.client.base_url)
-    (backend, endpoint) = _ENDPOINTS[form]
+    backend, endpoint = _ENDPOINTS[form]
     return {
         "endpoint_type": backend,
         "api_url": f"{address}{endpoint}",
@@ -338,5 +357,7 @@ def _asked(server: Server, form: RequestForm, concurrency: int) -> Json:
         "model_id": server.name,
         "model_name": server.name,
         "max_concurrency": concurrency,
-        "extra_body": {"temperature": 0},  # greedy; answers end by themselves
+        # Greedy. Answers end by themselves: a model that is made to write on after its end repeats
+        # itself, and a draft guesses that too easily.
+        "extra_body": {"temperature": 0},
     }

@@ -97,7 +97,8 @@ def write_copy(source: Source, folder: Path) -> Path:
         save_file(tensors, within(folder, file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     config = without(source.config, *_QUANTIZATION)
-    if isinstance(text := config.get("text_config"), Mapping):
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
         config["text_config"] = without(text, *_QUANTIZATION)
     index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
     for name, content in ((INDEX, index), ("config.json", config)):
@@ -116,8 +117,9 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
         CheckpointError: a weight is stored in a form that cannot be read.
     """
     weights, others = _held(source)
-    needed = sum(num_bytes("BF16", weight.shape) for weight in weights)
-    needed += total_bytes(others)
+    needed = total_bytes(others)
+    for weight in weights:
+        needed += num_bytes("BF16", weight.shape)
     free = shutil.disk_usage(nearest_folder(folder)).free
     if needed > free:
         raise VLLMError(

@@ -6,14 +6,8 @@ position, and the source's predictions for the next checkpoint that is made from
 windows, and a folder with the arrays of each.
 
 Easy to get wrong: a server does not give a vocabulary of 150,000 tokens, so a token may be known of
-one model alone. Only tokens that both name are compared one by one, and all the rest together as
-one more outcome. To put outcomes together never adds divergence (the data-processing inequality),
-so what is computed is a lower bound. Where both name the whole vocabulary it is exact. And vLLM
-adds the token that follows in the text to the likeliest ones, so a position has K or K + 1 entries.
-Drafting does not change them: vLLM 0.32.0 computes them from the target alone
-(v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the last bit with
-method=mtp and without. So the servers here run without it, which starts faster and leaves more
-memory.
+one model alone. What is computed is then a lower bound; where both name the whole vocabulary it is
+exact.
 """
 
 import hashlib
@@ -37,7 +31,7 @@ from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, answer_missing
+from .harness import Ask, Model, Setup, Watch, Work, answer_missing, unwatched
 from .replies import PredictionsReply, TokensReply
 from .server import Server, ServerFailed
 from .store import (
@@ -56,7 +50,6 @@ CONTEXT_TOKENS = 24
 WINDOW_SECONDS = 1800.0
 """How long one window may take: a server writes some ten thousand entries a second as JSON."""
 _MOST_SUM = 1.001
-_ARRAYS = ("ids", "logprobs", "following")
 
 
 @frozen
@@ -83,7 +76,7 @@ def measure(
     *,
     setup: Setup,
     depth: Depth,
-    watch: Watch = lambda _: None,
+    watch: Watch = unwatched,
 ) -> ClosenessFact:
     """Ask what is missing, the source first, and compare.
 
@@ -106,7 +99,11 @@ def measure(
         before = open_lines(setup.out, "closeness.source", header)
         run = _Run(model=source, file=before, source=before, text=text, depth=depth)
         # Its last server was asked the same again once there was nothing more to ask.
-        if not any(each.repeated is not None for each in before.sittings.values()):
+        is_done = False
+        for sitting in before.sittings.values():
+            if sitting.repeated is not None:
+                is_done = True
+        if not is_done:
             answer_missing(source, [run.work], setup, watch)
         windows = windows_of(before)
         header = ComparedHeader(
@@ -218,9 +215,13 @@ class _Run:
         return Work(
             name=f"closeness.{self.model.role}",
             file=self.file,
-            missing=lambda: [at for at in range(len(self.windows)) if at not in self.file.lines],
+            missing=self.missing,
             asking=self.asking,
             title=lambda at: f"window {at + 1} of {len(self.windows)}",
+            # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
+            # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
+            # last bit with method=mtp and without. Without it a server starts faster and leaves
+            # more memory.
             k=0,
             max_model_len=depth.window + 1,
             concurrency=depth.concurrency,
@@ -228,6 +229,10 @@ class _Run:
             repeated=self.repeated,
             unit="window",
         )
+
+    def missing(self) -> list[int]:
+        """Windows without a line, once there is a server that has cut the texts."""
+        return [at for at in range(len(self.windows)) if at not in self.file.lines]
 
     @contextmanager
     def asking(self, server: Server) -> Iterator[Ask]:
@@ -255,7 +260,8 @@ class _Run:
         def ask(number: int) -> PredictedWindow | ComparedWindow:
             predicted = predict(number)
             ids = self.windows[number]
-            self.again[:] = self.again or [number, predicted, predict]
+            if not self.again:
+                self.again.extend((number, predicted, predict))
             if self.file is self.source:
                 keep(self.source, number, predicted)
                 return PredictedWindow(window=number, ids=ids)
@@ -286,7 +292,12 @@ def keep(file: PredictedFile, number: int, predicted: "Predicted") -> None:
         refuse_strange(path.parent)
         path.parent.mkdir(exist_ok=True)
         with making(path) as partial:
-            save_file({name: getattr(predicted, name) for name in _ARRAYS}, partial)
+            arrays = {
+                "ids": predicted.ids,
+                "logprobs": predicted.logprobs,
+                "following": predicted.following,
+            }
+            save_file(arrays, partial)
     except (OSError, SafetensorError) as error:
         raise unwritable(path, error) from error
 
@@ -345,6 +356,7 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
         "seed": 0,
     }
     num = len(ids) - 1
+    # vLLM adds the token that follows in the text to the likeliest ones.
     width = min(top + 1, vocabulary)
     reply = server.post(
         "/v1/completions", asked, PredictionsReply, tokens=num * width, timeout=WINDOW_SECONDS
@@ -472,6 +484,8 @@ def compare(source: Predicted, checkpoint: Predicted) -> Apart:
         p = np.exp(log_p)
         nats[at] = (p * (log_p - log_q))[p > 0].sum()
         if not (source.is_whole and checkpoint.is_whole):
+            # All tokens that not both name are one more outcome. To put outcomes together never
+            # adds divergence (the data-processing inequality).
             outside[at] = max(_LEAST_REST, 1 - p.sum())
             rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
             nats[at] += outside[at] * np.log(outside[at] / rest)

@@ -27,8 +27,7 @@ _APPLIED = re.compile(r"keepmtp's cure ([\w.]+) was applied")
 def needed(source: Source, version: str) -> tuple[str, ...]:
     """The cures of what this vLLM gets wrong about checkpoints of this family and dialect."""
     runtime = RuntimeView.of(source, version)
-    family, dialect = runtime.view.family.model_type, runtime.draft_dialect.name
-    return cures_in_vllm(family, dialect, version)
+    return cures_in_vllm(runtime.view.family.model_type, runtime.draft_dialect.name, version)
 
 
 def switched_on(source: Source, version: str) -> tuple[str, ...]:
@@ -38,7 +37,7 @@ def switched_on(source: Source, version: str) -> tuple[str, ...]:
     named = os.environ.get(CURES, "")
     if not named:
         return needed(source, version)
-    return tuple(name for name in named.split(",") if name != "0")
+    return tuple([name for name in named.split(",") if name != "0"])
 
 
 def told(cures: Sequence[str], version: str) -> str:
@@ -61,7 +60,9 @@ def by_version(source: Source) -> list[str]:
     for cure, those in versions.items():
         span = " to ".join(dict.fromkeys((those[0], those[-1])))
         later = KNOWN[KNOWN.index(those[-1]) + 1 :]
-        end = f"no more from {later[0]} on" if later else "the newest known"
+        end = "the newest known"
+        if later:
+            end = f"no more from {later[0]} on"
         found.append(f"`{cure}` in vLLM {span}, {end}")
     return found
 
@@ -82,4 +83,6 @@ def install(folder: Path) -> None:
 def in_words(log: Path) -> str:
     """The cures that a server says it has applied, as a clause; "" for none."""
     found = sorted(set(_APPLIED.findall(log.read_text(encoding="utf-8", errors="replace"))))
-    return f"{MENDED} {', '.join(found)}" if found else ""
+    if not found:
+        return ""
+    return f"{MENDED} {', '.join(found)}"

@@ -97,7 +97,8 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
         got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300]
         if "gated" in f"{error!r} {error.__cause__!r} {error.__context__!r}".lower():
             cure = f"Accept its terms on the Hub and set HF_TOKEN. {cure}"
-        got = got or type(error).__name__
+        if not got:
+            got = type(error).__name__
         raise RecipeError(
             where, "must be a dataset that can be read", got=got, cure=cure
         ) from error
@@ -107,11 +108,12 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
             raise RecipeError(
                 where,
                 f"must have the splits {' and '.join(dict.fromkeys(names))}",
-                got=", ".join(map(str, found)),
+                got=", ".join([str(split) for split in found]),
                 cure=cure,
             )
-        rows = enumerate(found[name].to_list())
-        splits[name] = [_row(row, f"{where} {name} row {at}", protocol) for at, row in rows]
+        splits[name] = rows = []
+        for at, row in enumerate(found[name].to_list()):
+            rows.append(_row(row, f"{where} {name} row {at}", protocol))
     return splits
 
 
@@ -138,7 +140,9 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
         except (pyarrow.ArrowException, OSError) as error:
             raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
         values = [(f"{path}: row {number}", row) for number, row in enumerate(table, 1)]
-    rows = [_row(row, where, protocol) for where, row in values]
+    rows = []
+    for where, row in values:
+        rows.append(_row(row, where, protocol))
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows
@@ -154,7 +158,9 @@ def _row(row: object, where: str, protocol: Evaluation) -> Row:
         )
     for field, kind in form.items():
         if field not in row:
-            got = ", ".join(map(str, row)) or "no field"
+            got = "no field"
+            if row:
+                got = ", ".join([str(name) for name in row])
             raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
         if kind == "solution" and protocol.dataset is not None:
             kind = "whole solution"
@@ -169,11 +175,13 @@ def _matches(value: Any, kind: str) -> bool:
     if kind == "raw":
         return True
     if kind == "texts":
-        is_list = isinstance(value, list) and value != []
-        return is_list and all(_matches(each, "text") for each in value)
-    is_number = type(value) is int and "number" in kind
-    is_text = isinstance(value, str) and kind != "number"
-    return (is_number or is_text) and re.search(_KINDS[kind][0], str(value)) is not None
+        if not isinstance(value, list) or not value:
+            return False
+        return all(_matches(text, "text") for text in value)
+    is_one = isinstance(value, str) and kind != "number"
+    if type(value) is int:  # a truth is an int to Python, and no number of a dataset
+        is_one = "number" in kind
+    return is_one and re.search(_KINDS[kind][0], str(value)) is not None
 
 
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
@@ -184,8 +192,8 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
     if row.max_shots is not None:
         most = row.max_shots
     elif row.group:
-        shown = Counter(each[row.group] for each in rows.shown)
-        for group in sorted({each[row.group] for each in rows.asked}, reverse=True):
+        shown = Counter([example[row.group] for example in rows.shown])
+        for group in sorted({question[row.group] for question in rows.asked}, reverse=True):
             if shown[group] <= most:
                 most = shown[group]
                 of = f" of {group}"

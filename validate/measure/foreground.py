@@ -66,7 +66,9 @@ class Address:
         host = any_address.get(self.host, self.host)
         if ":" in host:
             host = f"[{host}]"
-        return f"http{'s' * self.is_tls}://{host}:{self.port}"
+        if self.is_tls:
+            return f"https://{host}:{self.port}"
+        return f"http://{host}:{self.port}"
 
 
 class ServerLife(Drafts):
@@ -114,7 +116,9 @@ def refuse_taken(address: Address) -> None:
     Raises:
         VLLMError: another program listens there, or this machine does not have that address.
     """
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in address.host:
+        family = socket.AF_INET6
     with socket.socket(family) as tried:
         # A server that has just ended is no reason.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -122,7 +126,9 @@ def refuse_taken(address: Address) -> None:
             tried.bind((address.host, address.port))
         except OSError as error:
             where = f"{address.host}:{address.port}"
-            got = error.strerror or str(error)
+            got = str(error)
+            if error.strerror:
+                got = error.strerror
             cure = "Name an address of this machine with --host"
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 cure = f"Choose another --port, such as {address.port % 60_000 + 1024}"
@@ -161,7 +167,8 @@ def serve_until_stopped(
     drafts = Drafts()
     with ScratchFolder("keepmtp-server-") as private:
         variables = server_environment(vllm, private)
-        if key := os.environ.get("VLLM_API_KEY"):
+        key = os.environ.get("VLLM_API_KEY")
+        if key:
             variables["VLLM_API_KEY"] = key  # without it, the server would answer everybody
         with (
             started(vllm, words, variables, log=log, grace_seconds=grace) as child,
@@ -173,16 +180,20 @@ def serve_until_stopped(
         ):
             with _stop_asked() as stop:
                 is_healthy = _wait(client, child, stop, start, tell)
+                if is_healthy and not k:
+                    every = 0.0  # nothing is drafted
                 if is_healthy:
-                    drafts = _watch(client, child, stop, expected, every if k else 0.0, tell)
+                    drafts = _watch(client, child, stop, expected, every, tell)
             child.end()
     status = child.process.returncode
+    if status < 0:  # a signal ended it
+        status = 128 - status
     return ServerLife(
         k=k,
         is_healthy=is_healthy,
         is_stopped=stop.is_set(),
         seconds=time.monotonic() - start,
-        status=status if status >= 0 else 128 - status,
+        status=status,
         doubt=doubt(drafts, expected),
         **counters(drafts),
     )
@@ -193,9 +204,11 @@ def doubt(drafts: Drafts, expected: Expected | None) -> str:
     share = first_share(drafts)
     least = _LEAST
     against = ""
-    if expected is not None and (usual := first_share(expected.drafts)) is not None:
-        least = usual / 2
-        against = f"; {expected.measured_by} measured {usual:.1%}"
+    if expected is not None:
+        usual = first_share(expected.drafts)
+        if usual is not None:
+            least = usual / 2
+            against = f"; {expected.measured_by} measured {usual:.1%}"
     if share is None or drafts.drafts < ENOUGH_DRAFTS or share >= least:
         return ""
     found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"
@@ -214,8 +227,10 @@ def in_words(drafts: Drafts) -> str:
         return "nothing was drafted"
     says = f"{drafts.drafts:,} drafts, {100 * drafts.acceptance:.1f} % of their tokens accepted"
     says += f", {drafts.mean_accepted_length:.2f} tokens a step"
-    shares = ", ".join(f"{100 * share:.1f}" for share in drafts.acceptance_per_position)
-    return f"{says}; by position {shares} %" if shares else says
+    shares = [f"{100 * share:.1f}" for share in drafts.acceptance_per_position]
+    if shares:
+        says += f"; by position {', '.join(shares)} %"
+    return says
 
 
 def _get(client: httpx.Client, path: str) -> bytes | None:
@@ -260,16 +275,19 @@ def _watch(
         if every and (is_over or now - asked_at >= min(_POLL_SECONDS, every)):
             asked_at = now
             content = _get(client, "/metrics")
-            with suppress(ValueError):  # no counters are no answer
-                drafts = drafts if content is None else read_counters(content)
+            if content is not None:
+                with suppress(ValueError):  # no counters are no answer
+                    drafts = read_counters(content)
         if is_over:
             return drafts
         if drafts != said and now - said_at >= every:
             tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
             said = drafts
             said_at = now
-            if not doubted and (doubted := doubt(drafts, expected)):
-                tell(f"warning: {doubted}")
+            if not doubted:
+                doubted = doubt(drafts, expected)
+                if doubted:
+                    tell(f"warning: {doubted}")
 
 
 @contextmanager
@@ -279,9 +297,13 @@ def _stop_asked() -> Iterator[threading.Event]:
     """
     asked = threading.Event()
     usual = {}
+
+    def stop(*_: object) -> None:
+        asked.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            usual[number] = signal.signal(number, lambda *_: asked.set())
+            usual[number] = signal.signal(number, stop)
     try:
         yield asked
     finally:

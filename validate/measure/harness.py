@@ -44,10 +44,10 @@ NOTE_SECONDS = 2.0
 """How often it is noted how a server is doing while it is asked: what one that dies has counted
 since is lost.
 """
-CHAT_TOKENS, TURN_TOKENS = 2048, 64
-"""What a chat template adds to a conversation (system prompts of releases), and to a message, at
-most.
-"""
+CHAT_TOKENS = 2048
+"""What a chat template adds to a conversation, at most: system prompts of releases."""
+TURN_TOKENS = 64
+"""The same to each message."""
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
@@ -56,6 +56,10 @@ TextOrTurns = str | Sequence[Mapping[str, str]]
 Watch = Callable[[Step], None]
 Ask = Callable[[Any], Any]
 """From a place to its line; None where a server has refused it. Called by several threads."""
+
+
+def unwatched(step: Step) -> None:
+    """A `Watch` where nobody looks."""
 
 
 @frozen
@@ -69,7 +73,9 @@ class Model:
     @property
     def whose(self) -> Role:
         """The checkpoint without drafting is the checkpoint."""
-        return "source" if self.role == "source" else "checkpoint"
+        if self.role == "source":
+            return "source"
+        return "checkpoint"
 
 
 @frozen
@@ -96,7 +102,8 @@ class Setup:
     def asked_of(self, model: Model) -> Json:
         """What the header of every file says of a model and its servers."""
         words = self.extra
-        if cures := curing.switched_on(model.source, self.vllm.version):
+        cures = curing.switched_on(model.source, self.vllm.version)
+        if cures:
             words = (*words, setting(cures))
         return {
             "role": model.role,
@@ -213,7 +220,10 @@ class Host:
         flying = dict[Future[Any], Any]()
         done = num_tokens = 0
         failed: tuple[Any, ServerFailed] | None = None
-        reason = "; ".join(filter(None, (self.reason, curing.in_words(server.log))))
+        reason = self.reason
+        cured = curing.in_words(server.log)
+        if cured:
+            reason = f"{reason}; {cured}" if reason else cured
 
         def note(read: Callable[[Drafts], Drafts], repeated: float | None = None) -> float:
             """Write down how the server is doing, and return when."""
@@ -248,7 +258,10 @@ class Host:
                 try:
                     line = future.result()
                 except ServerFailed as failure:
-                    failed = failed or (place, failure)
+                    # The first failure ends the asking: a request that fails is no answer. What is
+                    # in flight is waited for and kept.
+                    if failed is None:
+                        failed = place, failure
                     continue
                 done += 1
                 if line is not None:
@@ -374,7 +387,7 @@ def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:
     multiple of it.
     """
     layers = max(1, num_mtp_layers)
-    return tuple(k for k in range(most + 1) if k <= num_mtp_layers or k % layers == 0)
+    return tuple([k for k in range(most + 1) if k <= num_mtp_layers or k % layers == 0])
 
 
 def has_template(source: Source, further: Sequence[str]) -> bool:
@@ -384,9 +397,11 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     Raises:
         CheckpointError: see `source.small_bytes`.
     """
-    own = b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
-    named = _TEMPLATE_WORDS & {*named_options(further)}
-    return own or bool(named or _TEMPLATES & set(source.companions))
+    if not _TEMPLATES.isdisjoint(source.companions):
+        return True
+    if not _TEMPLATE_WORDS.isdisjoint(named_options(further)):
+        return True
+    return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
 
 
 def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int) -> int:
@@ -398,9 +413,12 @@ def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int)
         if isinstance(prompt, str):
             size = len(prompt.encode())
         else:
-            turns = [turn["content"].encode() for turn in prompt]
-            size = CHAT_TOKENS + TURN_TOKENS * len(turns) + sum(map(len, turns))
+            size = CHAT_TOKENS
+            for turn in prompt:
+                size += TURN_TOKENS + len(turn["content"].encode())
         longest = max(longest, size)
     longest += max_tokens + 16
     most = source.text_config.get("max_position_embeddings")
-    return min(longest, most) if isinstance(most, int) else longest
+    if isinstance(most, int):
+        return min(longest, most)
+    return longest

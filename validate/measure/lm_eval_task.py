@@ -7,11 +7,9 @@ rows that are given in place of those it would download; between its two ends th
 (`tasks.py`).
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed
-request as an empty answer. Here its tasks get recorded answers. lm-eval's `repeats` are not used:
-most of its filters keep the first answer alone. Here each run is scored by itself, and the score is
-their mean. And files of tasks name Python functions, and to import those may download something:
-IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`model_code.py` is in
-its place). `langdetect` guesses otherwise each time unless it is given a seed.
+request as an empty answer. Here its tasks get recorded answers. And files of tasks name Python
+functions, and to import those may download something: IFEval's wants NLTK's data, HumanEval's a
+program from the Hub that runs code (`model_code.py` is in its place).
 """
 
 import hashlib
@@ -104,8 +102,10 @@ class Questions:
         """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the
         same question.
         """
-        first = self.items[: self.num_asked]  # other runs send the same
-        return _sum("\n".join(json.dumps([item.prompt, item.stop]) for item in first))
+        sent = []
+        for item in self.items[: self.num_asked]:  # other runs send the same
+            sent.append(json.dumps([item.prompt, item.stop]))
+        return _sum("\n".join(sent))
 
 
 def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
@@ -131,16 +131,21 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
                 got=str(error).rstrip("."),
                 cure=f"Run {install_command('evaluate')}",
             ) from error
+        limit = protocol.limit
+        if row.group:
+            limit = None  # sub-tasks' rows are cut before
         for task in tasks.values():
             task.build_all_requests(
-                limit=None if row.group else protocol.limit,  # sub-tasks' rows are cut before
+                limit=limit,
                 apply_chat_template=protocol.api == "chat",
                 fewshot_as_multiturn=True,
                 chat_template=_as_json,
             )
         if not row.runs_code:
             _refuse_unscored(protocol, tasks)
-    one_run: list[Any] = [request for task in tasks.values() for request in task.instances]
+    one_run = list[Any]()
+    for task in tasks.values():
+        one_run += task.instances
     items = []
     for run in range(protocol.repeats):
         for request in one_run:
@@ -155,9 +160,12 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
                     stop=tuple(given["until"]),
                 )
             )
-    dataset = "\n".join(json.dumps([*each.values()]) for each in rows)
+    dataset = [json.dumps([*row.values()]) for row in rows]
     return Questions(
-        protocol=protocol, items=tuple(items), dataset_sha256=_sum(dataset), tasks=tasks
+        protocol=protocol,
+        items=tuple(items),
+        dataset_sha256=_sum("\n".join(dataset)),
+        tasks=tasks,
     )
 
 
@@ -176,7 +184,12 @@ def scores(
     row = TASKS[asked.protocol.task]
     num = asked.num_asked
     right: dict[str, list[bool]] = {name: [] for name in row.scores}
-    requests = [(task, request) for task in asked.tasks.values() for request in task.instances]
+    requests = []
+    for task in asked.tasks.values():
+        for request in task.instances:
+            requests.append((task, request))
+    # lm-eval's own repeats are not used: most of its filters keep the first answer alone. Here each
+    # run is scored by itself.
     for run in range(asked.protocol.repeats):
         for number, (_, request) in enumerate(requests, run * num):
             request.resps = [answers[number]]
@@ -188,10 +201,12 @@ def scores(
                     found = task.process_results(request.doc, [request.filtered_resps[each]])
                     right[name].append(bool(found[metric]))
     facts = []
+    by_answer = {}
     for name, values in right.items():
         value, stderr = mean_of_questions(values, num)
         facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
-    return tuple(facts), {name: tuple(values) for name, values in right.items()}
+        by_answer[name] = tuple(values)
+    return tuple(facts), by_answer
 
 
 def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
@@ -231,12 +246,16 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
     if not row.group:
         config = _config(protocol)
         split = config.get("test_split") or config["validation_split"]
-        rows = read_rows(protocol, asked=split, shown=config.get("fewshot_split") or split)
+        shown = config.get("fewshot_split") or split
+        rows = read_rows(protocol, asked=split, shown=shown)
         tasks = {protocol.task: _task(protocol, config, rows)}
         return tasks, list(rows.asked[: protocol.limit])
     rows = read_rows(protocol, asked="test", shown="validation")
-    turns = zip_longest(*_by_group(row.group, rows.asked).values())
-    mixed = [each for turn in turns for each in turn if each is not None]
+    mixed = []
+    for turn in zip_longest(*_by_group(row.group, rows.asked).values()):
+        for question in turn:
+            if question is not None:
+                mixed.append(question)
     tasks = {}
     in_order = []
     for group, asked in _by_group(row.group, mixed[: protocol.limit]).items():
@@ -286,7 +305,7 @@ def _config(protocol: Evaluation, group: str = "") -> Json:
     if "langdetect" in row.packages:
         from langdetect import DetectorFactory
 
-        DetectorFactory.seed = 0
+        DetectorFactory.seed = 0  # without one it guesses otherwise each time
     if not row.runs_code:
         return load_yaml(path)
     # HumanEval's module calls it as it is imported. No other needs `evaluate`, whose import takes
@@ -304,9 +323,11 @@ def _task(protocol: Evaluation, config: Json, rows: Rows) -> ConfigurableTask:
     # It leaves a question out of its own shots only where both are of one split.
     if rows.shown and not rows.is_shared:
         shown = _dataset(protocol, rows.shown, process)
-    fewshot_split = None
-    if TASKS[protocol.task].max_shots is None:
-        fewshot_split = "asked" if rows.is_shared else "shown"
+    fewshot_split = "shown"
+    if rows.is_shared:
+        fewshot_split = "asked"
+    if TASKS[protocol.task].max_shots is not None:
+        fewshot_split = None  # its shots are in its own file
     kept = without(config, "tag", "group")
     replaced = {
         "custom_dataset": lambda **_: {"asked": asked, "shown": shown},
@@ -330,7 +351,7 @@ def _dataset(
     choices are drawn.
     """
     try:
-        found = Dataset.from_list(list(map(dict, rows)))
+        found = Dataset.from_list([dict(row) for row in rows])
     except (pyarrow.ArrowException, OverflowError) as error:
         raise RecipeError(
             f"evaluation.dataset {protocol.dataset_name}",

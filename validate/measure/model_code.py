@@ -53,8 +53,8 @@ def load(name: str) -> SimpleNamespace:
         references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
     ) -> tuple[dict[str, float], None]:
         """The share of programs that pass their test; lm-eval gives one of each."""
-        (test,), ((program,),) = references, predictions
-        return {"pass@1": float(passes(program, test, fence()))}, None
+        is_passed = passes(predictions[0][0], references[0], fence())
+        return {"pass@1": float(is_passed)}, None
 
     return SimpleNamespace(compute=compute)
 
@@ -67,9 +67,13 @@ def fence() -> tuple[str, ...]:
         RecipeError: no program can be run at all.
     """
     bwrap = shutil.which("bwrap")
-    binds = [word for path in _READ for word in ("--ro-bind-try", path, path)]
-    if bwrap and _works(words := (bwrap, *_FENCE, *binds, "--remount-ro", "/")):
-        return words
+    if bwrap:
+        words = [bwrap, *_FENCE]
+        for path in _READ:
+            words += ("--ro-bind-try", path, path)
+        words += ("--remount-ro", "/")
+        if _works(words):
+            return tuple(words)
     if _works(()):
         return ()
     raise RecipeError(

@@ -27,7 +27,8 @@ _ELSEWHERE = {
     *("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend"),
     *("--load-format", "--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp"),
 }
-_TENSOR, _PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
+_TENSOR = ("--tensor-parallel-size", "-tp")
+_PIPELINE = ("--pipeline-parallel-size", "-pp")
 # What the weights may take of the memory, at most, where keepmtp chooses the number of GPUs.
 _WEIGHTS_SHARE = 0.9
 _SIZES = (1, 2, 4, 8, 16)
@@ -49,7 +50,9 @@ def refuse_no_room(
         CheckpointError: a copy is needed and a weight cannot be read.
     """
     remove_left("keepmtp-", out)
-    for source in filter(None, sources):
+    for source in sources:
+        if source is None:
+            continue
         if why_no_kernel(source, vllm):
             refuse_full_disk(source, out)
         refuse_full_gpus(source, vllm, extra)
@@ -81,7 +84,8 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         cure = "Use GPUs with more memory"
         if size is not None:
             cure = f"Add -- --tensor-parallel-size {size}"
-            cure += f", on a machine with {size} GPUs" * (size > len(gpus))
+            if size > len(gpus):
+                cure += f", on a machine with {size} GPUs"
         raise VLLMError(
             source.where,
             f"its weights need {needed:.0f} GiB on each of {ranks} GPUs",
@@ -174,13 +178,16 @@ def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
     """
     if vllm.build != "cuda":
         return ()
-    gpus = vllm.gpus
-    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):
-        gpus = tuple(gpus[int(number)] for number in numbers)
-    if all(gpu.memory_gib for gpu in gpus):
-        return gpus
-    return ()
+    gpus = []
+    for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","):
+        if not number.strip().isdigit() or int(number) >= len(vllm.gpus):
+            gpus = list(vllm.gpus)  # unset, or names that only CUDA knows
+            break
+        gpus.append(vllm.gpus[int(number)])
+    for gpu in gpus:
+        if not gpu.memory_gib:
+            return ()
+    return gpus
 
 
 def _number(word: str) -> int:

@@ -17,7 +17,7 @@ from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import Json, frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, drafted_by, hosting, room_for
+from .harness import Ask, Model, Setup, Watch, Work, drafted_by, hosting, room_for, unwatched
 from .server import Server, ServerFailed
 from .store import Continuation, ContinuationHeader, LineFile, open_lines
 
@@ -71,15 +71,21 @@ def serve_check(
     )
 
 
-def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: None) -> Served:
+def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    ks = sorted({drafted_by(model, k) for k in check.ks})
-    works = [_work(model, k, setup, check) for k in ks]
+    works = dict[int, Work]()
+    missing = []
+    for k in check.ks:
+        k = drafted_by(model, k)
+        if k not in works:
+            works[k] = _work(model, k, setup, check)
+            if works[k].missing():
+                missing.append(works[k])
     errors = dict[int, str]()
     how = Json()
-    if missing := [work for work in works if work.missing()]:
+    if missing:
         with hosting(model, setup, watch) as host:
             how |= {"as_served": host.as_served, "reason": host.reason}
             for work in missing:
@@ -90,7 +96,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
                     if not work.k:
                         break  # with method=mtp it would fail the same way, minutes later
     runs = list[Run]()
-    for work in works:
+    for work in works.values():
         log = str(setup.log(work.name))
         if work.k in errors:
             runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
@@ -104,10 +110,13 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = lambda _: 
         if form == "plain":
             form = weight.weight.dtype
         sizes[form] += total_bytes(weight.parts.values())
+    dtype = "no weights"
+    if sizes:
+        dtype = ", ".join([form for form, _ in sizes.most_common()])
     return Served(
         role=model.whose,
         path=model.source.where,
-        dtype=", ".join(form for form, _ in sizes.most_common()) or "no weights",
+        dtype=dtype,
         num_bytes=total_bytes(entries),
         runs=tuple(runs),
         **how,
@@ -162,10 +171,17 @@ def _run(
     file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
 ) -> Run:
     """What one server's file says, against the run without drafting."""
-    lines = file.in_order()
-    sittings = [*file.sittings.values()]
-    outputs = [Output(**line.model_dump(exclude={"prompt", "seconds"})) for line in lines]
-    rate = sum(line.num_tokens for line in lines) / sum(line.seconds for line in lines)
+    sittings = list(file.sittings.values())
+    outputs = []
+    num_tokens = 0
+    seconds = 0.0
+    for line in file.in_order():
+        outputs.append(
+            Output(token_ids=line.token_ids, text=line.text, top_logprobs=line.top_logprobs)
+        )
+        num_tokens += line.num_tokens
+        seconds += line.seconds
+    rate = num_tokens / seconds
     against = {}
     if before and before[0].tokens_per_second:
         speed_up = rate / before[0].tokens_per_second

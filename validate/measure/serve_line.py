@@ -43,7 +43,9 @@ def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, 
         name, equals, value = word.partition("=")
         if name.replace("_", "-").startswith(_KEY):
             key = name[len(_KEY) :].replace("-", "_")
-            settings[key] = value if equals else next(rest, "")
+            if not equals:
+                value = next(rest, "")
+            settings[key] = value
         else:
             others.append(word)
     return settings, tuple(others)
@@ -56,8 +58,8 @@ def refuse_settings(words: Sequence[str], version: str) -> None:
         RecipeError: names the key, and the versions that take it.
     """
     for key, value in draft_settings(words)[0].items():
-        having = [known for known in KNOWN if value in asked(known).options.get(key, ())]
         if value not in asked(version).options.get(key, ()):
+            having = [known for known in KNOWN if value in asked(known).options.get(key, ())]
             cure = "Leave it out, and use -k"
             if having:
                 cure = f"Leave it out, or take one of these versions: {', '.join(having)}"
@@ -93,8 +95,10 @@ def serve_words(model: str, k: int, *further: str, cures: Sequence[str] = ()) ->
     """`vllm serve` of a folder or Hub id, with `k` tokens drafted a step, and further words at the
     end. With cures, keepmtp is installed next to vLLM.
     """
-    first = ("env", setting(cures)) if cures else ()
-    return *first, "vllm", "serve", model, *draft_words(k, further)
+    words = ("vllm", "serve", model, *draft_words(k, further))
+    if cures:
+        return "env", setting(cures), *words
+    return words
 
 
 def setting(cures: Sequence[str]) -> str:

@@ -91,13 +91,13 @@ class ServerFailed(GateError):
     """
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
-        rule = f"must answer {asked}" if asked else "must come up and answer"
-        super().__init__(
-            "vllm serve",
-            rule,
-            got=words.rstrip("."),
-            cure="; ".join(filter(None, (f"Read {log}", cure))),
-        )
+        rule = "must come up and answer"
+        if asked:
+            rule = f"must answer {asked}"
+        where_to_look = f"Read {log}"
+        if cure:
+            where_to_look += f"; {cure}"
+        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=where_to_look)
         self.words = words
         self.log = log
 
@@ -141,7 +141,10 @@ class Server:
         (choice,) = reply.choices
         likeliest = []
         for row in choice.logprobs.top_logprobs:
-            likeliest.append({int(name.rpartition(":")[2]): value for name, value in row.items()})
+            by_id = {}
+            for name, value in row.items():
+                by_id[int(name.rpartition(":")[2])] = value
+            likeliest.append(by_id)
         if len(likeliest) != len(choice.token_ids):
             words = f"{len(likeliest)} places of likeliest tokens for {len(choice.token_ids)}"
             raise ServerFailed(words, self.log)
@@ -309,8 +312,9 @@ def serving(
         held.bind((_LOOPBACK, 0))
         port = held.getsockname()[1]
         address = ("--host", _LOOPBACK, "--port", str(port), "--served-model-name", name)
-        machine = ("--dtype", "bfloat16", "--enforce-eager") if vllm.build == "cpu" else ()
-        further = (*machine, *address, *extra)
+        further = (*address, *extra)
+        if vllm.build == "cpu":
+            further = ("--dtype", "bfloat16", "--enforce-eager", *further)
         words = ["serve", str(folder), *_WORDS, *draft_words(k, further)]
         variables = server_environment(vllm, private)
         with (
@@ -452,10 +456,10 @@ def last_error(log: Path, returncode: int | None) -> str:
     if returncode is not None and returncode < 0:
         return f"ended by {signal.Signals(-returncode).name}"
     usage = [line for line in lines if "error:" in line]
-    last = [*lines[-1:], *usage[-1:]] or ["an empty log"]
+    last = ["an empty log", *lines[-1:], *usage[-1:]][-1]
     if returncode is not None:
-        return f"exit status {returncode}: {last[-1]}"[:_MAX_WORDS]
-    return last[-1][:_MAX_WORDS]
+        last = f"exit status {returncode}: {last}"
+    return last[:_MAX_WORDS]
 
 
 def _lines(log: Path) -> list[str]:
@@ -463,4 +467,4 @@ def _lines(log: Path) -> list[str]:
     if not log.is_file():
         return []
     text = log.read_text(encoding="utf-8", errors="replace")
-    return list(filter(str.strip, text.splitlines()))
+    return [line for line in text.splitlines() if line.strip()]

@@ -275,7 +275,7 @@ class LineFile(Generic[Head, Line]):
     @property
     def missing(self) -> tuple[int, ...]:
         """Places without a line, ascending, where the header says how many there are."""
-        return tuple(place for place in range(self.header.num) if place not in self.lines)
+        return tuple([place for place in range(self.header.num) if place not in self.lines])
 
     def add(self, line: Any) -> None:
         """Append one line; it is on the disk when this returns.
@@ -305,7 +305,8 @@ class LineFile(Generic[Head, Line]):
         """Write the file anew: lines by place, then the servers."""
         text = _text(self.header)
         for held in (self.lines, self.sittings):
-            text += "".join(_text(held[place]) for place in sorted(held))
+            for place in sorted(held):
+                text += _text(held[place])
         if self.path.read_text(encoding="utf-8") != text:
             write_whole(self.path, text)
 
@@ -357,7 +358,10 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
     for number, text in enumerate(others, 2):
         where = f"{path}:{number}"
         # A quotation mark within a text is written with a backslash: no text looks like this key.
-        line: Any = _parsed(Sitting if '"sitting":' in text else kind.line, text, where)
+        form: type[Fact] = kind.line
+        if '"sitting":' in text:
+            form = Sitting
+        line: Any = _parsed(form, text, where)
         if not isinstance(line, Sitting):
             num = found.header.num
             if line.place in found.lines or (num and line.place >= num):

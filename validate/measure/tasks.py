@@ -32,6 +32,7 @@ from .harness import (
     has_template,
     refuse_drafts,
     room_for,
+    unwatched,
 )
 from .lm_eval_task import VERSIONS, Question, Questions, scores
 from .server import Server
@@ -92,7 +93,7 @@ def evaluate(
     setup: Setup,
     confidence: float,
     has_plain: bool = True,
-    watch: Watch = lambda _: None,
+    watch: Watch = unwatched,
 ) -> EvaluationFact:
     """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval
     score all answers.
@@ -119,17 +120,19 @@ def evaluate(
         models = [source, checkpoint]
     if has_plain:
         models.append(replace(checkpoint, role="plain"))
-    for each in tasks:
-        refuse_prefix_caching(checkpoint.source, each.protocol, setup.vllm)
+    for questions in tasks:
+        refuse_prefix_caching(checkpoint.source, questions.protocol, setup.vllm)
     with setup.alone():
         for model in models:
             works = []
-            for each in tasks:
-                if _is_asked(model, each) and (work := work_of(model, each, setup)).missing():
-                    works.append(work)
+            for questions in tasks:
+                if _is_asked(model, questions):
+                    work = work_of(model, questions, setup)
+                    if work.missing():
+                        works.append(work)
             answer_missing(model, works, setup, watch)
-        first, *others = [_task_fact(each, models, setup, confidence) for each in tasks]
-    return EvaluationFact(**dict(first), tasks=tuple(others))
+        facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
+    return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
 def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float = 0.0) -> Work:
@@ -140,7 +143,9 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
     """
     protocol = questions.protocol
     file = opened(model, questions, setup)
-    limit = timeout or 600.0 + protocol.max_tokens
+    limit = timeout
+    if not limit:
+        limit = 600.0 + protocol.max_tokens
     prompts = [each.sent for each in questions.items]
 
     def asking(server: Server) -> nullcontext:
@@ -216,7 +221,9 @@ def _task_fact(
         if not _is_asked(model, questions):
             continue
         files[model.role] = samples = opened(model, questions, setup)
-        answers = {number: answer.text for number, answer in samples.lines.items()}
+        answers = {}
+        for number, answer in samples.lines.items():
+            answers[number] = answer.text
         found, right = scores(questions, answers)
         figures.finish(samples, right)
         facts[model.role] = EvaluatedFact(
@@ -226,10 +233,11 @@ def _task_fact(
             samples_sha256=file_sha256(samples.path),
             **figures.counted(samples),
         )
-    filters = [score.filter for score in facts["checkpoint"].scores]
+    filters = facts["checkpoint"].filters
     if "source" in files:
         for name in filters:
-            before, after = (figures.correct(files[who], name) for who in ("source", "checkpoint"))
+            before = figures.correct(files["source"], name)
+            after = figures.correct(files["checkpoint"], name)
             pairs.append(paired(name, before, after, runs=protocol.repeats, confidence=confidence))
     if "plain" in files:
         drafted = figures.drafting(files["plain"], files["checkpoint"], filters)

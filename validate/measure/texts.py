@@ -45,7 +45,7 @@ _QUESTIONS = (
     "How many apples are there in all?",
     "Ida has 36 eggs. Ida gives away 18 eggs. How many eggs are left?",
 )
-PROMPTS = tuple(f"Question: {question}\nAnswer:" for question in _QUESTIONS)
+PROMPTS = tuple([f"Question: {question}\nAnswer:" for question in _QUESTIONS])
 """What serve-check asks, unless the user brings prompts: every language model goes on with them."""
 HELD_OUT: Mapping[str, str] = {
     "tiny-docs": "models/docs_held_out.jsonl",
@@ -98,16 +98,20 @@ def read_prompts(path: Path | None) -> Prompts:
         CheckpointError: no such file, or no JSON; see `json_file.read_lines`.
         RecipeError: no prompt in it, or a line of another form; it names the line.
     """
-    path = path or find_path(SHIPPED)
+    if path is None:
+        path = find_path(SHIPPED)
     assert path is not None, f"{SHIPPED} ships with keepmtp"
+    items = []
     if path.suffix == ".jsonl":
-        items = tuple(_prompt(row, where) for where, row in read_lines(path, cure=_PROMPTS_CURE))
+        for where, row in read_lines(path, cure=_PROMPTS_CURE):
+            items.append(_prompt(row, where))
     else:
-        lines = read_text(path, cure=_PROMPTS_CURE).splitlines()
-        items = tuple(Prompt(line, line) for line in lines if line.strip())
+        for line in read_text(path, cure=_PROMPTS_CURE).splitlines():
+            if line.strip():
+                items.append(Prompt(line, line))
     if not items:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_PROMPTS_CURE)
-    return Prompts(name=path.name, sha256=_sum(items), items=items)
+    return Prompts(name=path.name, sha256=_sum(items), items=tuple(items))
 
 
 def _prompt(row: Any, where: str) -> Prompt:
@@ -144,7 +148,9 @@ def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> lis
     order = list(prompts.items)
     random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
     taken = islice(cycle(order), number)
-    return [item.message if form == "chat" else item.text for item in taken]
+    if form == "chat":
+        return [prompt.message for prompt in taken]
+    return [prompt.text for prompt in taken]
 
 
 # --- held-out texts -------------------------------------------------------------------------------
@@ -180,7 +186,10 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
         RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint
             was calibrated on.
     """
-    name, file = text_file(path, record.recipe.model if record else "")
+    model = ""
+    if record:
+        model = record.recipe.model
+    name, file = text_file(path, model)
     rows = list(_rows(file))
     if not rows:
         raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
@@ -188,7 +197,7 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
     return HeldOut(
         path=name,
         sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        texts=tuple(text for _, text in rows),
+        texts=tuple([text for _, text in rows]),
         against=against,
     )
 
@@ -255,7 +264,9 @@ def _text_of(row: Any) -> Text | None:
 
 def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Record | None) -> str:
     """Refuse a text of calibration; else a sentence on what was compared."""
-    data = (record.calibration or {}).get("data") if record else None
+    data = None
+    if record and record.calibration:
+        data = record.calibration.get("data")
     if not isinstance(data, dict):
         return ""
     said = []
@@ -270,14 +281,18 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
             continue
         if file.samefile(used):
             raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
-        known = {_sum(text): where for where, text in _rows(used)}
+        known = {}
+        for where, text in _rows(used):
+            known[_sum(text)] = where
         for where, text in rows:
-            if (at := known.get(_sum(text))) is not None:
+            at = known.get(_sum(text))
+            if at is not None:
                 raise RecipeError(where, rule, got=f"the text of {at}", cure=cure)
         said.append(f"None of the texts is a row of {name}, which it was calibrated on.")
     return " ".join(said)
 
 
 def _sum(content: Any) -> str:
-    content = content.strip() if isinstance(content, str) else json.dumps(content)
-    return hashlib.sha256(content.encode()).hexdigest()
+    if not isinstance(content, str):
+        content = json.dumps(content)
+    return hashlib.sha256(content.strip().encode()).hexdigest()

@@ -236,11 +236,13 @@ class Hub:
                 root = seen or error
                 if isinstance(root, KeepMTPError):
                     raise root from None
-                rule, cure = "the Hub must answer", AGAIN
+                rule = "the Hub must answer"
+                cure = AGAIN
                 passes = isinstance(root, (TransportError, RuntimeError))
                 pause = wait
                 if isinstance(root, HfHubHTTPError):
-                    status, asked = root.response.status_code, seconds_to_wait(root.response)
+                    status = root.response.status_code
+                    asked = seconds_to_wait(root.response)
                     rule, cure = _RULES.get(status, (rule, cure))
                     passes = status in BUSY
                     if None not in (wait, asked):

@@ -72,7 +72,7 @@ class Parcel:
     @property
     def num_bytes(self) -> int:
         """Of all files."""
-        return sum(local.num_bytes for local in self.files.values())
+        return sum([local.num_bytes for local in self.files.values()])
 
 
 def prepare(
@@ -163,7 +163,8 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     card.refuse_none(card.card_folder(folder), folder)
     identity = verified.identity
     assert identity is not None, "verify() has made it"
-    if unknown := companions_among(identity.files).left:
+    unknown = companions_among(identity.files).left
+    if unknown:
         raise CheckpointError(
             folder,
             "only known files of a checkpoint are published",
@@ -243,9 +244,13 @@ def compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
     of both.
     """
     states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
-    for name, blob in remote.files.items() if remote else ():
+    if remote is None:
+        return states
+    for name, blob in remote.files.items():
         if name in parcel.files:
-            states[name] = "same" if _is_same(parcel.files[name], blob) else "differs"
+            states[name] = "differs"
+            if _is_same(parcel.files[name], blob):
+                states[name] = "same"
         elif name not in HUBS_OWN:
             states[name] = "other"
     return states
@@ -312,7 +317,8 @@ def publish(
         refuse_overwriting(repo, found)
     missing = named(found, "new", "differs")
     others = named(found, "other")
-    if strange := [name for name in others if name.endswith(_WEIGHTS)]:
+    strange = [name for name in others if name.endswith(_WEIGHTS)]
+    if strange:
         raise RecipeError(
             repo,
             "must hold no weights of another checkpoint: a server would read them",
@@ -351,7 +357,9 @@ def publish(
                 repo, missing, branch=branch, commit=commit, parent=before.commit, message=message
             )
     except (GateError, HubError) as error:
-        state = "stays private" if before.is_private else "is public, as it was"
+        state = "is public, as it was"
+        if before.is_private:
+            state = "stays private"
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
     if branch != "main":
         there = _must_be_there(hub, repo)

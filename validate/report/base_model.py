@@ -62,7 +62,9 @@ def base_model_of(record: Record, named: str | None) -> BaseModel | None:
         return NO_BASE_MODEL
     if named is None:
         return None
-    source = f"the repository `{name}`" if was_read else f"the local folder `{name}`"
+    source = f"the local folder `{name}`"
+    if was_read:
+        source = f"the repository `{name}`"
     says = (
         f"Stated by the author. What was read is {source}; keepmtp did not compare it with "
         f"`{named}`."
@@ -112,6 +114,9 @@ def refuse_no_id(named: str | None) -> None:
 def _is_shipped(name: str, files: Mapping[str, int]) -> bool:
     """Whether a folder is one of keepmtp's own models, by the sizes of its files."""
     own = shipped_path(name)
-    return own is not None and {
-        path.name: path.stat().st_size for path in own.glob("*.safetensors")
-    } == dict(files)
+    if own is None:
+        return False
+    sizes = {}
+    for path in own.glob("*.safetensors"):
+        sizes[path.name] = path.stat().st_size
+    return sizes == dict(files)

@@ -50,14 +50,20 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     evaluation = report.evaluation
     layers = max(1, report.facts.num_mtp_layers)
     if report.bench and counts_bench(report.bench, device=device):
-        rows = report.bench.checkpoint.recommended
-        first = min(rows, key=lambda each: (each.concurrency, each.context))
-        load = first.concurrency, first.context
-        if first.k is not None and (cell := report.bench.checkpoint.cell(first.k, load)):
+        checkpoint = report.bench.checkpoint
+        recommended = {}
+        for row in checkpoint.recommended:
+            recommended[row.concurrency, row.context] = row.k
+        load = min(recommended)  # the fewest requests at once
+        k = recommended[load]
+        if k is not None:
             where = report.bench.environment["device"]
             why = f"as bench recommends for {words_of(load)} on {where}"
-            drafts = cell.drafts if first.k else None
-            return BestK(k=first.k, why=why, measured=drafts, measured_by="keepmtp bench")
+            cell = checkpoint.cell(k, load)
+            drafts = None
+            if k and cell:
+                drafts = cell.drafts
+            return BestK(k=k, why=why, measured=drafts, measured_by="keepmtp bench")
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
         return BestK(

@@ -98,7 +98,7 @@ def build(
     if report.identity is not None:
         found = identify(checkpoint, cache=report_folder(checkpoint), watch=watch)
         refuse_other_bytes(checkpoint, report.identity, found)
-    report, opened = portable(report), open_source(checkpoint)
+    opened = open_source(checkpoint)
     record = recorded(checkpoint)
     base = base_model_of(record, base_model)
     if base is None:
@@ -111,7 +111,8 @@ def build(
     metadata = metadata_of(
         opened, inherited, license_id=license_id, base_model=base.name, where=where
     )
-    files = _files(_facts(checkpoint, report, opened, metadata, base))
+    report = portable(report)
+    files = _files(_facts(checkpoint, report, opened, record, metadata, base))
     # A reader never finds a mixture of the old card and the new one.
     partial = partial_path(folder)
     remove(partial)
@@ -170,9 +171,10 @@ def verified_files(
     refuse_none(folder, checkpoint)
     facts = _stated(checkpoint, folder)
     wanted = _files(facts)
-    found = {
-        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            found[path.relative_to(folder).as_posix()] = path
     wrong = dict.fromkeys(found.keys() - wanted.keys(), "a file that the report does not make")
     for name, content in wanted.items():
         if name not in found:
@@ -190,27 +192,37 @@ def verified_files(
 
 def _stated(checkpoint: Path, folder: Path) -> CardFacts:
     """What a card in `folder` is made of: the evidence, with what its own front matter states."""
-    report, opened = portable(reports.of_checkpoint(checkpoint)), open_source(checkpoint)
+    report = portable(reports.of_checkpoint(checkpoint))
+    opened = open_source(checkpoint)
+    record = recorded(checkpoint)
     front = read_front_matter(folder)
-    stated = front.get("base_model") and str(front["base_model"])
+    stated = None
+    if front.get("base_model"):
+        stated = str(front["base_model"])
     refuse_no_id(stated)
-    base = base_model_of(recorded(checkpoint), stated)
+    base = base_model_of(record, stated)
     if base is None or base.name != (stated or ""):
         base = NO_BASE_MODEL
     metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
-    return _facts(checkpoint, report, opened, metadata, base)
+    return _facts(checkpoint, report, opened, record, metadata, base)
 
 
 def _facts(
-    checkpoint: Path, report: FullReport, opened: Source, metadata: Metadata, base: BaseModel
+    checkpoint: Path,
+    report: FullReport,
+    opened: Source,
+    record: Record,
+    metadata: Metadata,
+    base: BaseModel,
 ) -> CardFacts:
     """What a card is made from, whose repository is not known."""
     from .charts import charts  # matplotlib, once it is known to be there
 
-    drawn = charts(report)
-    if report.bench and not counts_bench(report.bench):
-        drawn.pop("speed", None)
-    record = recorded(checkpoint)
+    plots = {}
+    for what, chart in charts(report).items():
+        # A speed that is not the checkpoint's has no place on its card.
+        if what != "speed" or (report.bench and counts_bench(report.bench)):
+            plots[f"{what}.png"] = chart.png
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -224,7 +236,7 @@ def _facts(
         gpus=gpus_of(opened),
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
-        plots={f"{what}.png": chart.png for what, chart in drawn.items()},
+        plots=plots,
     )
 
 
@@ -271,12 +283,14 @@ _TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
 def portable(report: FullReport) -> FullReport:
     """The report without this machine's folders; equal reports give equal ones."""
     content = report.model_dump(mode="json", by_alias=True)
-    folders = {
-        f"{PurePosixPath(path).parent}/" for path in _paths(content) if path.startswith("/")
-    } - {"//"}
-    return FullReport.model_validate(
-        _walk(content, sorted(folders, key=lambda folder: (-len(folder), folder)))
-    )
+    folders = set()
+    for path in _paths(content):
+        if path.startswith("/"):
+            folders.add(f"{PurePosixPath(path).parent}/")
+    folders.discard("//")
+    # A folder within another one goes first.
+    longest_first = sorted(sorted(folders), key=len, reverse=True)
+    return FullReport.model_validate(_walk(content, longest_first))
 
 
 def shortened(text: str, folders: Sequence[str] = ()) -> str:

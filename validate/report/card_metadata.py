@@ -48,9 +48,13 @@ def read_front_matter(folder: Path) -> Json:
         return {}
     try:
         block = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
-        told = yaml.safe_load(block[2]) if block else {}
-        if told is None or isinstance(told, dict):
-            return told or {}
+        if block is None:
+            return {}
+        told = yaml.safe_load(block[2])
+        if told is None:
+            return {}
+        if isinstance(told, dict):
+            return told
         got = f"a {type(told).__name__}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = " ".join(str(error).split())
@@ -86,42 +90,56 @@ def metadata_of(
         found["pipeline_tag"] = "text-generation"
         if "vision_config" in opened.config:
             found["pipeline_tag"] = "image-text-to-text"
-    values = {}
+    values: dict[str, str] = {}
+    languages = []
     for key, form in _FORMS.items():
         said = found.get(key)
         if said in (None, ""):
             said = ()
         elif not isinstance(said, (list, tuple)):
             said = (said,)
-        # YAML reads `no`, which is Norwegian, as false.
-        values[key] = ["no" if each is False else str(each) for each in said]
-        strange = [word for word in values[key] if not form.fullmatch(word)]
-        if strange:
-            place = f"{where}: {key}"
-            cure = "Mend the card"
-            if key == "license" and license_id is not None:
-                place = "--license"
-                cure = "Choose one like apache-2.0"
-            raise RecipeError(place, "must have the Hub's form", got=repr(strange[0]), cure=cure)
-    language = tuple(values.pop("language"))
-    return Metadata(
-        **{key: next(iter(words), "") for key, words in values.items()}, language=language
-    )
+        for value in said:
+            word = str(value)
+            if value is False:  # YAML reads `no`, which is Norwegian, as false
+                word = "no"
+            if not form.fullmatch(word):
+                place = f"{where}: {key}"
+                cure = "Mend the card"
+                if key == "license" and license_id is not None:
+                    place = "--license"
+                    cure = "Choose one like apache-2.0"
+                raise RecipeError(place, "must have the Hub's form", got=repr(word), cure=cure)
+            if key == "language":
+                languages.append(word)
+            else:
+                values.setdefault(key, word)  # of several, the first
+    return Metadata(**values, language=tuple(languages))
 
 
 def front_matter(told: CardFacts) -> str:
     """The card's YAML for the Hub, without its fences."""
     metadata = told.metadata
-    schemes = [name.lower() for name in told.schemes()]
-    roots = [re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name) for name in schemes]
-    tags = [told.report.facts.dialect, *roots, *(name.replace("_", "-") for name in schemes)]
-    tags = [tag for tag in tags if _WORD.fullmatch(tag)]
+    roots = []
+    names = []
+    for scheme in told.schemes():
+        name = scheme.lower()
+        # What people look for: `nvfp4` also where activations are not quantized.
+        roots.append(re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name))
+        names.append(name.replace("_", "-"))
+    tags = []
+    for tag in (told.report.facts.dialect, *roots, *names):
+        if _WORD.fullmatch(tag):
+            tags.append(tag)
     tags += ["mtp", "speculative-decoding", "vllm"]
-    if "experts" in [group.modules for group in told.groups]:
-        tags.append("moe")
-    known = {key: value for key, value in asdict(metadata).items() if value}
+    for group in told.groups:
+        if group.modules == "experts" and "moe" not in tags:
+            tags.append("moe")
+    known: Json = {"tags": [*tags, "keepmtp"]}
+    for key, value in asdict(metadata).items():
+        if value:
+            known[key] = value
     if metadata.base_model:
         known["base_model_relation"] = "quantized"
     if metadata.language:
         known["language"] = list(metadata.language)
-    return ModelCardData(**known, library_name="vllm", tags=[*tags, "keepmtp"]).to_yaml()
+    return ModelCardData(**known, library_name="vllm").to_yaml()

@@ -101,20 +101,29 @@ class CardFacts:
         """Of the tensors on disk in these parts, all by default; in the order of the table of
         schemes.
         """
-        used = {
-            scheme
-            for group in self.groups
-            if group.part in (parts or (group.part,))
-            for scheme in group.schemes
-        }
-        return (*(name for name in SCHEMES if name in used), *sorted(used - SCHEMES.keys()))
+        used = set[str]()
+        for group in self.groups:
+            if not parts or group.part in parts:
+                used.update(group.schemes)
+        known = [name for name in SCHEMES if name in used]
+        return (*known, *sorted(used - SCHEMES.keys()))
 
 
 def page(told: CardFacts) -> str:
     """The card's text. Equal values give equal bytes."""
     report = told.report
     filters = {each.__name__: each for each in (code, codes, ticked, quoted, fenced, bare, Md)}
-    measured = drafted(report.serve, report.evaluation)
+    measured = None
+    for station in drafted(report.serve, report.evaluation):
+        if station.checkpoint.drafts:
+            measured = station
+            break
+    bench = report.bench
+    if bench and not counts_bench(bench):
+        bench = None
+    sizes = {}
+    for row in report.sizes:
+        sizes[row.part, row.group] = row
     k = told.best_k.k
     return template("card.md.j2", finalize=finalize, filters=filters, markup=Md).render(
         told=told,
@@ -126,12 +135,12 @@ def page(told: CardFacts) -> str:
         gpu_names=GPU_NAMES,
         versions=versions_in_short(report.dry),
         wanted=tables.wanted_filter(report),
-        sizes={(row.part, row.group): row for row in report.sizes},
+        sizes=sizes,
         serve_command=shell(serve_words(told.model, k, cures=told.cures)),
         docker_command=shell(docker_words(told.model, k, version=report.vllm, cures=told.cures)),
         mended=_mended(report),
-        drafted=next((each for each in measured if each.checkpoint.drafts), None),
-        bench=report.bench and counts_bench(report.bench) and report.bench,
+        drafted=measured,
+        bench=bench,
         commands=list(_commands(told)),
     )
 
@@ -139,8 +148,8 @@ def page(told: CardFacts) -> str:
 def _mended(report: FullReport) -> str:
     """The cures that vLLM has applied while the checkpoint was measured, as a clause."""
     for part in (report.bench, report.evaluation, report.serve, report.closeness):
-        reason = part.checkpoint.reason if part else ""
-        if MENDED in reason:
+        if part and MENDED in part.checkpoint.reason:
+            reason = part.checkpoint.reason
             return reason[reason.index(MENDED) :]
     return ""
 
@@ -165,7 +174,7 @@ def shell(words: Iterable[str]) -> Md:
 
 def codes(words: Iterable[str]) -> Md:
     """Names, each as code."""
-    return Md(", ".join(map(code, words)))
+    return Md(", ".join([code(word) for word in words]))
 
 
 def _commands(told: CardFacts) -> Iterator[Md]:

@@ -27,7 +27,9 @@ _INCHES = (5.0, 3.4)  # 360 points wide: about 1:1 on a phone
 _DOTS_PER_INCH = 220  # 1100 pixels: sharp at the width of a card on the Hub
 _MOST_LOADS = 4
 # They differ in lightness, so they are told apart in print and by colour-blind readers.
-_SOURCE, _OWN, _LIMIT = "#98a4b3", "#0b6fb8", "#b3261e"
+_SOURCE = "#98a4b3"
+_OWN = "#0b6fb8"
+_LIMIT = "#b3261e"
 _STYLE = {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 10}
 
 
@@ -47,11 +49,15 @@ def charts(report: FullReport) -> dict[str, Chart]:
     found = {}
     for measured in drafted(report.serve, report.evaluation):
         if measured.checkpoint.drafts:
-            gates = report.judgement.gates if report.judgement else Gates()
+            gates = Gates()
+            if report.judgement:
+                gates = report.judgement.gates
             found["acceptance"] = _acceptance(measured, gates.min_acceptance)
             break
-    if report.bench and (chart := _speed(report.bench.checkpoint)):
-        found["speed"] = chart
+    if report.bench:
+        chart = _speed(report.bench.checkpoint)
+        if chart:
+            found["speed"] = chart
     return found
 
 
@@ -66,7 +72,7 @@ def _acceptance(measured: Drafted, floor: float) -> Chart:
     if measured.source:
         theirs = measured.source.acceptance_per_position
         lines["source"] = (theirs, _SOURCE, "s-")
-        kept = tuple(floor * share for share in theirs)
+        kept = tuple([floor * share for share in theirs])
         lines[f"{limit(floor)} of the source"] = (kept, _LIMIT, "--")
 
     def draw(axes: Axes) -> None:
@@ -76,8 +82,12 @@ def _acceptance(measured: Drafted, floor: float) -> Chart:
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("drafts accepted (%)")
 
-    alt = "; ".join(f"{name}: {', '.join(map(percent, told[0]))}" for name, told in lines.items())
-    return _drawn(f"Drafts accepted by position, k={measured.k}, {measured.what}", alt, draw)
+    told = []
+    for name, (shares, _, _) in lines.items():
+        heights = [percent(share) for share in shares]
+        told.append(f"{name}: {', '.join(heights)}")
+    title = f"Drafts accepted by position, k={measured.k}, {measured.what}"
+    return _drawn(title, "; ".join(told), draw)
 
 
 def _speed(benched: Benched) -> Chart | None:
@@ -92,8 +102,9 @@ def _speed(benched: Benched) -> Chart | None:
         plain = benched.cell(0, load)
         for cell in benched.cells:
             if cell.load == load and plain and plain.tokens_per_second and cell.repetitions:
-                rates = cell.slowest or 0.0, cell.tokens_per_second or 0.0, cell.fastest or 0.0
-                low, middle, high = (rate / plain.tokens_per_second for rate in rates)
+                low = (cell.slowest or 0.0) / plain.tokens_per_second
+                middle = (cell.tokens_per_second or 0.0) / plain.tokens_per_second
+                high = (cell.fastest or 0.0) / plain.tokens_per_second
                 points.append((cell.k, middle, middle - low, high - middle))
         if len(points) > 1:
             lines[words_of(load)] = sorted(points)
@@ -110,7 +121,8 @@ def _speed(benched: Benched) -> Chart | None:
 
     told = []
     for name, points in lines.items():
-        told.append(f"{name}: {', '.join(f'k={k} {middle:.2f}' for k, middle, *_ in points)}")
+        heights = [f"k={k} {middle:.2f}" for k, middle, *_ in points]
+        told.append(f"{name}: {', '.join(heights)}")
     return _drawn("Speed over k by load, as repetitions spread", "; ".join(told), draw)
 
 

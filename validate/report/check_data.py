@@ -40,7 +40,9 @@ def check_data(
         return check.model_copy(update={"absent": absent})
     calibration, why = calibration_of(opened)
     sizes = ()
-    absent = {"calibration": why} if why else {}
+    absent = {}
+    if why:
+        absent["calibration"] = why
     try:
         sizes = sizes_by_group(opened, source)
     except RecipeError as unknown:
@@ -72,23 +74,24 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
         RecipeError: no family table for the model type.
     """
     after = _measured(checkpoint)
-    before = _measured(source) if source else None
-    rows = [
-        GroupSize(
+    before = defaultdict[tuple[str, str], list[int]](list)
+    if source:
+        before = _measured(source)
+    rows = []
+    for part, group in after.keys() | before.keys():
+        now = sum(after[part, group])
+        was = None
+        if source:
+            was = sum(before[part, group])
+        row = GroupSize(
             part=part,
             group=group,
             num_tensors=len(after[part, group]),
-            num_bytes=sum(after[part, group]),
-            num_bytes_before=None if before is None else sum(before[part, group]),
+            num_bytes=now,
+            num_bytes_before=was,
         )
-        for part, group in sorted(after.keys() | (before or {}).keys())
-    ]
-    return tuple(
-        sorted(
-            rows,
-            key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group),
-        )
-    )
+        rows.append((part, -max(now, was or 0), group, row))
+    return tuple([row for *_, row in sorted(rows)])
 
 
 def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
@@ -101,9 +104,9 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
         if record.calibration is None:
             return None, "None: every value was computed from the weights alone, without batches."
         settings = record.recipe.whole.get("calibration")
-        return calibration_fact(
-            record.calibration, settings if isinstance(settings, Mapping) else {}
-        ), ""
+        if not isinstance(settings, Mapping):
+            settings = {}
+        return calibration_fact(record.calibration, settings), ""
     except ValidationError as error:
         why = first_fault(error)
     except (KeepMTPError, OSError) as error:
@@ -118,7 +121,9 @@ def calibration_fact(summary: Raw, settings: Raw) -> CalibrationFact:
     Raises:
         ValidationError: it is not what report.json has.
     """
-    chosen = {key: settings.get(key) for key in ("algorithm", "sequence_length")}
+    algorithm = settings.get("algorithm")
+    length = settings.get("sequence_length")
+    chosen = {"algorithm": algorithm, "sequence_length": length}
     return CalibrationFact.model_validate({**summary, **chosen})
 
 
@@ -128,7 +133,8 @@ def _measured(source: Source) -> defaultdict[tuple[str, str], list[int]]:
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)
-        groups[("backbone", "unknown") if place is None else (place.part, place.role)].append(
-            entry.num_bytes
-        )
+        key = ("backbone", "unknown")
+        if place:
+            key = place.part, place.role
+        groups[key].append(entry.num_bytes)
     return groups

@@ -45,6 +45,8 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
     if evaluation:
         mine = evaluation.checkpoint
         theirs = evaluation.source
+        if theirs and not theirs.draft_tokens:
+            theirs = None
         found.append(
             Drafted(
                 what=f"{mine.num_questions:,} questions of {evaluation.protocol.title}",
@@ -53,13 +55,19 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
                 num_asked=mine.num_questions,
                 as_served=mine.as_served,
                 checkpoint=mine,
-                source=theirs if theirs and theirs.draft_tokens else None,
+                source=theirs,
             )
         )
     if serve and serve.checkpoint.drafting:
-        runs = serve.source.drafting if serve.source else ()
-        sources = {run.k: run for run in runs if run.draft_tokens}
-        run = max(serve.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
+        sources = {}
+        for run in serve.source.drafting if serve.source else ():
+            if run.draft_tokens:
+                sources[run.k] = run
+        # The largest k that both drafted with, else the largest of all.
+        run = serve.checkpoint.drafting[-1]
+        for each in serve.checkpoint.drafting:
+            if each.k in sources:
+                run = each
         found.append(
             Drafted(
                 what=f"serve-check's {len(serve.prompts):,} prompts",
@@ -71,7 +79,9 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
                 source=sources.get(run.k),
             )
         )
-    return sorted(found, key=lambda each: each.source is None)
+    if len(found) == 2 and found[0].source is None and found[1].source:
+        found.reverse()
+    return found
 
 
 def has_no_block(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> bool:

@@ -16,7 +16,7 @@ if no pair of repetitions reaches it. And a mean over the tasks that were asked 
 those that the recipe lists, so one that is missing leaves the mean unjudged.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,14 +28,14 @@ from ..facts.benched import BenchFact
 from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, versions_in_short
-from ..facts.evaluated import NOT_EMPTY, EvaluationFact, TaskFact
+from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
 from ..facts.paired import one_sided
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
 from .drafted import counts_bench, drafted, has_no_block
-from .numbers import nats, percent, points
-from .settle import WORST_FIRST, Estimate, mean_recovery, recovery, settle, unmeasured, worst
+from .numbers import counted, nats, percent, points
+from .settle import Estimate, Recovery, mean_recovery, recovery, settle, unmeasured, worst
 
 CHANCE = 0.001
 """A split is no chance if two equal servers come to it less often than this: one good checkpoint in
@@ -79,15 +79,17 @@ def judge(
         *_speed(gates, bench),
         *_closeness(gates, closeness),
     )
-    return JudgementFact(
-        verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons
-    )
+    return JudgementFact(verdict=worst(reasons), gates=gates, reasons=reasons)
 
 
 def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
     """The worst verdict of these gates alone: the part of a judgement that one command measures."""
     wanted = set(gates)
-    return worst(reason.verdict for reason in judgement.reasons if reason.gate in wanted)
+    measured = []
+    for reason in judgement.reasons:
+        if reason.gate in wanted:
+            measured.append(reason)
+    return worst(measured)
 
 
 def decided_in(
@@ -104,7 +106,9 @@ def decided_in(
     Raises:
         CheckpointError: keepmtp did not write it, or a limit or a protocol in it is none.
     """
-    recipe = read_record(record, where=where, cure=cure).recipe.whole if record else {}
+    recipe = {}
+    if record:
+        recipe = read_record(record, where=where, cure=cure).recipe.whole
     read = {}
     for key, form in {"gates": Gates, "evaluation": Evaluations}.items():
         try:
@@ -134,8 +138,13 @@ def not_its_own(as_served: str) -> str:
 
 def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
     """No error in config.json, headers and values, and no output that drafting changes."""
-    found = check.findings if check else ()
-    errors = [each for each in found if each.severity == "error" and each.origin != "dry"]
+    errors = []
+    warnings = 0
+    for finding in check.findings if check else ():
+        if finding.severity == "warning":
+            warnings += 1
+        elif finding.origin != "dry":  # of dry loads the next gate has the word
+            errors.append(finding)
     if errors:
         says = f"{errors[0].where}: {errors[0].says.rstrip('.')}."
         if len(errors) > 1:
@@ -143,21 +152,20 @@ def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
         return ReasonFact(gate="findings", verdict="regression", says=says)
     for served in serve.served if serve else ():
         for run in served.runs:
-            for one in run.partings or ():
-                if not one.is_near_tie:
+            for parting in run.partings or ():
+                if not parting.is_near_tie:
                     says = (
                         f"Drafting changes what is written: {served.role} with k={run.k} leaves "
-                        f"the output without it in prompt {one.prompt} at token {one.at}, and no "
-                        f"log-probability gap below {GAP_TOLERANCE:g} explains it."
+                        f"the output without it in prompt {parting.prompt} at token {parting.at}, "
+                        f"and no log-probability gap below {GAP_TOLERANCE:g} explains it."
                     )
                     return ReasonFact(gate="findings", verdict="regression", says=says)
     if check is None:
         return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
-    warnings = sum(each.severity == "warning" for each in found)
-    also = f"; {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    return ReasonFact(
-        gate="findings", verdict="pass", says=f"No error in config.json and the headers{also}."
-    )
+    says = "No error in config.json and the headers"
+    if warnings:
+        says += f"; {counted(warnings, 'warning')}"
+    return ReasonFact(gate="findings", verdict="pass", says=f"{says}.")
 
 
 def _loads(
@@ -170,26 +178,33 @@ def _loads(
     tried = check.dry if check else ()
     # An older vLLM that cannot load it is no fault of the checkpoint: the card says which can.
     loads = newest(tried)
-    if failed := [load for load in loads if not load.ok]:
-        where, why = places(failed, is_named=True), failed[0].error.rstrip(".")
-        says = f"A dry load fails on {where}: {why}."
+    failed = [load for load in loads if not load.ok]
+    if failed:
+        why = failed[0].error.rstrip(".")
+        says = f"A dry load fails on {places(failed, is_named=True)}: {why}."
         return ReasonFact(gate="loads", verdict="regression", says=says)
     # A source's server may fail without any fault here.
     for run in serve.checkpoint.runs if serve else ():
-        why = f"ran with {run.unwritten[0]} unwritten" if run.unwritten else ""
+        why = ""
         if not run.loaded:
             why = f"did not come up: {run.error.rstrip('.')}"
+        elif run.unwritten:
+            why = f"ran with {run.unwritten[0]} unwritten"
         if why:
             says = f"The server with k={run.k} {why}."
             return ReasonFact(gate="loads", verdict="regression", says=says)
-    served = [each.checkpoint.as_served for each in (serve, evaluation) if each]
-    if bench and any(cell.repetitions for cell in bench.checkpoint.cells):
+    served = []
+    for measured in (serve, evaluation):
+        if measured:
+            served.append(measured.checkpoint.as_served)
+    if bench and bench.checkpoint.has_figures:
         served.append(bench.checkpoint.as_served)
     ways = []
     if loads:
         ways.append(f"vLLM's own classes take every tensor on {places(loads, is_named=True)}.")
-        if also := versions_in_short(tried):
-            ways.append(f"vLLM {also}.")
+        versions = versions_in_short(tried)
+        if versions:
+            ways.append(f"vLLM {versions}.")
     if "native" in served:
         ways.append("Its own bytes were served.")
     elif served:
@@ -209,9 +224,9 @@ def _acceptance(
     """The share of the source's acceptance, on the first task's questions or else on serve-check's
     prompts.
     """
-    measured = next((each for each in drafted(serve, evaluation) if each.source), None)
-    source = measured and measured.source
-    if measured is None or source is None:
+    # Those that also asked the source come first.
+    measured = next(iter(drafted(serve, evaluation)), None)
+    if measured is None or measured.source is None:
         says = "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT` does."
         if has_no_block(serve, evaluation):
             says = (
@@ -221,6 +236,7 @@ def _acceptance(
             )
         return unmeasured("acceptance", says)
     where = f"On {measured.what} with k={measured.k}"
+    source = measured.source
     mine = measured.checkpoint.acceptance
     theirs = source.acceptance
     if mine is None:
@@ -230,12 +246,14 @@ def _acceptance(
         says = f"{where}, none of the source's own drafted tokens was accepted."
         return unmeasured("acceptance", says)
 
-    def trials(counted: Drafts) -> float:
+    def trials(drafts: Drafts) -> float:
         # A later token is accepted only if all before it are, so the draft is the trial, not the
         # token: its accepted share is a value from 0 to 1. Drafts are taken as independent: within
         # an answer that makes the bounds too near, between two models' answers to one question too
         # far.
-        return counted.drafts or counted.draft_tokens / measured.k
+        if drafts.drafts:
+            return drafts.drafts
+        return drafts.draft_tokens / measured.k
 
     def bounds(times: float) -> tuple[float, float]:
         ours = times * trials(measured.checkpoint)
@@ -251,15 +269,9 @@ def _acceptance(
         f"accepted, {percent(theirs)} of the source's. That is {percent(mine / theirs)} of it",
         how=f"{BOUND}, a draft as one trial",
         shown=percent,
+        also=not_its_own(measured.as_served),
     )
-    found = settle(
-        "acceptance",
-        estimate,
-        gates.min_acceptance,
-        is_floor=True,
-        confidence=gates.confidence,
-    )
-    return found.model_copy(update={"says": found.says + not_its_own(measured.as_served)})
+    return settle("acceptance", estimate, gates.min_acceptance, gates, is_floor=True)
 
 
 def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
@@ -268,17 +280,22 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
 
     Every task, every filter and empty answers are asked, by the exact sign test.
     """
-    both = []
+    rarest: SwitchFact | None = None
+    asked: TaskFact | None = None
     for task in evaluation.by_task if evaluation else ():
-        if task.drafting:
-            both += [(each, task, task.drafting.num_changed) for each in task.drafting.switches]
-    if not both:
+        for switch in task.drafting.switches if task.drafting else ():
+            if rarest is None or switch.chance < rarest.chance:
+                rarest = switch
+                asked = task
+    if rarest is None or asked is None or asked.drafting is None:
         return
-    rarest, task, num_changed = min(both, key=lambda one: one[0].chance)
-    what = "with text" if rarest.reads == NOT_EMPTY else f"right by {rarest.reads}"
+    what = f"right by {rarest.reads}"
+    if rarest.reads == NOT_EMPTY:
+        what = "with text"
     says = (
-        f"{task.protocol.title}: {num_changed:,} of {task.checkpoint.num_questions:,} greedy "
-        f"answers are another text with MTP on than off. Only without drafting "
+        f"{asked.protocol.title}: {asked.drafting.num_changed:,} of "
+        f"{asked.checkpoint.num_questions:,} greedy answers are another text with MTP on than off. "
+        f"Only without drafting "
         f"{rarest.only_plain:,} are {what}, only with it {rarest.only_drafting:,} (exact sign "
         f"test: {rarest.chance:.2g}), "
     )
@@ -332,46 +349,68 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
         f"of {points(-pair.difference)}",
         how=f"{BOUND}, paired",
         shown=points,
+        also=not_its_own(task.checkpoint.as_served),
     )
-    found = settle(gate, estimate, most, is_floor=False, confidence=gates.confidence)
-    return found.model_copy(update={"says": found.says + not_its_own(task.checkpoint.as_served)})
+    return settle(gate, estimate, most, gates, is_floor=False)
 
 
 def _all_tasks(
     gates: Gates, evaluation: EvaluationFact | None, wanted: Collection[str]
 ) -> Iterator[ReasonFact]:
     """Mean recovery and the worst task, each where the recipe has a limit for it."""
-    tasks = {task.protocol.task: task for task in evaluation.by_task} if evaluation else {}
-    lacking = [name for name in wanted if name not in tasks]
-    lacking += [name for name, task in tasks.items() if recovery(task, gates.filter) is None]
-    mean = mean_recovery(tasks.values(), gates.filter) if tasks and not lacking else None
+    tasks = evaluation.by_task if evaluation else ()
+    names = [task.protocol.task for task in tasks]
+    # A mean over the tasks that were asked is no mean over those that the recipe lists.
+    lacking = [name for name in wanted if name not in names]
+    for name, task in zip(names, tasks, strict=True):
+        if recovery(task, gates.filter) is None:
+            lacking.append(name)
+    mean = None
     cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
     if lacking:
         cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
-    if gates.min_mean_recovery is not None and mean is None:
-        yield unmeasured("mean recovery", cure)
-    elif gates.min_mean_recovery is not None and mean is not None:
-        estimate = Estimate(
-            value=mean.value,
-            bounds=lambda times: mean.one_sided(gates.confidence, times=times),
-            samples=sum(task.checkpoint.num_questions for task in tasks.values()),
-            unit="questions over all tasks",
-            says=f"{', '.join(tasks)}: {percent(mean.value)} of the source's scores on average",
-            how="one-sided, paired by question, tasks independent",
-            shown=percent,
-        )
-        yield settle(
-            "mean recovery",
-            estimate,
-            gates.min_mean_recovery,
-            is_floor=True,
-            confidence=gates.confidence,
-        )
-    if (most := gates.max_worst_drop) is not None:
-        judged = [unmeasured("worst task", cure)]
-        if mean is not None:
-            judged = [_dropped("worst task", gates, task, most) for task in tasks.values()]
-        yield min(judged, key=lambda one: WORST_FIRST.index(one.verdict))
+    elif tasks:
+        mean = mean_recovery(tasks, gates.filter)
+    if gates.min_mean_recovery is not None:
+        yield _mean(gates, tasks, mean, gates.min_mean_recovery, cure)
+    most = gates.max_worst_drop
+    if most is None:
+        return
+    if mean is None:
+        yield unmeasured("worst task", cure)
+        return
+    drops = [_dropped("worst task", gates, task, most) for task in tasks]
+    for drop in drops:
+        if drop.verdict == worst(drops):
+            yield drop
+            return
+
+
+def _mean(
+    gates: Gates, tasks: Sequence[TaskFact], mean: Recovery | None, least: float, cure: str
+) -> ReasonFact:
+    """The mean recovery of all tasks against its limit."""
+    if mean is None:
+        return unmeasured("mean recovery", cure)
+
+    def bounds(times: float) -> tuple[float, float]:
+        return mean.one_sided(gates.confidence, times=times)
+
+    names = []
+    num_questions = 0
+    for task in tasks:
+        names.append(task.protocol.task)
+        num_questions += task.checkpoint.num_questions
+    estimate = Estimate(
+        value=mean.value,
+        bounds=bounds,
+        samples=num_questions,
+        unit="questions over all tasks",
+        says=f"{', '.join(names)}: {percent(mean.value)} of the source's scores on average",
+        how="one-sided, paired by question, tasks independent",
+        shown=percent,
+    )
+    return settle("mean recovery", estimate, least, gates, is_floor=True)
 
 
 # --- speed and closeness --------------------------------------------------------------------------
@@ -386,20 +425,23 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
         says = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
         yield unmeasured("speed", f"{says}there does.")
         return
-    # One request at a time with the shortest context that was measured; one repetition has no
-    # spread.
-    cells = [
-        cell
-        for cell in bench.checkpoint.cells
-        if cell.concurrency == 1 and len(cell.repetitions) > 1
-    ]
-    plain = min((cell for cell in cells if not cell.k), key=lambda cell: cell.context, default=None)
+    # One request at a time with the shortest context that was measured.
+    cells = []
+    plain = None
+    for cell in bench.checkpoint.cells:
+        if cell.concurrency > 1 or len(cell.repetitions) < 2:  # one repetition has no spread
+            continue
+        cells.append(cell)
+        if not cell.k and (plain is None or cell.context < plain.context):
+            plain = cell
     found = []
     for cell in cells:
         if plain and cell.k and cell.load == plain.load:
+            # The estimate of a ratio is no proof: all pairs of repetitions are between the ends.
             low = (cell.slowest or 0.0) / (plain.fastest or 1.0)
             middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
-            found.append((low, middle, (cell.fastest or 0.0) / (plain.slowest or 1.0), cell.k))
+            high = (cell.fastest or 0.0) / (plain.slowest or 1.0)
+            found.append((low, middle, high, cell.k))
     if not found:
         says = "k=0 and a k with drafting must both answer one request at a time, twice or more: "
         cure = "`keepmtp bench CHECKPOINT --k 0,1 --concurrency 1 --repeat 3`."
@@ -413,7 +455,7 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
     )
     if low >= least:
         yield ReasonFact(gate="speed", verdict="pass", says=says)
-    elif max(high for _, _, high, _ in found) < least:
+    elif all(high < least for _, _, high, _ in found):
         yield ReasonFact(gate="speed", verdict="regression", says=f"{says} No other k is faster.")
     else:
         yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")
@@ -426,55 +468,63 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
     that of a share is Clopper and Pearson's over as many independent positions as would tell as
     much (Korn and Graubard). A divergence from a part of the vocabulary is a lower bound.
     """
-    confidence = gates.confidence
-    found = []
+    found: list[ReasonFact] = []
     if gates.max_divergence is None and gates.max_flips is None:
         return
     if fact is None or fact.stderr is None:
         says = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
         yield unmeasured("closeness", says)
         return
-    if (most := gates.max_divergence) is not None:
-        reach = student(confidence, fact.windows - 1) * fact.stderr
+    reach = student(gates.confidence, fact.windows - 1) * fact.stderr
+
+    def around(times: float) -> tuple[float, float]:
+        near = reach / times**0.5
+        return fact.divergence - near, fact.divergence + near
+
+    def share(times: float) -> tuple[float, float]:
+        trials = times * fact.effective_tokens
+        return limits(fact.flip_rate * trials, trials, gates.confidence)
+
+    if gates.max_divergence is not None:
+        also = ""
+        if not fact.is_exact:
+            also = (
+                f" It is a lower bound: {percent(fact.outside)} of the source's probability lies "
+                "on tokens that were compared as one."
+            )
         estimate = Estimate(
             value=fact.divergence,
-            bounds=lambda times: (
-                fact.divergence - reach / times**0.5,
-                fact.divergence + reach / times**0.5,
-            ),
+            bounds=around,
             samples=fact.tokens,
             unit="tokens",
             says=f"On {fact.tokens:,} tokens of held-out text {nats(fact.divergence)} a token from "
             "the source",
             how="one-sided, over windows",
             shown=nats,
+            also=also,
         )
-        found.append(settle("closeness", estimate, most, is_floor=False, confidence=confidence))
-        if not fact.is_exact:
-            says = f" It is a lower bound: {percent(fact.outside)} of the source's probability lies"
-            says = f"{found[0].says}{says} on tokens that were compared as one."
-            found[0] = found[0].model_copy(update={"says": says})
-    if (most := gates.max_flips) is not None:
-
-        def bounds(times: float) -> tuple[float, float]:
-            trials = times * fact.effective_tokens
-            return limits(fact.flip_rate * trials, trials, confidence)
-
+        found.append(settle("closeness", estimate, gates.max_divergence, gates, is_floor=False))
+    if gates.max_flips is not None:
         estimate = Estimate(
             value=fact.flip_rate,
-            bounds=bounds,
+            bounds=share,
             samples=fact.tokens,
             unit="tokens",
             says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
             how=f"{BOUND}, as {fact.effective_tokens:,.0f} independent tokens",
             shown=percent,
         )
-        found.append(settle("closeness", estimate, most, is_floor=False, confidence=confidence))
-    says = " ".join(each.says for each in found) + not_its_own(fact.checkpoint.as_served)
-    needed = [each.needed for each in found if each.verdict == "infeasible"]
+        found.append(settle("closeness", estimate, gates.max_flips, gates, is_floor=False))
+    # So many samples settle both; None where no number settles one of them.
+    needed = 0
+    for reason in found:
+        if reason.verdict != "infeasible" or needed is None:
+            continue
+        needed = None if reason.needed is None else max(needed, reason.needed)
+    says = " ".join([reason.says for reason in found])
     yield ReasonFact(
         gate="closeness",
-        verdict=worst(each.verdict for each in found),
-        says=says,
-        needed=None if None in needed else max(filter(None, needed), default=None),
+        verdict=worst(found),
+        says=says + not_its_own(fact.checkpoint.as_served),
+        needed=needed or None,
     )

@@ -6,23 +6,15 @@ dark, on paper and on a phone. Needs the `report` extra (jinja2, matplotlib).
 Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped.
 """
 
-import json
-import re
 from base64 import b64encode
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
-from ..facts.benched import words_of
-from ..facts.dry_load import cured_in, gpu_title, versions_in_short
 from ..facts.schema import FullReport
-from . import tables
 from .template import template
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 HTML_FILE = "report.html"
 
@@ -52,41 +44,33 @@ def render(report: FullReport) -> str:
         RecipeError: the `report` extra is missing.
     """
     require_extra()
+    # What needs the extra is imported once it is known to be there.
     from .charts import charts
+    from .report_page import sections, ticked
 
-    filters = {
-        "quoted": lambda text: printable(json.dumps(text, ensure_ascii=False)),
-        "ticked": _ticked,
-        "gpu_title": gpu_title,
-        "words_of": words_of,
-    }
-    runs = []
-    for model in report.serve.served if report.serve else ():
-        runs += [(model.role, run) for run in model.runs]
+    kind = "bad"
+    if report.verdict.ok:
+        kind = "good"
+    drawn = {}
+    for what, chart in charts(report).items():
+        drawn[what] = (chart.title, chart.alt, b64encode(chart.png).decode())
     return template(
         "report.html.j2",
-        # A stranger's control characters and marks of direction become `\x1b`.
-        finalize=lambda value: printable(value) if type(value) is str else value,
-        filters=filters,
+        finalize=_shown,
+        filters={},
         is_html=True,
     ).render(
         report=report,
         name=Path(report.path).name or report.path,
-        charts={
-            what: (chart.title, chart.alt, b64encode(chart.png).decode())
-            for what, chart in charts(report).items()
-        },
-        tables=tables,
-        cured_in=cured_in,
-        versions=versions_in_short(report.dry),
-        wanted=tables.wanted_filter(report),
-        runs=runs,
+        kind=kind,
+        says=ticked(report.verdict.says),
+        sections=sections(report, drawn),
+        charts=drawn,
     )
 
 
-def _ticked(words: str) -> "Markup":
-    """A sentence, escaped, with the words between backticks as code."""
-    from markupsafe import Markup, escape
-
-    words = str(escape(printable(words)))  # of a Markup, `re` would escape what it puts in
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", words))  # noqa: S704 - escaped above
+def _shown(value: Any) -> Any:
+    """A stranger's control characters and marks of direction become `\\x1b`."""
+    if type(value) is str:  # what is markup has been made of such words
+        return printable(value)
+    return value

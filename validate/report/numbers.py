@@ -1,9 +1,11 @@
 """Figures in words, the same on the page, in the card, in the reasons of the gates and in the
 headline.
 
-In: shares of one and bytes. Out: words. A share has two digits after the point everywhere, so that
-the page and the card never give two roundings of one number.
+In: shares of one, counts, and texts of models. Out: words. A share has two digits after the point
+everywhere, so that the page and the card never give two roundings of one number.
 """
+
+import json
 
 
 def percent(share: float | None, digits: int = 2) -> str:
@@ -47,3 +49,15 @@ def figure(value: float | None) -> str:
 def count(number: int) -> str:
     """A whole number."""
     return f"{number:,}"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 warning`, `2 warnings`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what}s"
+
+
+def quoted(text: str) -> str:
+    """Text of a model or for one, with its line ends and quotes visible."""
+    return json.dumps(text, ensure_ascii=False)

@@ -8,14 +8,15 @@ Easy to get wrong: a recipe says what somebody wanted. The rows are read from th
 what is there.
 """
 
-from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
+from ...recipes.family import HFName
 from ...recipes.frozen import Raw, frozen
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
@@ -75,9 +76,13 @@ def other_decision(recipe: Recipe, made: Raw) -> str | None:
     Summary, evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own
     outcomes.
     """
-    passed_over = _NOT_OF_THE_BYTES | (_CHOSEN if recipe.mtp == AUTO else frozenset())
-    told = recipe.model_dump(mode="json", exclude=set(passed_over))
-    return next((key for key, value in told.items() if made.get(key) != value), None)
+    passed_over = set(_NOT_OF_THE_BYTES)
+    if recipe.mtp == AUTO:
+        passed_over |= _CHOSEN
+    for key, value in recipe.model_dump(mode="json", exclude=passed_over).items():
+        if made.get(key) != value:
+            return key
+    return None
 
 
 def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
@@ -91,41 +96,74 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     if isinstance(record.recipe.mtp, str):
         policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)
     asked = {*policies["backbone"].values(), *policies["mtp"].values()}
-    stored = [(entry.name, "", entry.dtype) for entry in runtime.others]
+    found: dict[tuple[str, str], _Stored] = {}
+    for entry in runtime.others:
+        _add(found, runtime, entry.name, scheme="", dtype=entry.dtype)
     for module, weight in runtime.weights.items():
-        scheme = weight.scheme or weight.form * (weight.form != "plain")
+        scheme = weight.scheme
         if weight.form == "mxfp4":
             # One layout serves three, which differ in what vLLM does with it.
-            scheme = next((word for word in ("MXFP4", "MXFP4A16") if word in asked), "MXFP4A8")
-        stored.append((module, scheme, weight.weight.dtype))
-    found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
-    for name, scheme, dtype in stored:
-        place = runtime.placed.get(name)
-        reason = ""
-        if place and not scheme:
-            reason = place.row.why_kept or "a bias, not a matrix" * (place.leaf == "bias")
-        key = ("backbone", "unknown")
-        if place:
-            key = place.part, place.role
-        found[key].append((scheme, dtype * (not scheme), reason))
+            scheme = "MXFP4A8"
+            for word in ("MXFP4A16", "MXFP4"):
+                if word in asked:
+                    scheme = word
+        elif not scheme and weight.form != "plain":
+            scheme = weight.form
+        _add(found, runtime, module, scheme=scheme, dtype=weight.weight.dtype)
     rows = []
-    for (part, modules), stored_as in found.items():
-        schemes, plain, reasons = (
-            tuple(sorted(set(filter(None, words)))) for words in zip(*stored_as, strict=True)
-        )
+    for (part, modules), stored in found.items():
+        reasons = sorted(stored.reasons)
         if modules in policies[part]:
-            reasons = (f"recipe: {policies[part][modules]}", *reasons)
-        why = "; ".join(reasons)
-        rows.append(ModuleGroup(part=part, modules=modules, schemes=schemes, plain=plain, why=why))
-    return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
+            reasons.insert(0, f"recipe: {policies[part][modules]}")
+        row = ModuleGroup(
+            part=part,
+            modules=modules,
+            schemes=tuple(sorted(stored.schemes)),
+            plain=tuple(sorted(stored.plain)),
+            why="; ".join(reasons),
+        )
+        rows.append((part, not row.schemes, modules, row))
+    return tuple([row for *_, row in sorted(rows)])
+
+
+class _Stored(NamedTuple):
+    """What is found of one group, each word once."""
+
+    schemes: set[str]
+    plain: set[str]
+    reasons: set[str]
+
+
+def _add(
+    found: dict[tuple[str, str], _Stored],
+    runtime: RuntimeView,
+    name: HFName,
+    *,
+    scheme: str | None,
+    dtype: str,
+) -> None:
+    """Put one module or tensor to its group."""
+    place = runtime.placed.get(name)
+    key = ("backbone", "unknown")
+    if place:
+        key = place.part, place.role
+    stored = found.setdefault(key, _Stored(set(), set(), set()))
+    if scheme:
+        stored.schemes.add(scheme)
+        return
+    stored.plain.add(dtype)
+    if place and place.row.why_kept:
+        stored.reasons.add(place.row.why_kept)
+    elif place and place.leaf == "bias":
+        stored.reasons.add("a bias, not a matrix")
 
 
 def is_chat(checkpoint: Source) -> bool:
     """Whether it has a chat template."""
-    tokenizer = small_object(checkpoint, "tokenizer_config.json") or {}
-    return bool(tokenizer.get("chat_template")) or any(
-        small_file(checkpoint, name) for name in _TEMPLATES
-    )
+    tokenizer = small_object(checkpoint, "tokenizer_config.json")
+    if tokenizer and tokenizer.get("chat_template"):
+        return True
+    return any(small_file(checkpoint, name) for name in _TEMPLATES)
 
 
 def gpus_of(checkpoint: Source, num_bytes: int | None = None) -> tuple[tuple[int, str, int], ...]:

@@ -14,6 +14,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -51,7 +52,7 @@ from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
 from .html import HTML_FILE, write_html
-from .numbers import percent
+from .numbers import counted, percent
 
 JSON_FILE = "report.json"
 _PARTS: Mapping[str, str] = {"gsm8k": "evaluation"}
@@ -83,7 +84,7 @@ def assemble(
     keepmtp: str = __version__,
     judgement: JudgementFact | None = None,
     identity: Identity | None = None,
-    results: Mapping[str, str] | None = None,
+    results: Mapping[str, str] = MappingProxyType({}),
     **measured: Any,
 ) -> FullReport:
     """One report from what the stations found.
@@ -100,16 +101,18 @@ def assemble(
         measured: serve, evaluation, bench and closeness of real servers.
     """
     parts: dict[str, Any] = dict(check) | measured | {"identity": identity}
-    parts["absent"] = {
-        name: check.absent.get(name, says) for name, says in NOT_RUN.items() if not parts.get(name)
-    }
+    absent = {}
+    for name, says in NOT_RUN.items():
+        if not parts.get(name):
+            absent[name] = check.absent.get(name, says)
+    parts["absent"] = absent
     return FullReport(
         **parts,
         keepmtp=keepmtp,
         vllm=vllm,
         made_at=made_at,
         judgement=judgement,
-        results=results or {},
+        results=results,
         verdict=verdict_of(check, vllm=vllm, judgement=judgement, **measured),
     )
 
@@ -123,7 +126,8 @@ def from_results(folder: Path) -> FullReport:
     """
     found: dict[Station, Result[Any]] = {}
     for station in STATIONS:
-        if result := read_result(folder, station):
+        result = read_result(folder, station)
+        if result:
             found[station] = result
     if "check" not in found:
         raise CheckpointError(
@@ -133,9 +137,20 @@ def from_results(folder: Path) -> FullReport:
             cure=f"Run `{command('check', folder)}`",
         )
     check = found["check"]
-    measured = {_PARTS.get(name, name): found[name].data for name in found}
-    for result in found.values():
+    measured = {}
+    sums = {}
+    newest = check
+    vllm = check.vllm
+    for station, result in found.items():
         _refuse_other(folder, result, check.checkpoint)
+        sums[f"{station}.json"] = file_sha256(file_of(folder, station))
+        if result.made_at > newest.made_at:
+            newest = result
+        if station != "check":
+            # Without a dry load the first server says which vLLM it was.
+            if not measured and not check.data.dry:
+                vllm = result.vllm
+            measured[_PARTS.get(station, station)] = result.data
     # A file of answers, or of compared windows, must be the one that was counted.
     counted: list[tuple[Station, Any]] = []
     if "gsm8k" in found:
@@ -155,17 +170,14 @@ def from_results(folder: Path) -> FullReport:
                 cure=f"Run `{command(station, folder)}` again",
             )
     gates, tasks = _recipes(folder, check.checkpoint)
-    newest = max(found.values(), key=lambda result: result.made_at)
-    others = [result.vllm for result in found.values() if result is not check]
-    del measured["check"]
     return assemble(
         check.data,
-        vllm=check.vllm if check.data.dry else next(iter(others), check.vllm),
+        vllm=vllm,
         made_at=newest.made_at,
         keepmtp=newest.keepmtp,
         judgement=judge(gates=gates, check=check.data, listed_tasks=tasks, **measured),
         identity=check.checkpoint,
-        results={f"{station}.json": file_sha256(file_of(folder, station)) for station in found},
+        results=sums,
         **measured,
     )
 
@@ -238,19 +250,25 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
         )
     full = verify(folder)
     # A version that keepmtp does not know has no rules of its own.
-    version = full.vllm if full.dry and is_known(full.vllm) else NEWEST
+    version = NEWEST
+    if full.dry and is_known(full.vllm):
+        version = full.vllm
     found = examine(checkpoint, vllm=version).data
-    cure, rule, got = command("check", folder), "", ""
+    rule = ""
+    got = ""
     for name, value in found.facts:
-        if getattr(full.facts, name) != value:
-            rule, got = f"must have the headers' {name}, {value}", getattr(full.facts, name)
+        reported = getattr(full.facts, name)
+        if reported != value:
+            rule = f"must have the headers' {name}, {value}"
+            got = reported
     errors = errors_of(found.findings)
     if errors and not errors_of(full.findings):
         rule = "must have the error of the headers"
         got = f"none of {errors[0].where}, which is {errors[0].says}"
     if rule:
         where = file_of(folder, "check")
-        raise CheckpointError(where, rule, got=got, cure=f"Run `{cure}` again")
+        cure = f"Run `{command('check', folder)}` again"
+        raise CheckpointError(where, rule, got=got, cure=cure)
     return full
 
 
@@ -262,7 +280,10 @@ def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) 
         CheckpointError: naming the file and both numbers.
     """
     for station in STATIONS:
-        if station not in but and (result := read_result(folder, station)):
+        if station in but:
+            continue
+        result = read_result(folder, station)
+        if result:
             _refuse_other(folder, result, identity)
 
 
@@ -331,7 +352,7 @@ def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
             path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure
         )
     gates, evaluations = decided_in(path, cure=cure)
-    return gates, tuple(one.task for one in evaluations)
+    return gates, tuple([evaluation.task for evaluation in evaluations])
 
 
 def _sum_of(path: Path) -> str:
@@ -365,23 +386,27 @@ def verdict_of(
         label = "Loads"
         says = f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {where}"
         tried = "no server was run"
-    warnings = sum(fact.severity == "warning" for fact in check.findings)
+    warnings = len(check.findings) - len(errors_of(check.findings))
     if warnings:
-        says += f", with {warnings} warning{'s' * (warnings != 1)}"
-    found = next(
-        (each for each in drafted(serve, evaluation) if each.checkpoint.draft_tokens), None
-    )
+        says += f", with {counted(warnings, 'warning')}"
+    found = None
+    for measured in drafted(serve, evaluation):
+        if found is None and measured.checkpoint.draft_tokens:
+            found = measured
     if found:
         label = "Served"
-        how = "natively" if found.as_served == "native" else f"as a {found.as_served}"
+        how = "natively"
+        if found.as_served != "native":
+            how = f"as a {found.as_served}"
         tried = (
             f"served {how} with k={found.k}, it accepts {percent(found.checkpoint.acceptance)} of "
             f"{found.checkpoint.draft_tokens:,} drafted tokens"
         )
         if found.source:
             tried += f" (source: {percent(found.source.acceptance)})"
-        if any(each.gate == "acceptance" and each.verdict == "pass" for each in reasons):
-            label = "Loads and drafts"
+        for reason in reasons:
+            if reason.gate == "acceptance" and reason.verdict == "pass":
+                label = "Loads and drafts"
     elif serve or evaluation or bench or closeness:
         label = "Served"
         tried = "a server ran"

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable
 from statistics import NormalDist, fmean
 
 from ...recipes.frozen import frozen
+from ...recipes.protocol import Gates
 from ..facts.evaluated import TaskFact
 from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit
 
-WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
+_WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible")
 _MOST_TIMES = 1_000_000
 """So many times as many samples nobody takes: where they would not settle it either, no number is
 named.
@@ -39,6 +40,7 @@ class Estimate:
         says: what was seen, in words.
         how: the bounds are found.
         shown: a figure of this kind in words.
+        also: what else a reader should know, after a space.
     """
 
     value: float
@@ -48,57 +50,78 @@ class Estimate:
     says: str
     how: str
     shown: Callable[[float], str]
+    also: str = ""
 
 
 def settle(
-    gate: str, estimate: Estimate, wanted: float, *, is_floor: bool, confidence: float
+    gate: str, estimate: Estimate, wanted: float, gates: Gates, *, is_floor: bool
 ) -> ReasonFact:
-    """Judge whether a figure is at least the limit `wanted`, or with `is_floor` false at most."""
-    sign = 1 if is_floor else -1
-
-    def verdict(times: float) -> JudgementWord:
-        low, high = sorted(sign * (end - wanted) for end in estimate.bounds(times))
-        if low >= 0:
-            return "pass"
-        return "regression" if high < 0 else "infeasible"
-
-    found = verdict(1)
+    """Judge whether a figure is at least the limit `wanted`, or with `is_floor` false at most, at
+    the confidence of `gates`.
+    """
+    verdict = _verdict(estimate, wanted, 1, is_floor=is_floor)
     lower, upper = estimate.bounds(1)
     # Of a figure that must be at least the limit, the lower bound is judged, unless even the upper
     # one fails. What is printed is rounded to the safe side.
     bound = f"at most {estimate.shown(math.ceil(1e4 * upper) / 1e4)}"
-    if is_floor != (found == "regression"):
+    if is_floor != (verdict == "regression"):
         bound = f"at least {estimate.shown(math.floor(1e4 * lower) / 1e4)}"
     word = "at least" if is_floor else "at most"
     says = (
-        f"{estimate.says}, {bound} at {limit(confidence)} confidence ({estimate.how}); "
+        f"{estimate.says}, {bound} at {limit(gates.confidence)} confidence ({estimate.how}); "
         f"{word} {estimate.shown(wanted)} is asked for."
     )
-    if found != "infeasible":
-        return ReasonFact(gate=gate, verdict=found, says=says)
-    end: JudgementWord = "pass" if sign * (estimate.value - wanted) > 0 else "regression"
-    if verdict(_MOST_TIMES) != end:
-        says += " It is so near the limit that no number of samples tells."
-        return ReasonFact(gate=gate, verdict=found, says=says)
+    needed = None
+    if verdict == "infeasible":
+        end: JudgementWord = "regression"
+        if is_floor == (estimate.value > wanted):
+            end = "pass"
+        needed = _needed(estimate, wanted, end, is_floor=is_floor)
+        if needed is None:
+            says += " It is so near the limit that no number of samples tells."
+        else:
+            says += (
+                f" Too few to tell: at these figures it would be a {end} with about {needed:,} "
+                f"{estimate.unit}."
+            )
+    return ReasonFact(gate=gate, verdict=verdict, says=says + estimate.also, needed=needed)
+
+
+def _verdict(estimate: Estimate, wanted: float, times: float, *, is_floor: bool) -> JudgementWord:
+    """With so many times as many samples."""
+    low, high = estimate.bounds(times)
+    if not is_floor:  # at most a limit: the same question with all signs turned
+        wanted = -wanted
+        low, high = sorted((-low, -high))
+    if low >= wanted:
+        return "pass"
+    if high < wanted:
+        return "regression"
+    return "infeasible"
+
+
+def _needed(estimate: Estimate, wanted: float, end: JudgementWord, *, is_floor: bool) -> int | None:
+    """About how many samples would come to this end, by halving the range of their logarithms."""
     low = 1.0
     high = float(_MOST_TIMES)
+    if _verdict(estimate, wanted, high, is_floor=is_floor) != end:
+        return None
     for _ in range(20):
         middle = math.sqrt(low * high)
-        if verdict(middle) == end:
+        if _verdict(estimate, wanted, middle, is_floor=is_floor) == end:
             high = middle
         else:
             low = middle
-    needed = max(estimate.samples + 1, math.ceil(estimate.samples * high))
-    says += (
-        f" Too few to tell: at these figures it would be a {end} with about {needed:,} "
-        f"{estimate.unit}."
-    )
-    return ReasonFact(gate=gate, verdict=found, says=says, needed=needed)
+    return max(estimate.samples + 1, math.ceil(estimate.samples * high))
 
 
-def worst(verdicts: Iterable[JudgementWord]) -> JudgementWord:
+def worst(reasons: Iterable[ReasonFact]) -> JudgementWord:
     """Regression before infeasible before pass, which is also that of none."""
-    return min((*verdicts, "pass"), key=WORST_FIRST.index)
+    verdicts = {reason.verdict for reason in reasons}
+    for word in _WORST_FIRST:
+        if word in verdicts:
+            return word
+    return "pass"
 
 
 def unmeasured(gate: str, says: str) -> ReasonFact:
@@ -144,7 +167,10 @@ def recovery(task: TaskFact, wanted: str) -> Recovery | None:
     """
     pair = task.pair(wanted)
     name = task.judged_filter(wanted)
-    if task.source is None or pair is None or not (before := task.source.score(name).value):
+    if task.source is None or pair is None:
+        return None
+    before = task.source.score(name).value
+    if not before:
         return None
     num = pair.both + pair.only_source + pair.only_checkpoint + pair.neither
     return Recovery(
@@ -167,8 +193,8 @@ def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
             return None
         known.append(found)
     return Recovery(
-        value=fmean(one.value for one in known),
-        middle=fmean(one.middle for one in known),
-        stderr=math.hypot(*(one.stderr for one in known)) / len(known),
+        value=fmean([task.value for task in known]),
+        middle=fmean([task.middle for task in known]),
+        stderr=math.hypot(*[task.stderr for task in known]) / len(known),
         confidence=known[0].confidence,
     )

@@ -8,7 +8,6 @@ longer ends its answers reaches the limit of tokens more often than its source, 
 hide that where the answer comes early: so each task has both shares of answers that were cut.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -22,11 +21,10 @@ from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, Served, how_served
-from .numbers import figure, percent, signed
+from .numbers import count, figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
 
 ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
-_ASKED = (">asked", ">cut", ">empty")
 _CONFIDENCE = 0.95
 
 
@@ -51,7 +49,7 @@ def held_out(fact: CalibrationFact) -> Table:
         length = None
         divergence = "-"
         if row.acceptance:
-            shares = " ".join(map(percent, row.acceptance.shares))
+            shares = " ".join([percent(share) for share in row.acceptance.shares])
             length = row.acceptance.length
         if row.divergence is not None:
             divergence = f"{row.divergence:.4f}"
@@ -114,11 +112,14 @@ def calibration_notes(fact: CalibrationFact) -> Iterator[str]:
         yield fact.parts
     if fact.data.held_out_by == "model":
         yield "The released model wrote the answers of the held-out text itself."
-    if never := coverage.never_routed:
+    never = coverage.never_routed
+    if never:
+        names = list(never[:3])
+        if len(never) > 3:
+            names.append("...")
         yield (
             f"Never routed: the router sent no token to {len(never):,} expert modules "
-            f"({', '.join(never[:3])}{', ...' * (len(never) > 3)}); calibrated on every token "
-            "instead. More samples may reach them."
+            f"({', '.join(names)}); calibrated on every token instead. More samples may reach them."
         )
     if fact.tuned:
         yield fact.tuned.says
@@ -140,17 +141,20 @@ def wanted_filter(report: FullReport) -> str:
     """
     if report.judgement:
         return report.judgement.gates.filter
-    return report.evaluation.checkpoint.scores[0].filter if report.evaluation else ""
+    if report.evaluation:
+        return report.evaluation.checkpoint.scores[0].filter
+    return ""
 
 
 def scores(task: TaskFact) -> Table:
     """A row for each that was asked: its score by every filter, and answers cut or empty."""
-    columns = ("", *(f">{score.filter}" for score in task.checkpoint.scores), *_ASKED)
+    columns = [f">{score.filter}" for score in task.checkpoint.scores]
     rows = []
     for arm in task.arms:
-        row = [arm.title, *map(_score, arm.scores), f"{arm.num_questions:,}"]
-        rows.append((*row, f"{_cut(arm)} ({arm.num_truncated:,})", f"{arm.num_empty:,}"))
-    return Table(columns=columns, rows=rows)
+        reached = [_score(score) for score in arm.scores]
+        cut = f"{_cut(arm)} ({arm.num_truncated:,})"
+        rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
+    return Table(columns=("", *columns, ">asked", ">cut", ">empty"), rows=rows)
 
 
 def differences(task: TaskFact) -> Table:
@@ -159,10 +163,17 @@ def differences(task: TaskFact) -> Table:
     interval = ">interval"
     for pair in task.paired:
         interval = f">{100 * pair.confidence:g} % interval"
-        difference = f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}"
-        counts = pair.both, pair.only_source, pair.only_checkpoint, pair.neither
-        told = difference, f"{signed(pair.low)} to {signed(pair.high)}"
-        rows.append((pair.filter, *told, *map("{:,}".format, counts)))
+        rows.append(
+            (
+                pair.filter,
+                f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}",
+                f"{signed(pair.low)} to {signed(pair.high)}",
+                count(pair.both),
+                count(pair.only_source),
+                count(pair.only_checkpoint),
+                count(pair.neither),
+            )
+        )
     return Table(
         columns=("right by", ">difference", interval, ">both", ">source", ">this", ">neither"),
         rows=rows,
@@ -173,8 +184,10 @@ def drafts(task: TaskFact) -> Table:
     """What was drafted over the questions, and how fast they were answered."""
     rows = []
     for arm in task.arms:
-        rate = f"{arm.num_tokens / arm.seconds:,.0f}" if arm.seconds else "-"
-        rows.append((arm.title, *_accepted(arm), f"{arm.num_tokens:,}", rate))
+        rate = "-"
+        if arm.seconds:
+            rate = f"{arm.num_tokens / arm.seconds:,.0f}"
+        rows.append((arm.title, *_accepted(arm), count(arm.num_tokens), rate))
     return Table(columns=("", *_ACCEPTED, ">tokens", ">tok/s"), rows=rows)
 
 
@@ -224,8 +237,11 @@ _ACCEPTED = (">accepted", ">by position, %", ">length")
 
 def _accepted(counted: Drafts) -> tuple[str, ...]:
     """Cells under `_ACCEPTED`; length: tokens a step of the target."""
-    by_position = " ".join(f"{100 * share:.1f}" for share in counted.acceptance_per_position)
-    return percent(counted.acceptance), by_position or "-", figure(counted.mean_accepted_length)
+    shares = [f"{100 * share:.1f}" for share in counted.acceptance_per_position]
+    by_position = "-"
+    if shares:
+        by_position = " ".join(shares)
+    return percent(counted.acceptance), by_position, figure(counted.mean_accepted_length)
 
 
 def servers(serve: ServeCheck) -> Table:
@@ -253,48 +269,62 @@ def accepted(report: FullReport) -> Table:
 
     Under other loads acceptance is nearly the same.
     """
-    found: list[tuple[str, EvaluatedFact | Served | Benched, int, Drafts]] = []
-    if evaluation := report.evaluation:
-        for model in evaluation.evaluated:
-            asked = f"{evaluation.protocol.title}, {model.num_questions:,} questions"
-            found.append((asked, model, evaluation.protocol.k, model))
-    if serve := report.serve:
-        asked = f"serve-check, {len(serve.prompts):,} prompts"
-        found += [(asked, model, run.k, run) for model in serve.served for run in model.drafting]
-    for model in report.bench.benched if report.bench else ():
-        for cell in model.cells:
-            if cell.load == min(model.loads):
-                found.append((f"bench, {words_of(cell.load)}", model, cell.k, cell.drafts))
     rows = []
-    for asked, model, k, counted in found:
+
+    def add(asked: str, model: EvaluatedFact | Served | Benched, k: int, counted: Drafts) -> None:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
             served = f"{ROLES[model.role]}, {served_as(model)}"
             rows.append((asked, served, f"{k}", share, *_accepted(counted)))
+
+    if report.evaluation:
+        protocol = report.evaluation.protocol
+        for model in report.evaluation.evaluated:
+            add(f"{protocol.title}, {model.num_questions:,} questions", model, protocol.k, model)
+    if report.serve:
+        asked = f"serve-check, {len(report.serve.prompts):,} prompts"
+        for model in report.serve.served:
+            for run in model.drafting:
+                add(asked, model, run.k, run)
+    if report.bench:
+        for model in report.bench.benched:
+            for cell in model.cells:
+                if cell.load == min(model.loads):
+                    add(f"bench, {words_of(cell.load)}", model, cell.k, cell.drafts)
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
 
 
 def served_as(model: EvaluatedFact | Served | Benched) -> str:
     """How a model was served, in a cell of a table."""
-    how = "as it is" if model.as_served == "native" else model.as_served
-    return f"{how}, vLLM mended" if MENDED in model.reason else how
+    how: str = model.as_served
+    if how == "native":
+        how = "as it is"
+    if MENDED in model.reason:
+        how += ", vLLM mended"
+    return how
 
 
 def cells(benched: Benched) -> Table:
     """A row for each load and k; `best` is the k that is recommended, ± half of what repetitions
     spread.
     """
-    best = {(row.concurrency, row.context): row.k for row in benched.recommended}
+    best = {}
+    for row in benched.recommended:
+        best[row.concurrency, row.context] = row.k
     rows = []
     for cell in benched.cells:
         told = ("failed", *("-",) * 5)
         if cell.tokens_per_second and cell.fastest and cell.slowest:
             rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
             times = f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}"
-            over = figure(benched.speed_up(cell)) if cell.k else "-"
+            over = "-"
+            if cell.k:
+                over = figure(benched.speed_up(cell))
             told = (rate, over, *times, *_accepted(cell.drafts)[1:])
-        name = "best " * (cell.k == best[cell.load])
-        rows.append((words_of(cell.load), f"{name}{cell.k}", *told))
+        name = f"{cell.k}"
+        if cell.k == best[cell.load]:
+            name = f"best {cell.k}"
+        rows.append((words_of(cell.load), name, *told))
     return Table(
         columns=("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:]),
         rows=rows,
@@ -308,7 +338,9 @@ def speed_notes(bench: BenchFact) -> Iterator[str]:
         if row.k is None:
             yield f"{load}: no k is recommended: {row.says}."
         else:
-            gain = f", {row.speed_up:.2f} times as fast as k=0" if row.k and row.speed_up else ""
+            gain = ""
+            if row.k and row.speed_up:
+                gain = f", {row.speed_up:.2f} times as fast as k=0"
             yield f"{load}: k={row.k}{gain}: {row.says}."
     yield from bench.checkpoint.slower
     for model in bench.benched:
@@ -329,8 +361,14 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
         for role, model in (("target", load.target), ("draft", load.draft)):
             for use in model.kernels:
                 found[use.outcome, role, use.layer, use.method, use.kernel or "-"].append(load)
-    rows = [(*key[1:], places(where), key[0]) for key, where in found.items()]
-    rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
+    order = defaultdict(list)
+    for (outcome, *use), where in found.items():
+        order[not outcome.startswith("refused"), use[0] != "target"].append(
+            (*use, places(where), outcome)
+        )
+    rows = []
+    for rank in sorted(order):
+        rows += order[rank]
     return Table(columns=("model", "layers", "quant method", "kernel", "GPU", "outcome"), rows=rows)
 
 
@@ -347,8 +385,11 @@ def closeness_in_short(fact: ClosenessFact) -> str:
 
 def closeness(fact: ClosenessFact) -> Table:
     """Name and figure, the most telling first."""
-    before, after = (f"{one.perplexity:.4g}" for one in fact.predicted)
-    whole = "all" if fact.is_exact else f"the likeliest {fact.top:,} of"
+    before = f"{fact.source.perplexity:.4g}"
+    after = f"{fact.checkpoint.perplexity:.4g}"
+    whole = "all"
+    if not fact.is_exact:
+        whole = f"the likeliest {fact.top:,} of"
     rows = [
         ("divergence from the source", _divergence(fact)),
         (
@@ -367,8 +408,10 @@ def farthest(fact: ClosenessFact) -> Table:
     """The positions that are farthest off; texts are a model's, in quotes."""
     rows = []
     for one in fact.worst:
-        texts = one.context[-32:], one.token, one.source, one.checkpoint
-        rows.append((f"{one.nats:.2f}", *(json.dumps(text, ensure_ascii=False) for text in texts)))
+        row = [f"{one.nats:.2f}"]
+        for text in (one.context[-32:], one.token, one.source, one.checkpoint):
+            row.append(quoted(text))
+        rows.append(tuple(row))
     return Table(columns=(">nats", "after", "text", "source", "checkpoint"), rows=rows)
 
 
@@ -397,8 +440,12 @@ def closeness_notes(fact: ClosenessFact) -> Iterator[str]:
 
 def _divergence(fact: ClosenessFact) -> str:
     """`0.0123 ± 0.0004 nats a token`."""
-    error = "" if fact.stderr is None else f" ± {fact.stderr:.2g}"
-    return f"{'' if fact.is_exact else 'at least '}{fact.divergence:.3g}{error} nats a token"
+    says = f"{fact.divergence:.3g}"
+    if not fact.is_exact:
+        says = f"at least {says}"
+    if fact.stderr is not None:
+        says += f" ± {fact.stderr:.2g}"
+    return f"{says} nats a token"
 
 
 def _flips(fact: ClosenessFact) -> str:

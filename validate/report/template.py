@@ -19,7 +19,6 @@ from . import numbers
 
 if TYPE_CHECKING:
     from jinja2 import Template
-import json
 import re
 
 from ...recipes.errors import printable
@@ -65,7 +64,9 @@ def template(
         keep_trailing_newline=not is_html,
         finalize=finalize,
     )
-    environment.filters |= {figure.__name__: marked(figure) for figure in _FIGURES} | dict(filters)
+    for figure in _FIGURES:
+        environment.filters[figure.__name__] = marked(figure)
+    environment.filters |= filters
     return environment.get_template(name)
 
 
@@ -101,8 +102,9 @@ def code(text: str) -> Md:
     if not line:
         return Md("")
     fence = _fence(line, 1)
-    pad = " " if line.startswith("`") or line.endswith("`") else ""
-    return Md(f"{fence}{pad}{line}{pad}{fence}")
+    if line.startswith("`") or line.endswith("`"):
+        line = f" {line} "
+    return Md(f"{fence}{line}{fence}")
 
 
 def ticked(words: str) -> Md:
@@ -123,12 +125,16 @@ def ticked(words: str) -> Md:
 
 def quoted(text: str) -> Md:
     """Text of a model or for one, as code with its line ends and quotes visible."""
-    return code(json.dumps(text, ensure_ascii=False))
+    return code(numbers.quoted(text))
 
 
 def fenced(text: str, language: str) -> Md:
     """A block of code as it is; characters that cannot be seen are shown as `\\x1b`."""
-    text = "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+    shown = []
+    for piece in re.split("([\n\t])", text):
+        # Line ends and tabs are what a block of code is made of.
+        shown.append(piece if piece in ("\n", "\t") else printable(piece))
+    text = "".join(shown)
     fence = _fence(text, 3)
     return Md(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
@@ -147,4 +153,7 @@ def _line(text: str) -> str:
 
 def _fence(text: str, least: int) -> str:
     """More backticks than the text has in a row."""
-    return "`" * max(least, max(map(len, re.findall("`+", text)), default=0) + 1)
+    fence = "`" * least
+    while fence in text:
+        fence += "`"
+    return fence

@@ -194,7 +194,13 @@ def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here
     assert "It stays private." in ended.err and hub.repos[REPO].private
 
 
-@cases
+@pytest.mark.parametrize(
+    "answers, verdict",
+    [
+        ({"both": 20, "only_source": 35, "only_checkpoint": 0, "neither": 5}, "regression"),
+        ({"both": 5, "only_source": 2, "only_checkpoint": 1, "neither": 1}, "too few samples"),
+    ],
+)
 def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, answers, verdict):
     measured_again(folder, answers=measured.Answers(**answers))
     publish_here(
@@ -207,7 +213,22 @@ def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, a
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "ending, value, says",
+    [
+        (
+            "layers.1.mlp.experts.0.down_proj.weight_global_scale",
+            0.0,
+            "is 0, and vLLM divides by it",
+        ),
+        (
+            "layers.2.self_attn.o_proj.weight_scale",
+            float("nan"),
+            "element [0, 0] is infinite or NaN",
+        ),
+        ("layers.3.eh_proj.weight", 0.0, "holds zeros only"),
+    ],
+)
 def test_a_broken_value_is_refused_though_the_report_is_green(
     publish_here, hub, folder, ending, value, says
 ):
@@ -290,7 +311,15 @@ def test_a_link_is_not_followed(publish_here, hub, folder, name):
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt",
+        "id_ed25519",
+        "sub/.env.json",
+        "token.json",
+    ],
+)
 def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folder, name):
     """It was there when the checkpoint was measured, so it is of the report."""
     (folder / name).parent.mkdir(exist_ok=True)

@@ -1,8 +1,6 @@
 """Each gate on a good checkpoint, on one broken on purpose, and on too little to tell."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import benches
@@ -21,8 +19,6 @@ from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Parting, ServeCheck
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.settle import mean_recovery
-from printed import printed
-from tables import table
 
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
 LOADED = DryLoad(vllm="0.32.0", gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
@@ -39,8 +35,7 @@ FAILED = SILENT.model_copy(
 OLDER = {"vllm": "0.9.0"}
 FAR = Parting(prompt=1, at=17, plain_token=2, token=9, gap=2.3)
 NATIVE = reports.served(is_copy=False)
-LIMITS = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)
-CASES = table("validate/report/test_gates")
+COPIED = {"as_served": COPY, "reason": "no kernel"}
 
 
 def checked(*findings: Finding, dry: tuple[DryLoad, ...] = (LOADED,)) -> CheckData:
@@ -81,100 +76,454 @@ def two_tasks(
     return several(*others, first=Answers(**first or {}), **parts)
 
 
-FINDINGS = {
-    "an error": checked(FINDING),
-    "two errors": checked(FINDING, FINDING),
-    "a refused load": checked(dry=(LOADED, FAILED)),
-    "a silent fault": checked(CAST, dry=(SILENT,)),
-    "an older vLLM refuses": checked(CAST, dry=(LOADED, FAILED.model_copy(update=OLDER))),
-    "a newer vLLM refuses": checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER))),
-    "no dry load": checked(dry=()),
-    "no check": None,
-}
-SERVED = {
-    "as it should": NATIVE,
-    "other words with drafts": altered("source", 1, partings=(FAR,)),
-    "near-ties": altered("checkpoint", 1, partings=(FAR.model_copy(update={"gap": 0.1}),)),
-    "a dead server": altered("checkpoint", 2, loaded=False, error="CUDA out of memory."),
-    "a weight unwritten": altered("checkpoint", 1, unwritten=("model.layers.3.enorm.weight",)),
-    "a source's dead server": altered("source", 0, loaded=False, error="a source may be dead"),
-    "a copy": reports.served(),
-    "a dead draft": reports.served(is_dead=True),
-} | {
-    f"{mine:,} of {of:,} drafts accepted, {theirs:,} of the source's": reports.accepting(
-        mine, theirs, of
-    )
-    for mine, theirs, of in CASES["accepted"]
-}
-EVALUATED = {name: asked(**parts) for name, parts in CASES["evaluated"].items()}
-TASKS = {name: two_tasks(**parts) for name, parts in CASES["tasks"].items()}
-BENCHED = {name: bench(**parts) for name, parts in CASES["benched"].items()}
-TOGETHER = {
-    "served natively with a dead draft, and evaluated": {
-        "serve": reports.served(is_copy=False, is_dead=True),
-        "evaluation": evaluation(),
-    },
-    "served on a copy, and evaluated without a source": {
-        "serve": reports.served(),
-        "evaluation": evaluation(has_source=False),
-    },
-    "served alone": {"check": None, "serve": NATIVE},
-    "served on a copy alone": {"check": None, "serve": reports.served()},
-    "timed alone": {"check": None, "bench": bench()},
-}
+def judged(**measured: Any) -> dict[str, ReasonFact]:
+    """The reasons by gate, of a checkpoint that was checked and dry-loaded unless said otherwise."""
+    found = {}
+    for reason in judge(**{"check": checked()} | measured).reasons:
+        assert ".." not in reason.says and "  " not in reason.says
+        found[reason.gate] = reason
+    return found
 
 
-def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is judged, after a line that says what it is."""
-    two = {"gates": LIMITS, "listed_tasks": ("gsm8k", "gsm8k_platinum")}
-    for title, part, facts, others in (
-        ("check", "check", FINDINGS, {}),
-        ("serve-check", "serve", SERVED, {}),
-        ("eval", "evaluation", EVALUATED, {}),
-        ("two tasks", "evaluation", TASKS, two),
-        ("bench", "bench", BENCHED, {"gates": Gates(min_speedup=1.0)}),
-    ):
-        for name, fact in facts.items():
-            yield f"{title}: {name}", {part: fact} | others
-    strict = evaluation(Answers(only_source=22))
-    for confidence in (0.8, 0.95, 0.999):
-        gates = Gates(filter="strict-match", confidence=confidence)
-        yield f"eval: confidence {confidence:g}", {"evaluation": strict, "gates": gates}
-    for least in (1.8, 2.0):
-        yield f"bench: at least {least}", {"bench": bench(), "gates": Gates(min_speedup=least)}
-    near = closenesses.closeness(folder)
-    for limits in CASES["near"]:
-        yield f"closeness: {limits}", {"closeness": near, "gates": Gates(**limits)}
-    one = closenesses.closeness(folder, num_windows=1)
-    yield "closeness: one window", {"closeness": one, "gates": Gates(max_divergence=1.0)}
-    copied = closenesses.closeness(folder, as_served=COPY)
-    yield "closeness: a copy", {"closeness": copied, "gates": Gates(max_divergence=0.02)}
-    for name, parts in TOGETHER.items():
-        yield name, parts
+def turned(gate: str, title: str, says: str, usual: dict[str, ReasonFact], **measured: Any) -> None:
+    """This gate says so, and every other says what it usually does."""
+    found = judged(**measured)
+    assert found[gate].title == title, found[gate]
+    assert says in found[gate].says, found[gate]
+    for other in usual.keys() - {gate}:
+        assert found[other] == usual[other]
 
 
-def test_every_verdict_has_its_reason(tmp_path):
-    """Of each case what differs from a good checkpoint that was checked and dry-loaded, and maybe
-    evaluated: a fault turns its gate and no other.
-    """
+LOADED_ONLY = judged()
+GOOD = judged(serve=NATIVE, evaluation=evaluation())
 
-    def said(name: str, usual: tuple[ReasonFact, ...] = (), **measured: Any) -> list[str]:
-        reasons = [each for each in judge(**measured).reasons if each not in usual]
-        return [name, *(f"    {each.gate}: {each.title}. {each.says}" for each in reasons)]
 
+def test_nothing_measured_says_what_to_run():
     limits = Gates(min_mean_recovery=0.9, max_worst_drop=0.1, max_flips=0.1, min_speedup=1.0)
-    good = {"check": checked(), "serve": NATIVE, "evaluation": evaluation()}
-    text = said("nothing measured", gates=limits, listed_tasks=("gsm8k",))
-    text += said("a good checkpoint", **good)
-    evaluated, loaded = judge(**good).reasons, judge(check=checked()).reasons
-    for name, measured in cases(tmp_path):
-        usual = evaluated if "evaluation" in measured else loaded
-        text += said(name, usual, **{"check": checked()} | measured)
-    assert not [line for line in text if ".." in line or "  " in line.strip()]
-    printed("gates.txt", "\n".join(text) + "\n")
+    found = judged(check=None, gates=limits, listed_tasks=("gsm8k",))
+    assert {reason.title for reason in found.values()} == {"not measured"}
+    asks = "gsm8k: not asked, or the source gets nothing right. `keepmtp eval CHECKPOINT --source"
+    for gate, says in (
+        ("findings", "Not checked: `keepmtp check CHECKPOINT --record` does."),
+        ("loads", "Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it"),
+        ("acceptance", "Not measured of both source and checkpoint: `keepmtp eval CHECKPOINT`"),
+        ("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does."),
+        ("mean recovery", asks),
+        ("worst task", asks),
+        ("speed", "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench"),
+        ("closeness", "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."),
+    ):
+        assert found[gate].says.startswith(says)
 
 
-@pytest.mark.parametrize("answers, verdict", CASES["needed"])
+def test_a_good_checkpoint_passes_with_its_figures():
+    assert {reason.verdict for reason in GOOD.values()} == {"pass"}
+    assert GOOD["findings"].says == "No error in config.json and the headers."
+    assert GOOD["loads"].says == (
+        "vLLM's own classes take every tensor on sm100 (B200) at TP 1. Its own bytes were served."
+    )
+    assert GOOD["acceptance"].says == (
+        "On 1,319 questions of gsm8k with k=3: 79.33 % of 120,000 drafted tokens accepted, 79.33 % "
+        "of the source's. That is 100.00 % of it, at least 99.40 % at 95 % confidence (one-sided, "
+        "Clopper-Pearson, a draft as one trial); at least 97.00 % is asked for."
+    )
+    assert GOOD["gsm8k"].says == (
+        "gsm8k, flexible-extract: 68.92 % of 1,319 questions, the source 68.99 % (only the source "
+        "gets 10 right, only the checkpoint 9): a drop of 0.08 points, at most 0.7 points at 95 % "
+        "confidence (one-sided, Clopper-Pearson, paired); at most 2 points is asked for."
+    )
+
+
+OLDER_REFUSES = checked(CAST, dry=(LOADED, FAILED.model_copy(update=OLDER)))
+NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
+
+
+@pytest.mark.parametrize(
+    "check, gate, title, says",
+    [
+        (checked(FINDING), "findings", "regression", "config.json: no num_nextn_predict_layers."),
+        (checked(FINDING, FINDING), "findings", "regression", "layers. Errors in all: 2."),
+        (
+            checked(reports.WARNED),
+            "findings",
+            "pass",
+            "No error in config.json and the headers; 1 warning.",
+        ),
+        (
+            checked(dry=(LOADED, FAILED)),
+            "loads",
+            "regression",
+            "A dry load fails on sm90 (H100, H200) at TP 1: eh_proj: vLLM stops: KeyError.",
+        ),
+        (
+            checked(CAST, dry=(SILENT,)),
+            "loads",
+            "regression",
+            "fails on sm100 (B200) at TP 1: down_proj: BF16 is cast into FP8.",
+        ),
+        (
+            OLDER_REFUSES,
+            "loads",
+            "pass",
+            "vLLM 0.32.0 is the oldest that loads and drafts it, of 0.9.0 and 0.32.0.",
+        ),
+        (NEWER_REFUSES, "loads", "regression", "fails on sm90 (H100, H200) at TP 1: eh_proj: vLLM"),
+        (checked(dry=()), "loads", "not measured", "Not tried. `keepmtp check CHECKPOINT --gpu"),
+    ],
+)
+def test_findings_and_loads(check, gate, title, says):
+    turned(gate, title, says, LOADED_ONLY, check=check)
+
+
+NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
+
+
+@pytest.mark.parametrize(
+    "serve, gate, title, says",
+    [
+        (
+            altered("source", 1, partings=(FAR,)),
+            "findings",
+            "regression",
+            "Drafting changes what is written: source with k=1 leaves the output without it in "
+            "prompt 1 at token 17, and no log-probability gap below 0.25 explains it.",
+        ),
+        (altered("checkpoint", 1, partings=NEAR_TIE), "findings", "pass", "No error"),
+        (
+            altered("checkpoint", 2, loaded=False, error="CUDA out of memory."),
+            "loads",
+            "regression",
+            "The server with k=2 did not come up: CUDA out of memory.",
+        ),
+        (
+            altered("checkpoint", 1, unwritten=("model.layers.3.enorm.weight",)),
+            "loads",
+            "regression",
+            "The server with k=1 ran with model.layers.3.enorm.weight unwritten.",
+        ),
+        (altered("source", 0, loaded=False, error="dead"), "loads", "pass", "Its own bytes were"),
+        (reports.served(), "loads", "pass", "Served was only a BF16 copy of the same weights."),
+        (NATIVE, "acceptance", "too few samples", "On serve-check's 2 prompts with k=3: 78.17 %"),
+        (
+            reports.served(is_dead=True),
+            "acceptance",
+            "regression",
+            "That is 0.13 % of it, at most 0.60 % at 95 % confidence (one-sided, Clopper-Pearson, "
+            "a draft as one trial); at least 97.00 % is asked for. Served was a BF16 copy of the "
+            "same weights: packed kernels and quantized activations were not tried.",
+        ),
+    ],
+)
+def test_servers(serve, gate, title, says):
+    usual = {}
+    if serve.checkpoint.as_served == "native":
+        usual = judged(serve=NATIVE)
+    turned(gate, title, says, usual, serve=serve)
+
+
+@pytest.mark.parametrize(
+    "mine, theirs, of, title, says",
+    [
+        (9_000, 9_000, 10_000, "pass", "at least 99.21 % at 95 % confidence"),
+        (8_900, 9_000, 10_000, "pass", "That is 98.89 % of it, at least 98.09 %"),
+        (8_730, 9_000, 10_000, "not measured", "so near the limit that no number of samples tells"),
+        (8_600, 9_000, 10_000, "regression", "That is 95.56 % of it, at most 96.39 %"),
+        (54, 57, 57, "too few samples", "at these figures it would be a regression with about"),
+        # 0.05 ** (1 / 154) = 0.98074: what 154 of 154 prove, and 97 % takes 99 drafts
+        (154, 154, 154, "pass", "at least 98.07 %"),
+        (99, 99, 99, "pass", "at least 97.01 %"),
+        (98, 98, 98, "too few samples", "at these figures it would be a pass with about"),
+    ],
+)
+def test_drafts_are_trials(mine, theirs, of, title, says):
+    serve = reports.accepting(mine, theirs, of)
+    turned("acceptance", title, says, judged(serve=NATIVE), serve=serve)
+
+
+@pytest.mark.parametrize(
+    "parts, title, says",
+    [
+        ({"checkpoint": {"shares": [0.002, 0.0, 0.0]}}, "regression", "That is 0.08 % of it, at"),
+        (
+            {"checkpoint": {"drafts": 0}},
+            "regression",
+            "with k=3, the checkpoint drafted nothing, and the source did.",
+        ),
+        (
+            {"source": {"drafts": 0}},
+            "not measured",
+            "The source has no MTP block and was served with MTP off, so there is nothing to "
+            "compare with: `keepmtp graft SOURCE --from RELEASE --out WHOLE` puts the block back, "
+            "and `keepmtp eval CHECKPOINT --source WHOLE` compares.",
+        ),
+        (
+            {"source": {"shares": [0.0, 0.0, 0.0]}},
+            "not measured",
+            "none of the source's own drafted tokens was accepted.",
+        ),
+    ],
+)
+def test_acceptance_on_questions(parts, title, says):
+    turned("acceptance", title, says, GOOD, evaluation=asked(**parts))
+
+
+def test_a_source_that_was_not_asked_leaves_both_unmeasured():
+    found = judged(evaluation=asked(has_source=False))
+    assert found["acceptance"].says.startswith("Not measured of both source and checkpoint")
+    assert found["gsm8k"].title == "not measured"
+    assert found["gsm8k"].says == (
+        "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
+    )
+    # What serve-check measured of both then counts.
+    served = judged(evaluation=asked(has_source=False), serve=reports.served())["acceptance"]
+    assert served.says.startswith("On serve-check's 2 prompts with k=3")
+    both = judged(evaluation=evaluation(), serve=reports.served(is_copy=False, is_dead=True))
+    assert both == GOOD, "an evaluation that asked the source comes first"
+
+
+def test_what_a_copy_gave_is_said_to_be_of_a_copy():
+    found = judged(evaluation=asked(checkpoint=COPIED))
+    assert found["loads"].says.endswith("Served was only a BF16 copy of the same weights.")
+    for gate in ("acceptance", "gsm8k"):
+        assert found[gate].verdict == "pass"
+        assert "Served was a BF16 copy of the same weights: packed" in found[gate].says
+
+
+@pytest.mark.parametrize(
+    "answers, title, says",
+    [
+        ({"only_source": 80}, "regression", "a drop of 5.11 points, at least 3.99 points"),
+        (
+            {"only_source": 2, "only_checkpoint": 60},
+            "pass",
+            "a drop of -4.26 points, at most -3.32",
+        ),
+        (
+            {"both": 0, "only_source": 20, "neither": 1299},
+            "not measured",
+            "flexible-extract: the source itself gets 1.51 %, so a drop of 2 points could not be",
+        ),
+        (
+            {"both": 50, "only_source": 4, "only_checkpoint": 2, "neither": 44},
+            "not measured",
+            "a drop of 2 points, at most 7.24 points at 95 % confidence (one-sided, "
+            "Clopper-Pearson, paired); at most 2 points is asked for. It is so near the limit",
+        ),
+    ],
+)
+def test_the_score_of_the_first_task(answers, title, says):
+    usual = {"findings": GOOD["findings"], "loads": GOOD["loads"]}
+    turned("gsm8k", title, says, usual, evaluation=asked(answers))
+
+
+@pytest.mark.parametrize(
+    "confidence, title, says",
+    [
+        (0.8, "pass", "gsm8k, strict-match: 68.29 % of 1,331 questions"),
+        (0.95, "pass", "at most 1.75 points at 95 % confidence"),
+        (0.999, "too few samples", "at most 2.45 points at 99.9 % confidence"),
+    ],
+)
+def test_confidence_and_filter_are_the_recipes(confidence, title, says):
+    gates = Gates(filter="strict-match", confidence=confidence)
+    turned("gsm8k", title, says, {}, evaluation=asked({"only_source": 22}), gates=gates)
+
+
+@pytest.mark.parametrize(
+    "switched, empty, title, says",
+    [
+        (
+            (30, 2),
+            0,
+            "regression",
+            "gsm8k: 32 of 1,319 greedy answers are another text with MTP on than off. Only without "
+            "drafting 30 are right by strict-match, only with it 2 (exact sign test: 2.5e-07), "
+            "beyond chance.",
+        ),
+        ((2, 30), 0, "regression", "2 are right by strict-match, only with it 30"),
+        ((0, 0), 21, "regression", "Only without drafting 21 are with text, only with it 0 (exact"),
+        ((12, 9), 0, "pass", "0.66), no more than chance gives where near-ties flip."),
+    ],
+)
+def test_drafting_changes_answers(switched, empty, title, says):
+    fact = asked(switched=switched, empty=empty)
+    turned("drafting", title, says, GOOD, evaluation=fact)
+
+
+WELL = {"both": 900, "only_source": 8, "only_checkpoint": 8, "neither": 84}
+BADLY = {"both": 600, "only_source": 60, "only_checkpoint": 10, "neither": 330}
+FEW = {"both": 90, "only_source": 1, "only_checkpoint": 1, "neither": 8}
+NOTHING = {"both": 0, "only_source": 0, "only_checkpoint": 5, "neither": 95}
+NOT_ASKED = "gsm8k_platinum: not asked, or the source gets nothing right. `keepmtp eval CHECKPOINT"
+
+
+@pytest.mark.parametrize(
+    "parts, title, mean, drop",
+    [
+        (
+            {"first": WELL, "platinum": WELL},
+            "pass",
+            "gsm8k, gsm8k_platinum: 100.00 % of the source's scores on average, at least 99.47 % "
+            "at 95 % confidence (one-sided, paired by question, tasks independent); at least "
+            "98.00 % is asked for.",
+            "gsm8k, flexible-extract: 90.80 % of 1,000 questions",
+        ),
+        (
+            {"first": WELL, "platinum": BADLY},
+            "regression",
+            "96.21 % of the source's scores on average, at most 97.32 %",
+            "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %",
+        ),
+        (
+            {"first": FEW, "platinum": FEW},
+            "too few samples",
+            "it would be a pass with about 236 questions over all tasks.",
+            "Too few to tell: at these figures it would be a pass",
+        ),
+        ({"first": WELL}, "not measured", NOT_ASKED, NOT_ASKED),
+        ({"first": WELL, "platinum": NOTHING}, "not measured", NOT_ASKED, NOT_ASKED),
+        (
+            {"platinum": WELL, "has_source": False},
+            "not measured",
+            "gsm8k, gsm8k_platinum: not asked",
+            "gsm8k, gsm8k_platinum: not asked",
+        ),
+    ],
+)
+def test_all_tasks(parts, title, mean, drop):
+    gates = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)
+    listed = ("gsm8k", "gsm8k_platinum")
+    found = judged(evaluation=two_tasks(**parts), gates=gates, listed_tasks=listed)
+    for gate, says in (("mean recovery", mean), ("worst task", drop)):
+        assert found[gate].title == title
+        assert says in found[gate].says
+
+
+ON_A_GPU = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` there"
+BOTH = "k=0 and a k with drafting must both answer one request at a time, twice or more: `keepmtp"
+PLAIN = {"k": 0, "rates": [1, 1]}
+TWICE = {"k": 1, "rates": [2, 2]}
+
+
+@pytest.mark.parametrize(
+    "parts, least, title, says",
+    [
+        # DeepSeek-V4-Flash: 193.0 over 105.9 tokens a second, with 2 % of spread each way.
+        (
+            {},
+            1.0,
+            "pass",
+            "One request at a time on NVIDIA H200 (140 GiB): k=3 is 1.82 times as fast as k=0, by "
+            "the repetitions 1.75 to 1.90 times; at least 1 times is asked for.",
+        ),
+        ({}, 1.8, "not measured", "The repetitions are too far apart to tell."),
+        ({}, 2.0, "regression", "at least 2 times is asked for. No other k is faster."),
+        # vllm #39680: 96.6 % of the drafts accepted, 342 -> 128 tokens a second.
+        ({"rates": {0: 342.0, 1: 210.0, 3: 128.0}}, 1.0, "regression", "k=1 is 0.61 times as fast"),
+        (
+            {"cells": [{"k": 0, "rates": [100, 103]}, {"k": 1, "rates": [102, 104]}]},
+            1.0,
+            "not measured",
+            "k=1 is 1.01 times as fast as k=0, by the repetitions 0.99 to 1.04 times",
+        ),
+        (
+            {"cells": [{"k": 0, "rates": [102, 103]}, {"k": 1, "rates": [99, 101]}]},
+            1.0,
+            "regression",
+            "0.96 to 0.99 times",
+        ),
+        (COPIED, 1.0, "not measured", ON_A_GPU),
+        ({"device": "CPU: x, 2 cores"}, 1.0, "not measured", ON_A_GPU),
+        ({"device": ""}, 1.0, "not measured", ON_A_GPU),
+        ({"cells": [TWICE]}, 1.0, "not measured", BOTH),
+        ({"cells": [PLAIN | {"concurrency": 8}, TWICE]}, 1.0, "not measured", BOTH),
+        ({"cells": [{"k": 0, "rates": [], "error": "x"}, TWICE]}, 1.0, "not measured", BOTH),
+        ({"cells": [PLAIN, {"k": 1, "rates": [9]}]}, 1.0, "not measured", BOTH),
+    ],
+)
+def test_speed(parts, least, title, says):
+    loads = "Served was only a BF16 copy" if parts == COPIED else "Its own bytes were served."
+    found = judged(bench=bench(**parts), gates=Gates(min_speedup=least))
+    assert found["speed"].title == title
+    assert says in found["speed"].says
+    assert loads in found["loads"].says
+
+
+LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens that were compared"
+
+
+@pytest.mark.parametrize(
+    "limits, title, says",
+    [
+        (
+            {"max_divergence": 0.02},
+            "pass",
+            "On 4,000 tokens of held-out text 0.01 nats a token from the source, at most 0.0104 "
+            "nats at 95 % confidence (one-sided, over windows); at most 0.02 nats is asked for. "
+            + LOWER,
+        ),
+        ({"max_divergence": 0.005}, "regression", "at least 0.0096 nats"),
+        (
+            {"max_divergence": 0.0101},
+            "too few samples",
+            f"it would be a pass with about 58,233 tokens. {LOWER}",
+        ),
+        (
+            {"max_flips": 0.03},
+            "pass",
+            "The first choice is another at 1.98 % of the tokens, at most 2.38 % at 95 % "
+            "confidence (one-sided, Clopper-Pearson, as 4,000 independent tokens); at most 3.00 %",
+        ),
+        ({"max_flips": 0.01}, "regression", "at least 1.62 %"),
+        ({"max_flips": 0.0199}, "too few samples", "it would be a pass with about 2,348,323"),
+        (
+            {"max_flips": 0.03, "max_divergence": 0.005},
+            "regression",
+            "compared as one. The first choice is another at 1.98 %",
+        ),
+    ],
+)
+def test_closeness(limits, title, says, tmp_path):
+    fact = closenesses.closeness(tmp_path)
+    turned("closeness", title, says, LOADED_ONLY, closeness=fact, gates=Gates(**limits))
+
+
+def test_closeness_of_one_window_and_of_a_copy(tmp_path):
+    gates = Gates(max_divergence=0.02)
+    one = closenesses.closeness(tmp_path, num_windows=1)
+    missing = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
+    turned("closeness", "not measured", missing, LOADED_ONLY, closeness=one, gates=gates)
+    copied = closenesses.closeness(tmp_path, as_served=COPY)
+    says = "compared as one. Served was a BF16 copy of the same weights: packed"
+    turned("closeness", "pass", says, LOADED_ONLY, closeness=copied, gates=gates)
+
+
+@pytest.mark.parametrize(
+    "measured, title, says",
+    [
+        ({"serve": NATIVE}, "pass", "Its own bytes were served."),
+        ({"bench": bench()}, "pass", "Its own bytes were served."),
+        (
+            {"serve": reports.served()},
+            "not measured",
+            "Not tried. Served was only a BF16 copy of the same weights. `keepmtp check",
+        ),
+    ],
+)
+def test_a_server_of_its_own_bytes_is_a_load(measured, title, says):
+    found = judged(check=None, **measured)
+    assert found["findings"].title == "not measured"
+    assert found["loads"].title == title
+    assert found["loads"].says.startswith(says)
+
+
+@pytest.mark.parametrize(
+    "answers, verdict",
+    [
+        ({"both": 20, "only_source": 3, "only_checkpoint": 3, "neither": 14}, "pass"),
+        ({"both": 20, "only_source": 5, "only_checkpoint": 2, "neither": 14}, "regression"),
+    ],
+)
 def test_the_needed_number_is_one_that_settles_it(answers, verdict):
     """The same shares in as many questions: the gate tells, and with less it does not."""
 

@@ -17,7 +17,6 @@ from keepmtp.validate.measure.store import (
     open_lines,
     read_lines,
 )
-from tables import cases
 
 FILTER = "flexible-extract"
 
@@ -73,7 +72,20 @@ def test_a_full_disk_is_said(tmp_path):
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
 
 
-@cases
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"protocol": {"shots": 5}},
+        {"protocol": {"limit": 3}},
+        {"checkpoint_sha256": "e"},
+        {"vllm": "0.33.0"},
+        {"dataset_sha256": "e"},
+        {"prompts_sha256": "q"},
+        {"device": "GPU"},
+        {"words": ["--tensor-parallel-size", "2"]},
+        {"role": "checkpoint"},
+    ],
+)
 def test_answers_to_something_else_have_a_file_of_their_own(changed, begun, tmp_path):
     if "protocol" in changed:
         changed = changed | {"protocol": Evaluation(**changed["protocol"])}
@@ -83,7 +95,14 @@ def test_answers_to_something_else_have_a_file_of_their_own(changed, begun, tmp_
     assert set(opened(tmp_path).lines) == {0, 2} and set(opened(tmp_path, **changed).lines) == {1}
 
 
-@cases
+@pytest.mark.parametrize(
+    "cut",
+    [
+        1,
+        20,
+        60,
+    ],
+)
 def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
     whole = begun.path.read_bytes()
     begun.path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])
@@ -94,7 +113,20 @@ def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
     assert opened(tmp_path).missing == (0, 1, 2), "not even the first line"
 
 
-@cases
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ({"question": 0}, "of a place that was asked for, and is there once; got 0"),
+        ({"question": 3}, "of a place that was asked for, and is there once; got 3"),
+        (
+            '{"question": 1}',
+            "a line that keepmtp wrote (Answer); got prompt_sha256: Field required",
+        ),
+        ({"finish_reason": "abort"}, "finish_reason: must be one of stop, length"),
+        ('{"sitting": 0}', "must be a line that keepmtp wrote (Sitting)"),
+        ("text", "must be a line that keepmtp wrote"),
+    ],
+)
 def test_a_line_that_is_none_is_named(line, says, begun, tmp_path):
     if isinstance(line, dict):
         line = json.dumps(answer(1).model_dump() | line)

@@ -55,7 +55,6 @@ from keepmtp.validate.report.provenance import gpus_of, groups_of, is_chat, reci
 from keepmtp.validate.report.template import code, escaped, fenced, quoted, ticked
 from markdown_it import MarkdownIt
 from printed import printed
-from tables import cases
 
 HOSTILE = (
     "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
@@ -178,12 +177,47 @@ def report_of(kind: str, changed: dict[str, Any]) -> FullReport:
     return kinds[kind](**changed)
 
 
-@cases
+@pytest.mark.parametrize(
+    "kind, changed, says",
+    [
+        (
+            "whole",
+            {"answers": {"both": 900, "only_source": 120, "only_checkpoint": 1, "neither": 7}},
+            "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**",
+        ),
+        (
+            "whole",
+            {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
+            "[!WARNING]\n> **Too few samples: what was measured neither passes nor fails",
+        ),
+        ("broken", {}, "[!CAUTION]"),
+    ],
+)
 def test_the_verdict_stands_on_top(kind, changed, says, made):
     assert says in card_of(made, report_of(kind, changed)).partition("| | |")[0]
 
 
-@cases
+@pytest.mark.parametrize(
+    "kind, changed, says",
+    [
+        (
+            "whole",
+            {"checkpoint": {"as_served": "BF16 copy of the same weights", "reason": "no kernel"}},
+            "Figures of the checkpoint are of a BF16 copy of the same weights: no kernel. What",
+        ),
+        ("whole", {}, "No GPU was used (CPU: Xeon, 2 cores)"),
+        ("whole", {}, "Not measured in a way that promises a speed: that needs a GPU"),
+        ("whole", {}, "The checkpoint was not asked with MTP off"),
+        ("whole", {"has_source": False}, "The source was not evaluated"),
+        ("whole", {"protocol": {"limit": 50}}, "only some of the benchmark's questions"),
+        (
+            "whole",
+            {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
+            "The gate of gsm8k neither passes nor fails (too few samples)",
+        ),
+        ("calibrated", {"unmeasured": "no class."}, "measure acceptance: no class."),
+    ],
+)
 def test_limitations_follow_from_what_was_measured(kind, changed, says, made):
     assert says in card_of(made, report_of(kind, changed)).partition("## Throughput")[2]
 
@@ -225,7 +259,18 @@ def test_a_cell_that_failed_is_on_the_card(made):
     assert "checkpoint, k=2, 1 at once: no figure. the server" in text
 
 
-@cases
+@pytest.mark.parametrize(
+    "gib, says",
+    [
+        (15, "1 x 4090 (24 GB): the fewest"),
+        (
+            100,
+            "8 x 4090 (24 GB), 4 x L40S (48 GB), 2 x H100 (80 GB), 1 x H200 (141 GB): the fewest",
+        ),
+        (400, "8 x H100 (80 GB), 4 x H200 (141 GB), 4 x B200 (180 GB): the fewest"),
+        (2000, "more than 8 of any that keepmtp knows: the fewest"),
+    ],
+)
 def test_gpus_are_counted_from_the_bytes(gib, says, made):
     """Of 100 GiB a half is on each of two H100, which have 61.7 GiB of 74.5 for weights: 0.92 of
     it, less a tenth.
@@ -247,7 +292,13 @@ def test_a_chat_template_makes_a_chat_model(tmp_path):
     assert is_chat(open_source(tmp_path / "a"))
 
 
-@cases
+@pytest.mark.parametrize(
+    "chats, question",
+    [
+        (True, "What is 17 * 23?"),
+        (False, "17 * 23 ="),
+    ],
+)
 def test_the_client_of_the_card_runs(chats, question, made, tmp_path):
     text = card_of(made, reports.bare(), is_chat=chats)
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -340,7 +391,13 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
 # --- what is in the checkpoint --------------------------------------------------------------------
 
 
-@cases
+@pytest.mark.parametrize(
+    "mtp, decided",
+    [
+        ({}, "bf16"),
+        ({"mtp": "FP8_DYNAMIC"}, "FP8_DYNAMIC"),
+    ],
+)
 def test_what_lies_in_it_is_what_the_run_decided(mtp, decided, tmp_path):
     folder = cards.checkpoint(tmp_path / "made", "tiny-glm4-moe.w4a16-fp8", **mtp)
     record = read_record(folder / RECORD)
@@ -407,7 +464,36 @@ def test_no_folder_of_this_machine_is_in_it(own):
 # --- what makes no card, and what is no card ------------------------------------------------------
 
 
-@cases
+@pytest.mark.parametrize(
+    "file, old, new, says",
+    [
+        (
+            "tiny.report/report.json",
+            '"difference": 0.01',
+            '"difference": 0.02',
+            r"report\.json: evaluation: must be",
+        ),
+        (
+            "tiny.report/gsm8k.json",
+            '"difference": 0.01',
+            '"difference": 0.02',
+            r"gsm8k\.json: must be as its station",
+        ),
+        (
+            "tiny.report/gsm8k.checkpoint.jsonl",
+            '"strict-match":false',
+            '"strict-match":true',
+            "must be the file that was counted",
+        ),
+        ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
+        (
+            "tiny/recipe.yaml",
+            "mtp: bf16",
+            "mtp: FP8_BLOCK",
+            r"must be the bytes .* got another recipe\.yaml|got another text or drawing",
+        ),
+    ],
+)
 def test_an_altered_number_makes_no_card(file, old, new, says, own):
     cards.edit(own.parent / file, old, new)
     for make in (card.build, card.verified_files):
@@ -416,7 +502,15 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
 
 
 @pytest.mark.few(2)
-@cases
+@pytest.mark.parametrize(
+    "file, old, new",
+    [
+        ("README.md", "88.33 %", "98.33 %"),
+        ("README.md", "| too few samples |", "| pass |"),
+        ("report.json", '"difference": 0.01', '"difference": 0.02'),
+        ("report.html", "GSM8K", "GSM9K"),
+    ],
+)
 def test_a_card_altered_by_hand_is_refused(file, old, new, own):
     cards.edit(card.card_folder(own) / file, old, new)
     says = (
@@ -427,14 +521,31 @@ def test_a_card_altered_by_hand_is_refused(file, old, new, own):
         card.verified_files(own)
 
 
-@cases
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("> acceptance.png", "png: .* got another text"),
+        ("rm acceptance.png", "png: a card holds .* got no such file"),
+        ("echo mine > notes.txt", r"notes\.txt: .* got a file that the report does not make"),
+        ('rm -r "$PWD"', r"tiny\.card: must hold the checkpoint's card; got no README\.md"),
+        ("rm report.json && mkfifo report.json", "regular file"),  # it is not waited for
+    ],
+)
 def test_a_card_with_another_file_is_refused(command, says, own):
     shell(command, card.card_folder(own))
     with pytest.raises(CheckpointError, match=says):
         card.verified_files(own)
 
 
-@cases
+@pytest.mark.parametrize(
+    "missing, says",
+    [
+        (".report", r"no report\.json\. Run `"),
+        (".report/report.json", r"no report\.json\. Run `"),
+        ("", r"no config\.json"),
+        ("/keepmtp.json", r"keepmtp\.json"),
+    ],
+)
 def test_what_is_missing_is_said_in_a_sentence(missing, says, own):
     shutil.move(f"{own}{missing}", own.parent / "elsewhere")
     with pytest.raises(CheckpointError, match=says):
@@ -525,7 +636,15 @@ def test_license_and_language_may_be_mended_by_hand(own):
     card.verified_files(own)
 
 
-@cases
+@pytest.mark.parametrize(
+    "front, says",
+    [
+        ({"license": "mit\ntags: [x]"}, r"README\.md: license: must have the Hub's form"),
+        ({"language": ["en", "x: y"]}, r"README\.md: language: must have"),
+        ({"license_name": "a\u202eb"}, r"README\.md: license_name: must have"),
+        ({"license_link": "javascript:alert(1)"}, r"README\.md: license_link: must have"),
+    ],
+)
 def test_what_is_no_form_of_the_hub_s_is_refused(front, says):
     with pytest.raises(RecipeError, match=says):
         metadata_of(open_source(reports.MODEL), front, where="README.md")
@@ -537,7 +656,14 @@ def test_a_model_that_sees_has_another_task():
     assert metadata_of(seeing, {}, where="x") == Metadata(pipeline_tag="image-text-to-text")
 
 
-@cases
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\n- a\n---\n",
+        "---\na: [\n---\n",
+        "ÿ",
+    ],
+)
 def test_a_front_matter_that_is_no_mapping_is_refused(text, tmp_path):
     (tmp_path / "README.md").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"README\.md: front matter must be a YAML mapping"):
@@ -569,7 +695,22 @@ SOURCES = {
 }
 
 
-@cases
+@pytest.mark.parametrize(
+    "source, named, expected, says",
+    [
+        ("read", None, ["a/B", True], "commit `ffffffffffffffffffffffffffffffffffffffff`"),
+        ("read", "c/D", ["c/D", False], "What was read is the repository `a/B`"),
+        (
+            "own",
+            "me/Base",
+            ["me/Base", False],
+            "Stated by the author. What was read is the local folder `my-finetune`",
+        ),
+        ("own", "none", ["", False], "names no base model"),
+        ("shipped", None, ["", False], "comes with keepmtp"),
+        ("shipped", "none", ["", False], "comes with keepmtp"),
+    ],
+)
 def test_the_base_model_is_what_was_read_or_is_stated(source, named, expected, says, made):
     found = base_model_of(read_from(made, *SOURCES[source]), named)
     assert found and [found.name, found.is_proven] == expected and says in found.says
@@ -593,7 +734,15 @@ def read_from(folder: Path, name: str, revision: str, **more: object) -> Record:
     )
 
 
-@cases
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GLM-4.7",
+        "../x",
+        "a/b/c",
+        "a b/c",
+    ],
+)
 def test_what_is_no_id_is_refused(name):
     with pytest.raises(
         RecipeError,

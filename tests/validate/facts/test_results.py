@@ -50,7 +50,6 @@ from keepmtp.validate.report.report import (
     verify,
 )
 from survivors import until
-from tables import cases
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +121,16 @@ def test_a_result_read_back_is_the_same(evidence):
     assert read_result(evidence.with_name("none.report"), "check") is None
 
 
-@cases
+@pytest.mark.parametrize(
+    "written, other, says",
+    [
+        ('"schema": 3', '"schema": 2', "version 3; got schema"),
+        ('"schema": 3', '"schema": 3, "colour": "red"', "version 3; got colour"),
+        ('"station": "serve"', '"station": "gsm8k"', "must be a result of serve; got gsm8k"),
+        ('"max_tokens": 128', '"floor": "high"', r"version 3; got data\.max_tokens"),
+        ('"seconds": 312.0', '"seconds": "long"', r"version 3; got data\.seconds"),
+    ],
+)
 def test_a_file_that_is_no_result(written, other, says, evidence):
     path = file_of(evidence, "serve")
     path.write_text(path.read_text().replace(written, other))
@@ -191,7 +199,13 @@ def test_a_regression_is_no_green_report(tmp_path):
     assert "gsm8k" in full.verdict.says
 
 
-@cases
+@pytest.mark.parametrize(
+    "least, status",
+    [
+        (0.9, 0),
+        (0.97, 1),
+    ],
+)
 def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     """95.6 % of the source's acceptance: gate, headline and serve-check's exit status say the
     same.
@@ -242,7 +256,16 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
     assert file_of(evidence, "check").read_bytes() == before
 
 
-@cases
+@pytest.mark.parametrize(
+    "recipe, says",
+    [
+        ({"gates": {"max_drop": 2}}, "must be as a recipe has it; got max_drop"),
+        ({"gates": {"colour": 2}}, "must be as a recipe has it; got colour"),
+        ({}, ""),
+        ({"gates": None}, ""),
+        (7, "must be keepmtp's own record; got keepmtp: Field required"),
+    ],
+)
 def test_gates_are_those_of_the_record(recipe, says, tmp_path):
     record = measured.recorded(**recipe) if isinstance(recipe, dict) else {"recipe": recipe}
     folder = measured.checkpoint(tmp_path / "glm", record=record)
@@ -268,7 +291,19 @@ def test_a_changed_record_is_no_other_gate(evidence):
 # --- altered by hand ------------------------------------------------------------------------------
 
 
-@cases
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        ("evaluation.checkpoint.scores.0.value", 0.99),
+        ("serve.checkpoint.runs.1.acceptance", 0.99),
+        ("serve.checkpoint.runs.3.partings.0.is_near_tie", False),
+        ("facts.num_bytes", 7),
+        ("judgement.gates.max_drop", 0.9),
+        ("verdict.says", "It is perfect."),
+        ("identity.sha256", "0000000000000000000000000000000000000000000000000000000000000000"),
+        ("made_at", "2031-01-01 00:00:00 UTC"),
+    ],
+)
 def test_a_number_altered_in_the_report_is_named(place, value, evidence):
     altered(evidence / JSON_FILE, place, value)
     says = re.escape(f"report.json: {place.partition('.')[0]}: must be as the result files make it")

@@ -28,7 +28,7 @@ from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from tables import cases, table
+from tables import table
 from task_rows import TASK_ROWS
 
 HERE = Path(__file__).parent
@@ -44,7 +44,7 @@ ROWS = [
 
 # lm-eval's own name of the task, and the splits of its dataset that hold the questions and the
 # shots.
-REFERENCES = table("validate/evaluation/test_tasks")["REFERENCES"]
+REFERENCES = table("validate/measure/test_lm_eval_task")["REFERENCES"]
 DRAWN = {"gpqa_diamond"}  # whose choices are in a drawn order
 
 
@@ -291,7 +291,15 @@ def test_a_limit_asks_the_first_the_same_way(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "gsm8k_platinum"])
-@cases
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        {},
+        {"shots": 4},
+        {"shots": 4, "api": "chat"},
+        {"limit": 6},
+    ],
+)
 def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
     """Right; right for one filter only; wrong; nothing."""
     found = asked(task, tmp_path, ROWS, **protocol)
@@ -312,7 +320,15 @@ def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
     assert printed.out == printed.err == "", "lm-eval's bars and warnings"
 
 
-@cases
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "#### 1,200",
+        "#### -3",
+        "a\n#### $5.50",
+        "#### 7.",
+    ],
+)
 def test_answers_that_gsm8k_has(tmp_path, answer):
     found = asked("gsm8k", tmp_path, [ROWS[0], {"question": "How many?", "answer": answer}])
     _, right = scores(found, {0: "#### 1", 1: f" so it is\n{answer.rpartition(chr(10))[2]}"})
@@ -349,7 +365,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path):
     assert "evaluation.shots: mmlu_pro has 1 examples of biology at most; got 2" in message
 
 
-@pytest.mark.parametrize("task, row, says", table("validate/evaluation/refused_rows"))
+@pytest.mark.parametrize("task, row, says", table("validate/measure/refused_rows"))
 def test_a_row_that_lm_eval_cannot_use_is_named(task, row, says, tmp_path):
     """A line as it is, or fields of a good row."""
     first, *others = TASK_ROWS[task]["rows"]

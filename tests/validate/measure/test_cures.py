@@ -15,7 +15,6 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.cures import by_version, needed, switched_on
 from keepmtp.validate.measure.server import server_environment
 from stub_vllm import stub_vllm
-from tables import cases
 from writing import tiny
 
 STEP = "step.layer_types,step.draft_scales,step.config_keys"
@@ -26,7 +25,17 @@ def folder(tmp_path_factory):
     return tiny(tmp_path_factory.mktemp("cured") / "step", "step-3.5-flash", "sparse")
 
 
-@cases
+@pytest.mark.parametrize(
+    "model, quant_method, version, cures",
+    [
+        ("step-3.5-flash", "", "0.32.0", "step.layer_types step.draft_scales step.config_keys"),
+        ("step-3.5-flash", "", "0.33.0", "step.draft_scales step.config_keys"),
+        ("hy3", "", "0.33.0", ""),
+        ("hy3", "modelopt", "0.33.0", "heads.hy3_draft"),
+        ("openpangu-ultra", "", "0.29.0", "layers.openpangu_layer layers.openpangu_pair"),
+        ("glm-4.7", "modelopt", "0.32.0", ""),
+    ],
+)
 def test_a_checkpoint_needs_what_its_family_and_dialect_meet(
     model, quant_method, version, cures, tmp_path
 ):

@@ -12,7 +12,6 @@ from keepmtp.validate.measure.replies import read_counters
 from keepmtp.validate.measure.serve_line import draft_words, refuse_settings
 from keepmtp.validate.measure.server import last_error, refuse_words
 from keepmtp.validate.measure.texts import PROMPTS
-from tables import cases
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -101,7 +100,14 @@ def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
     assert last_error(log, None) == dead
 
 
-@cases
+@pytest.mark.parametrize(
+    "text, status, says",
+    [
+        ("usage: vllm serve\nvllm: error: unrecognized arguments: --nope\n", 2, "--nope"),
+        ("(APIServer pid=1) INFO 11-21 09:17:21 [api.py:1] Starting\n", -9, "memory"),
+        ("", 3, "exit status 3: an empty log"),
+    ],
+)
 def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
     (tmp_path / "log").write_text(text)
     assert says in last_error(tmp_path / "log", status)
@@ -115,7 +121,16 @@ def test_ks():
     ]
 
 
-@cases
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--port",
+        "--host=::",
+        "--uds=/tmp/x",
+        "--served_model_name",
+        "--api-key=x",
+    ],
+)
 def test_words_that_would_lock_keepmtp_out_are_refused(word):
     name = word.partition("=")[0].replace("_", "-")
     with pytest.raises(RecipeError, match=f"got {name}"):
@@ -136,7 +151,17 @@ def test_what_is_said_of_drafting_joins_the_other_settings():
     assert shlex.join(draft_words(1)).endswith('"num_speculative_tokens":1}\'')
 
 
-@cases
+@pytest.mark.parametrize(
+    "setting, version, says",
+    [
+        ("draft_lm_head_quantization fp8", "0.32.0", "vLLM 0.32.0 takes .* versions: 0.33.0"),
+        ("draft_lm_head_quantization fp4", "0.33.0", "got fp4. Leave it out, and use -k"),
+        ("draft_lm_head_quantization", "0.33.0", "got nothing"),
+        ("num_speculative_tokens 2", "0.33.0", "Leave it out, and use -k"),
+        ("draft-lm-head-quantization nvfp4", "0.33.1", ""),
+        ("rejection_sample_method block", "0.29.0", ""),
+    ],
+)
 def test_a_setting_of_drafting_must_be_one_that_the_version_takes(setting, version, says):
     words = f"-x {KEY}{setting}".split()
     if not says:
@@ -147,7 +172,14 @@ def test_a_setting_of_drafting_must_be_one_that_the_version_takes(setting, versi
         refuse_settings(words, version)
 
 
-@cases
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--speculative-config.rejection_sample_method=fly"],
+        ["--speculative-config.rejection_sample_method", "fly"],
+        ["-sc", '{"method": "mtp", "rejection_sample_method": "fly"}'],
+    ],
+)
 def test_a_lossy_way_of_drafting_is_not_measured(words):
     with pytest.raises(RecipeError, match=r"eval: must measure .* got fly, .* Leave rejection_"):
         refuse_words("eval", words)

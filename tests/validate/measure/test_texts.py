@@ -10,9 +10,9 @@ import pytest
 from keepmtp.checkpoints.record import Record
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.measure.texts import HELD_OUT, held_out, read_prompts, texts
-from tables import cases, table
+from tables import table
 
-LINES = table("validate/closeness/refused_lines")
+LINES = table("validate/measure/refused_lines")
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
 
@@ -60,7 +60,14 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
         assert len(found.texts) > 200 and f"is a row of {used}" in found.against
 
 
-@cases
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("a.jsonl", "\n", "must hold a text; got an empty file"),
+        ("a.txt", " \n", "must hold a text; got an empty file"),
+        ("a.csv", "text\n", r"must be a \.jsonl or a \.txt file; got \.csv"),
+    ],
+)
 def test_another_file_is_refused(name, content, says, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(KeepMTPError, match=says):
@@ -104,7 +111,26 @@ def test_a_dataset_that_is_not_here_is_said_not_to_be_compared(tmp_path):
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@cases
+@pytest.mark.parametrize(
+    "row, message, text",
+    [
+        ({"prompt": "Go on:\u2028"}, "Go on:\u2028", "Go on:\u2028"),
+        # As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
+        (
+            {
+                "category": "coding",
+                "messages": [
+                    {"role": "user", "content": "Why is the sky blue?"},
+                    {"role": "user", "content": "Shorter."},
+                ],
+            },
+            "Why is the sky blue?",
+            "Why is the sky blue?",
+        ),
+        ({"category": "coding", "sub_category": "", "turns": ["Why?", "Shorter."]}, "Why?", "Why?"),
+        ({"question": "1 + 1?", "answer": "#### 2"}, "1 + 1?", "Question: 1 + 1?\nAnswer:"),
+    ],
+)
 def test_forms(row, message, text, tmp_path):
     """Of a conversation the first message is asked: an answer must be the model's own."""
     prompts = read_prompts(rows(tmp_path / "prompts.jsonl", "", row))

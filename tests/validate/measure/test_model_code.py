@@ -61,7 +61,7 @@ def test_numbers_of_numpy_are_numbers():
     assert passes(program, "assert f(2) == (2, [0.5], True, 2.0)", ())
 
 
-FALSE = table("validate/evaluation/false_programs")
+FALSE = table("validate/measure/false_programs")
 
 
 @pytest.mark.parametrize("program", FALSE.values(), ids=FALSE)

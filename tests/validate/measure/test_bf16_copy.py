@@ -20,10 +20,16 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.measure import bf16_copy
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
 from safetensors.torch import save_file
-from tables import table
 from vllms import CPU, H100
 
-MADE = table("validate/serving/test_bf16_copy")["MADE"]
+MADE = {
+    "mixed": ("tiny-glm4-moe", {}),
+    "nvfp4a16": ("tiny-glm4-moe", {"scheme": "NVFP4A16", "mtp": "NVFP4A16"}),
+    "mxfp4": ("tiny-glm4-moe", {"scheme": "MXFP4", "mtp": "MXFP4"}),
+    "int8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "W8A16"}),
+    "fp8": ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"}),
+}
+"""Models and choices."""
 
 
 @pytest.fixture(scope="module", params=MADE)

@@ -16,7 +16,6 @@ from keepmtp.validate.measure.store import BenchFile, Measured, Sitting
 from keepmtp.validate.measure.texts import read_prompts
 from pydantic import ValidationError
 from stub_vllm import stub_vllm
-from tables import cases
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 
@@ -150,7 +149,14 @@ def test_a_failed_cell_has_no_figure_and_is_not_recommended():
     assert one.recommended[0].k == 0 and one.recommended[0].says == "no other k was measured"
 
 
-@cases
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"error": "died"}, "either repetitions or an error"),
+        ({"repetitions": []}, "either repetitions or an error"),
+        ({"k": 0}, "repetition 0 drafted more than k=0"),
+    ],
+)
 def test_what_no_server_can_have_done_is_refused(change, says):
     good = cell(1, [1.0, 2.0])
     with pytest.raises(ValidationError, match=says):

@@ -12,11 +12,21 @@ from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits, sign_test
 from keepmtp.validate.facts.paired import PairedFact, one_sided, paired
 from scipy.stats import binom, binomtest, multinomial
-from tables import cases, table
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
-@cases
+@pytest.mark.parametrize(
+    "successes, trials",
+    [
+        (0, 1),
+        (1, 1),
+        (3, 10),
+        (154, 154),
+        (0, 99),
+        (31731, 40000),
+        (999999, 1000000),
+    ],
+)
 def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, confidence):
     """With the lower limit as its share, so many or more are as seldom as it says; likewise with
     the upper one.
@@ -30,7 +40,17 @@ def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, co
     )
 
 
-@cases
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (0, 0),
+        (1, 0),
+        (3, 3),
+        (9, 2),
+        (30, 12),
+        (500, 400),
+    ],
+)
 def test_the_sign_test_is_a_fair_coins(one, other):
     wanted = binomtest(one, one + other).pvalue if one + other else 1.0
     assert sign_test(one, other) == pytest.approx(wanted, rel=1e-9)
@@ -65,7 +85,14 @@ def test_extremes_have_limits():
     assert difference_limits(0, 5, 5, 0.95)[0] == -1 and difference_limits(5, 0, 5, 0.95)[1] == 1
 
 
-@cases
+@pytest.mark.parametrize(
+    "num, of_num",
+    [
+        (50, 50),
+        (150, 150),
+        (100, 200),
+    ],
+)
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98, 0.995])
 def test_a_ratio_at_the_limit_is_told_wrongly_as_often_as_it_says(num, of_num, share, monkeypatch):
     """Both ends, over all outcomes weighted by their probability: 97 % of the source's share is
@@ -100,7 +127,15 @@ def fact(
     return paired("strict-match", before, after, confidence=confidence)
 
 
-@cases
+@pytest.mark.parametrize(
+    "cells, difference, low, high",
+    [
+        # Cavo et al. 2012: R contingencytables 3.1.0, Wald_CI_AgrestiMin_paired_2x2(cavo_2012).
+        ([59, 16, 6, 80], -0.0621, -0.1182, -0.0045),
+        # The example of R PropCIs 0.3-0, diffpropci.mp(b = 40, c = 20, n = 160, conf.level = 0.95).
+        ([50, 40, 20, 50], -0.125, -0.216, -0.0309),
+    ],
+)
 def test_published_figures(cells, difference, low, high):
     found = fact(*cells)
     assert (found.difference, found.low, found.high) == pytest.approx(
@@ -117,7 +152,14 @@ def test_the_stderr_of_many_pairs_is_that_of_their_differences():
     assert found.stderr == pytest.approx(((1600 / 10_000 - mean**2) / 10_000) ** 0.5, rel=1e-3)
 
 
-@cases
+@pytest.mark.parametrize(
+    "num",
+    [
+        1,
+        20,
+        1319,
+    ],
+)
 def test_equal_answers_are_no_proof(num):
     """No question on which they part: the difference is zero, and the interval is not."""
     found = fact(num, 0, 0, 0)
@@ -126,7 +168,13 @@ def test_equal_answers_are_no_proof(num):
     assert fact(0, num, 0, 0).low == -1 if num == 1 else fact(0, num, 0, 0).difference == -1
 
 
-@cases
+@pytest.mark.parametrize(
+    "source, checkpoint",
+    [
+        ([], []),
+        ([True], [True, False]),
+    ],
+)
 def test_answers_to_other_questions_are_refused(source, checkpoint):
     with pytest.raises(ValueError, match=r"question|shorter|longer"):
         paired("strict-match", source, checkpoint)
@@ -134,7 +182,7 @@ def test_answers_to_other_questions_are_refused(source, checkpoint):
 
 # Shares of questions that only the source, and only the checkpoint, answers right: few, as after
 # quantization.
-SHARES = table("validate/report/test_binomial")["SHARES"]
+SHARES = ((0.01, 0.01), (0.02, 0.01), (0.03, 0.01), (0.03, 0.03), (0.05, 0.03), (0.08, 0.05))
 
 
 @pytest.mark.parametrize("num", [100, 300])

@@ -21,7 +21,7 @@ from keepmtp.validate.measure.server import Server
 from tables import table
 
 ODD = table("fuzz/odd")
-TABLE = table("validate/serving/test_replies")
+TABLE = table("validate/measure/test_replies")
 IDS = (5, 6, 7)
 CALLS = {
     "complete": lambda server: server.complete("1 + 1?", max_tokens=2),
