@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
-from ..validate.check.check import Checked, examine, examine_source
+from ..validate.check.check import Checked, examine
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
@@ -179,12 +179,12 @@ def with_commands(checked: Checked) -> Checked:
     try:
         with time_limit():
             if of_sglang:
-                own = examine_source(checked.source).data.findings
+                own = examine(checked.source).data.findings
             alone = data.model_copy(update={"findings": own})
             outcome = _outcome(checked._replace(data=alone))
             cured = [*outcome.cured]
             if of_sglang and outcome.proposal.edits:
-                after = examine_source(outcome.proposal.outcome(), runtimes=("sglang",))
+                after = examine(outcome.proposal.outcome(), runtimes=("sglang",))
                 left = {each.key for each in after.data.findings}
                 cured += [each for each in of_sglang if each.key not in left]
     except KeepMTPError:  # a cure that cannot be tried is none

@@ -19,7 +19,7 @@ from commands import KEEPMTP, refused
 from good import llmcompressor, ours, released
 from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.check import Checked, check_source
+from keepmtp.validate.check.check import Checked, check
 from keepmtp.validate.check.rules_forms import stored_form_is_what_is_built
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.explain import MOST_BYTES, Explanation, explain, parse_log, read_log
@@ -53,7 +53,7 @@ def told(log: bytes, checked: Checked | None = None) -> Explanation:
 def checked(checkpoint: Checkpoint, tmp_path: Path) -> Checked:
     source = as_source(checkpoint, tmp_path)
     runtime = RuntimeView(source=source, view=find_view(source.config, source.where))
-    return Checked(check_source(source), source, runtime)
+    return Checked(check(source), source, runtime)
 
 
 def silent() -> Checkpoint:
