@@ -26,7 +26,7 @@ from ..check.dialects.modelopt import ModelOpt
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
 from .failures import DEFECTS_FIRST, IN_LOGS, KnownFailure, known_failure
-from .verdict_findings import on_disk
+from .trace import on_disk
 
 _MOST_UNKNOWN = 5
 # What the engine and the server say after a worker has failed.

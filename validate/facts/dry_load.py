@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal, get_args
 
 from packaging.version import Version
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...recipes.runtimes.vllm import parsed
@@ -50,6 +50,9 @@ class KernelUse(Fact):
         where: prefix of the first.
         outcome: "ok", "refused: ...", or "not judged: ..." where values or compiled operators
             decide.
+        refused: why vLLM raises, the same words; "" where it does not. Not in report.json.
+        lacks_gpu: it is the GPU that has no kernels for it, whatever the scheme. Not in
+            report.json.
     """
 
     layer: str
@@ -58,6 +61,8 @@ class KernelUse(Fact):
     count: Count
     where: str
     outcome: str
+    refused: str = Field(default="", exclude=True)
+    lacks_gpu: bool = Field(default=False, exclude=True)
 
 
 class LoadedModel(Fact):
