@@ -17,10 +17,9 @@ keys:
 What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
 replace the others.
 
-Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
-`_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)
-unless it is a head or in a vision tower, or the group says so. Of a used block only the rows that
-have no reason get the group's.
+Easy to get wrong: where there is a reason to keep a module, vLLM's has no slots for scales
+(`loads_quantized`) unless it is a head or in a vision tower, or the group says so. The usual
+reasons are in `_shared.yaml`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,6 +110,7 @@ def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
         if not used:
             listed = _listed(**fields)
         else:
+            # Modules of some roles are always kept.
             usual = _shared()["why_kept"].get(fields.get("role"), "")
             why_kept = fields.pop("why_kept", usual)
             listed = []
@@ -136,6 +136,8 @@ def _listed(
     runtime: str = fields.pop("runtime", fused)
     if "interleaved" in fields:
         fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
+    # vLLM's module has slots for scales unless there is a reason to keep it; of heads and towers
+    # the config decides.
     fields = {"shares": fused, "loads_quantized": not why_kept or role in _ASKED} | fields
     if isinstance(modules, tuple):
         modules = dict.fromkeys(modules, runtime)
@@ -149,12 +151,13 @@ def _listed(
 
 
 def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
-    """The row below a module. vLLM asks for an expert's projection by the path in vLLM."""
+    """The row below a module."""
     path = _below(on_disk, row.path)
     runtime = _below(in_vllm, row.in_vllm)
     aliases = [_below(in_vllm, alias) for alias in row.aliases]
     if runtime == path:
         runtime = ""
+    # vLLM asks for an expert's projection by the path in vLLM.
     if "{e}" in path and on_disk != in_vllm:
         aliases.insert(0, _below(in_vllm, row.path))
     return replace(
@@ -173,9 +176,10 @@ def _below(outer: str, path: str) -> str:
 
 
 def _fields(raw: Raw) -> Json:
-    """With tuples for lists. What is in a mapping stays: it is a part of a config.json."""
+    """With tuples for lists."""
     fields: Json = {}
     for key, value in raw.items():
+        # What is in a mapping stays: it is a part of a config.json.
         fields[key] = _frozen(value)
     return fields
 

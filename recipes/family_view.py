@@ -93,6 +93,7 @@ class FamilyView:
         """The names of this architecture."""
         architectures = self.config.get("architectures") or ["*"]
         architecture = architectures[0]
+        # A fine-tune may name the class of the text model, and have a tower all the same.
         if self.family.with_vision and self.config.get("vision_config"):
             architecture = self.family.with_vision
         layouts = self.family.layouts
@@ -163,6 +164,7 @@ class FamilyView:
     def _mtp_count(self) -> tuple[str, int]:
         """The config key that counts the MTP layers, and what it says."""
         keys = self.family.mtp_count_keys
+        # vLLM reads the language model's part of config.json first.
         for holder in (self.text_config, self.config):
             for key in keys:
                 count = _at(holder, key)
@@ -197,9 +199,8 @@ class FamilyView:
         return 0
 
     def place(self, name: HFName) -> Place | None:
-        """What the tensor `name` is, or None if the table has no row for it. It is looked up once,
-        and kept.
-        """
+        """What the tensor `name` is, or None if the table has no row for it."""
+        # A checkpoint has up to 130,000 names, and plan and rules ask about each of them often.
         if name not in self._places:
             self._places[name] = self._looked_up(name)
         return self._places[name]
@@ -210,6 +211,7 @@ class FamilyView:
 
     def _looked_up(self, name: HFName) -> Place | None:
         module, _, leaf = name.rpartition(".")
+        # A parameter without a module has its whole name in the table, all others their module's.
         for path in (name, module):
             if path in self._top:
                 row, part = self._top[path]
@@ -225,12 +227,14 @@ class FamilyView:
             if match is None:
                 continue
             index = int(match[1])
+            # Where MTP layers have no stem of their own, only their number tells them apart.
             if self.layout.mtp is None and index >= self.num_layers:
                 part = "mtp"
             return self._place_in_block(part, stem, index, rest=match[2])
         for prefix, runtime, role in self.layout.opaque:
             if name.startswith(prefix):
                 path = runtime + module[len(prefix) :]
+                # Blocks of a tower are alike: the table has one row for all of their numbers.
                 row = self._opaque_row(_NUMBER.sub("{}", path), role)
                 numbers = _NUMBER.findall(path)
                 return Place(
@@ -386,6 +390,7 @@ class FamilyView:
         """Paths of the rows that come last in their fused module, and of all rows that are not
         fused.
         """
+        # A later row of the same module takes the place of the one before.
         last: dict[str, str] = {}
         for row in (*self.family.block, *self.family.linear_block, *self.family.mtp_block):
             fused = row.shares or row.path
@@ -414,6 +419,7 @@ class FamilyView:
         block = dict[str, Row]()
         for row in self.family.block:
             block[row.path] = row
+        # The special blocks say only what differs from the usual one.
         linear = dict(block)
         mtp = dict(block)
         for row in self.family.linear_block:
@@ -463,6 +469,7 @@ class FamilyView:
         number = "{e}"
         match = _EXPERT.search(rest)
         if match:
+            # The table has one row for all experts of a layer.
             number = match[1]
             expert = int(number)
             rest = _EXPERT.sub("{e}", rest, count=1)
@@ -502,12 +509,10 @@ class FamilyView:
 
 
 def _as_spelled(layout: Layout, names: Sequence[str]) -> Layout:
-    """The layout under the names that the tensors have, of those that vLLM's mapper reads as one.
-
-    The target alone has the mapper. A draft finds its block by the names of the release, also where
-    that is the last of the target's layers.
-    """
+    """The layout under the names that the tensors have, of those that vLLM's mapper makes one."""
     renames = layout.renames
+    # The target alone has the mapper. A draft finds its block by the names of the release, also
+    # where that is the last of the target's layers.
     if renames is None or layout.mtp is None or not names:
         return layout
 

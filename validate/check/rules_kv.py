@@ -3,9 +3,7 @@
 In: a `RuntimeView`. Out: objections. Sources: F32 (vllm #27227), vllm #44879, #45038.
 
 Easy to get wrong: an entry for the KV cache holds for the draft as well, because vLLM hands the
-target's config to it. compressed-tensors' entry reaches the class `Attention` alone: latent
-attention (MLA) never asks, and keeps a cache in BF16. modelopt's entry sets the whole engine's
-cache. All of it was seen in dry loads of every family.
+target's config to it. All of it was seen in dry loads of every family.
 
 Source: vLLM 0.32.0 layers/attention/attention.py, layers/quantization/{kv_cache,modelopt}.py,
 compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils/torch_utils.py.
@@ -68,6 +66,8 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
         )
         if runtime.loader.refuses_kv_scheme:
             says = f"vLLM raises {runtime.loader.refuses_kv_scheme}"
+        # compressed-tensors' entry reaches the class `Attention` alone, modelopt's the whole
+        # engine's cache.
         elif runtime.view.text_config.get("kv_lora_rank"):
             severity = "warning"
             cure = "Serve with --kv-cache-dtype fp8 if you want it, or remove it"

@@ -73,8 +73,10 @@ def check_on(
         VLLMError: vLLM's process cannot be started; of several versions, not one of them.
         CheckpointError: the separate draft cannot be read.
     """
+    # The static check has the rules of one version, the newest that loads.
     rules = max([vllm.version for vllm in vllms], key=parsed)
     with ExitStack() as stack:
+        # vLLM's processes import while the headers are read.
         needed = len(vllms) * len(gpus) * _PROCESS_BYTES
         loaders = dict[VLLM, list[DryLoader]]()
         if len(vllms) == 1 or needed < free_host_bytes():
@@ -93,7 +95,7 @@ def check_on(
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes, vllm=rules)
             source = checked.source
-            if source is None:
+            if source is None:  # vLLM would fail on its files as well
                 yield checked
                 continue
             if not draft and has_dspark(source.config, source.entries):
@@ -106,6 +108,7 @@ def check_on(
                 continue
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=num_drafts, draft=draft_folder)
+                # With method=mtp vLLM would refuse it, and nothing would be known of the target.
                 if not draft and _never_had_a_block(checked):
                     job = replace(job, num_drafts=0)
                 cases = list[Case]()
@@ -200,6 +203,7 @@ def _over_others(
     """
     if not vllm.unmet or not checked.data.ok:
         return None
+    # What stops there may be the fault of those packages as well as the checkpoint's.
     for finding in errors_of(with_loads(checked, loads, draft=draft).data.findings):
         if finding.rule not in (DEFECT, "family"):
             return VLLMError(
@@ -259,6 +263,7 @@ def with_loads(
     for load in dry:
         if load.target.cls:  # vLLM has built the towers
             facts = facts.model_copy(update={"num_unjudged": 0})
+    # Findings stay as they are: people search for vLLM's own words next to those of the rules.
     checked = _with_findings(checked, findings, dry=dry, facts=facts)
     return checked._replace(accounts=tuple(judged))
 
@@ -287,9 +292,8 @@ def _once(objected: Sequence[tuple[DryLoad, Sequence[Objection]]]) -> list[Findi
 
 
 def _bound(static: Iterable[Finding], versions: Collection[str]) -> list[Finding]:
-    """Findings of the static check with the versions that they hold for, where another was tried.
-
-    Rules that were read from none of the versions cannot fail a checkpoint: it was loaded.
+    """Findings of the static check with the versions that they hold for, where another was
+    tried.
     """
     others = [version for version in sorted(versions) if not is_known(version)]
     bound = list[Finding]()
@@ -300,6 +304,8 @@ def _bound(static: Iterable[Finding], versions: Collection[str]) -> list[Finding
                 f"{listed(others)} the dry load tells)"
             )
             finding = finding.model_copy(update={"says": says})
+            # Rules that were read from none of the versions cannot fail a checkpoint: it was
+            # loaded.
             if len(others) == len(versions):
                 finding = finding.model_copy(update={"severity": "warning"})
         bound.append(finding)

@@ -1,12 +1,11 @@
 """What is known of failures with checkpoints like these: one table for `explain` and for the dry
 load's verdict.
 
-In: a line of a log, or `<exception>: <message> [<file:line>]`; the table is failures.toml. Out: the
-`KnownFailure` that it tells of, with the name in it.
+In: a line of a log, or `<exception>: <message> [<file:line>]`, or a `Silence`; the table is
+failures.toml. Out: the `KnownFailure` that it tells of, with the name in it.
 
 Easy to get wrong: a defect ends with a release. A dry load asks about those of its own vLLM and of
-its family alone. The file has neither the words that all defects begin with nor the version that
-cures them: both are added here.
+its family alone.
 """
 
 import re
@@ -127,6 +126,7 @@ def known() -> Mapping[str, tuple[KnownFailure, ...]]:
     failures = dict[str, tuple[KnownFailure, ...]]()
     for kind, written in table.items():
         rows = [KnownFailure.model_validate(row) for row in written]
+        # The file has neither the words that all defects begin with nor the version that cures.
         if kind == "defects":
             rows = [row.as_defect() for row in rows]
         failures[kind] = tuple(rows)

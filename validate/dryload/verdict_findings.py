@@ -114,6 +114,7 @@ class _Side:
     def is_nameless(self) -> bool:
         """Whether vLLM asks about its quantized head with an empty name."""
         for asked in self.written.asked:
+            # A plain head is right also without a name.
             is_quantized = bool(asked.method) and not asked.method.startswith("Unquantized")
             if asked.layer == "ParallelLMHead" and not asked.prefix and is_quantized:
                 return True
@@ -174,6 +175,7 @@ class _Case:
         if defect:
             return self._of_vllm(defect, failure.tensor or self._config, said)
         act = _ACTS[failure.stage].format(failure.role or "model")
+        # No fault of the checkpoint: another version, or another method, drafts for it.
         elsewhere = drafted_elsewhere(self.config, self.version)
         if elsewhere:
             says = (
@@ -214,6 +216,7 @@ class _Case:
         cure = "Bring the missing tensors back from the release"
         if side.trace:
             where = side.trace.entry(fault)
+            # A scale alone is missing where a plain weight was built as a packed one.
             if _SCALE.search(leaf):
                 entry = f"re:^{re.escape(side.trace.module(fault.param))}"
                 cure = f"Store its scales, or if it is plain, add '{entry}' to ignore"
@@ -267,6 +270,7 @@ class _Case:
             place = None
             if holder:
                 place = holder.view.place(HFName(name))
+                # Parts that vLLM drops on purpose.
                 if name.startswith(holder.view.layout.unread):
                     continue
             if not _RECOMPUTED.search(name) and not self._is_left_alone(place):
@@ -340,6 +344,7 @@ class _Case:
         for side in self.sides:
             if side.view is None or failure.role not in (side.role, ""):
                 continue
+            # Every name with a dot may be a parameter's; file names and classes are on no disk.
             for name in re.findall(r"\w+(?:\.\w+)+", failure.words):
                 entry = on_disk(side.view, name, is_draft=side.role == "draft")
                 if entry:

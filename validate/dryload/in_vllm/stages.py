@@ -51,7 +51,7 @@ class Part:
             question = {"prefix": prefix, "method": method, "scheme": scheme}
             place = {"layer": type(layer).__name__, "path": self.paths.get(id(layer), "")}
             written["asked"].append(question | place)
-        if self.account is None:
+        if self.account is None:  # vLLM stopped before it loaded
             return loaded, written
         own = dict[str, Written]()
         faults = []
@@ -168,6 +168,7 @@ class StagedLoad:
         construction = Construction()
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"), construction:
             self._now.model = initialize_model(self._config, model_config=model_config)
+        # A question to the quantization config has the layer; its place is known only now.
         for path, module in self._now.model.named_modules():
             self._now.paths[id(module)] = path
         return construction
@@ -225,6 +226,7 @@ class StagedLoad:
         """
         used: dict[str, int] = {}
         sizes: dict[str, int] = {}
+        # Target and draft each read all files: what one of them used is used.
         for part in self._parts.values():
             for name, tensor in getattr(part.account, "tensors", {}).items():
                 sizes[name] = tensor.num_elements
@@ -342,8 +344,6 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 def record_questions(note: Any) -> None:
     """Call `note` with every question to a quantization config of this process: layer, prefix,
     method, scheme.
-
-    A config may ask another one; only the outer question counts.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -358,6 +358,7 @@ def record_questions(note: Any) -> None:
                 answer = method(config, layer, prefix, *args, **kwargs)
             finally:
                 depth[0] -= 1
+            # A config may ask another one; only the outer question counts.
             if depth[0] == 0:
                 scheme = kernels.class_of(getattr(layer, "scheme", None))
                 note(layer, prefix, kernels.class_of(answer), scheme)
@@ -377,14 +378,9 @@ class Mapping(list):
     """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may
     match.
 
-    vLLM's loaders compare the name of every tensor with three entries an expert, 768 in
-    DeepSeek-V4: most of a dry load's time. The entries name their expert (`experts.17.w1.`), so for
-    a tensor of expert 17 all others may be left out: the loop then does the same. For a name
-    without an expert's number the loop gets the whole list.
-
     Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's
     loaders work on one tensor at a time. A loader that collects them first has no tensor at that
-    point, and gets the whole list too.
+    point, and gets the whole list.
     """
 
     def __init__(self, entries: list[tuple[str, str, int, str]], current: Callable[[], str]):
@@ -395,6 +391,9 @@ class Mapping(list):
             self._by_expert.setdefault(_expert_in(entry[1]), []).append(entry)
 
     def __iter__(self) -> Iterator[Any]:
+        # vLLM's loaders compare the name of every tensor with three entries an expert, 768 in
+        # DeepSeek-V4: most of a dry load's time. The entries name their expert (`experts.17.w1.`),
+        # so for a tensor of expert 17 all others may be left out: the loop then does the same.
         expert = _expert_in(self._current())
         if not expert or "" in self._by_expert:
             return super().__iter__()
