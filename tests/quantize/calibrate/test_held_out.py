@@ -15,7 +15,6 @@ from keepmtp.quantize.calibrate.mtp.acceptance import (
     end_ids,
     fewest_slots,
     least_share,
-    sequences,
     server_counts,
     target,
 )
@@ -107,7 +106,8 @@ def test_predictions_are_those_of_transformers_own_model(shipped):
     sides, skeleton = [], backbone.skeleton
     with torch.no_grad(), skeleton.head():
         for stream in ("source", "served"):
-            rows = [computed(skeleton, each).logits for each in sequences(backbone, stream)]
+            batches = backbone.batches(stream, size=1).batches()
+            rows = [computed(skeleton, batch).logits for batch in batches]
             sides.append(torch.cat(rows).double().log_softmax(dim=-1))
     wanted, own = sides
     by_row = (wanted.exp() * (wanted - own)).sum(dim=(1, 2)).tolist()

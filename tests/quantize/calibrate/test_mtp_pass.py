@@ -311,8 +311,8 @@ def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path)
         with pytest.raises(RecipeError, match="keepmtp must be able to run an MTP block"):
             refuse_mtp(without_draft(needing))
     kept = without_draft(with_mtp(plan, "FP8_DYNAMIC"))
-    refuse_mtp(kept)
-    final, found = mtp_pass(kept, fresh(backbone, tmp_path / "pass"))
+    refusal = refuse_mtp(kept)
+    final, found = mtp_pass(kept, fresh(backbone, tmp_path / "pass"), refusal=refusal)
     assert "transformers has no class for it" in found.unmeasured and final is kept
     assert [row.acceptance for row in found.rows] == [None, None] and found.rows[1].perplexity > 1
 
