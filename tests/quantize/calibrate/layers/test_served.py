@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("in_f32")
 
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
 # release has the form.
-FORMS = table("quantize/calibrate/test_served")["FORMS"]
+FORMS = table("quantize/calibrate/layers/test_served")["FORMS"]
 
 
 def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:

@@ -182,7 +182,7 @@ class Toy(nn.Module):
         return h + self.down_proj(nn.functional.silu(self.gate_proj(h)) * up)
 
 
-SHAPES = table("quantize/calibrate/test_layer")["SHAPES"]
+SHAPES = table("quantize/calibrate/layers/test_layer")["SHAPES"]
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 

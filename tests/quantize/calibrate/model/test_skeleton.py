@@ -43,7 +43,7 @@ RECIPES = {r.model: r for r in shipped_recipes() if not r.calibrated_schemes() a
 
 # Families that transformers 5.17 cannot build, or whose layers it converts beyond what can be
 # undone.
-REFUSED = table("quantize/calibrate/test_skeleton")["REFUSED"]
+REFUSED = table("quantize/calibrate/model/test_skeleton")["REFUSED"]
 
 
 @pytest.mark.few(10)

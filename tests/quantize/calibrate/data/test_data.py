@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from commands import captured
+from commands import ROOT, captured
 from hub import serving
 from json_files import put_json, put_lines
 from keepmtp.checkpoints.source import Source, open_source
@@ -419,7 +419,7 @@ def test_a_text_behind_a_prompt(is_within, rows, tmp_path, source):
 
 def test_the_shipped_text_begins_to_count_behind_its_questions():
     recipe = find_recipe("tiny-glm4-moe.nvfp4")[0]
-    source = open_source(Path(__file__).parents[3] / recipe.source)
+    source = open_source(ROOT / recipe.source)
     made = calibration_data(recipe.calibration, source)
     tokenizer = AutoTokenizer.from_pretrained(source.folder)
     for ids, written in zip(made.held_out_ids, made.held_out_written, strict=True):
@@ -432,7 +432,7 @@ def test_the_shipped_text_begins_to_count_behind_its_questions():
 # --- what is refused ------------------------------------------------------------------------------
 
 
-REFUSED = table("quantize/calibrate/refused_data")
+REFUSED = table("quantize/calibrate/data/refused_data")
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["says"])
@@ -513,7 +513,7 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
     assert "calibration.subset" in no_subset and "default" in no_subset, "names what there is"
 
 
-HOSTILE = table("quantize/calibrate/hostile_tokenizers")
+HOSTILE = table("quantize/calibrate/data/hostile_tokenizers")
 
 
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case["says"])

@@ -17,7 +17,7 @@ from tables import cases, table
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.
-FAMILIES = table("quantize/calibrate/test_pretended_gpu")["FAMILIES"]
+FAMILIES = table("quantize/calibrate/model/test_pretended_gpu")["FAMILIES"]
 WITHOUT_DRAFT = ("glm-5.3-flash",)
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if not recipe.calibrated_schemes()}
 
