@@ -92,7 +92,8 @@ def test_what_changes_no_number_keeps_a_pass(begun):
 
 @pytest.mark.parametrize("variant", ["nvfp4", "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
 def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
-    recipe, folder = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"), tmp_path / "pass"
+    recipe = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}")
+    folder = tmp_path / "pass"
     claim_pass(*prepared(recipe), folder, ALONE)
     larger = edit("*.yaml", "batch_size: 2", "batch_size: 4")
     if variant in ("nvfp4", "w8a8-smoothquant"):
@@ -109,7 +110,8 @@ def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
 
 def test_knobs_and_kernels_make_another_run(tmp_path, monkeypatch):
     """transformers takes kernels for its own functions as soon as they are installed."""
-    name, real = "tiny-glm4-moe.w4a16-gptq", metadata.version
+    name = "tiny-glm4-moe.w4a16-gptq"
+    real = metadata.version
     other = prepared(small_recipe(tmp_path, name, gptq={"block_size": 64}))
     plain = prepared(small_recipe(tmp_path, name))
     found = [fingerprint(*plain, 1), fingerprint(*other, 1)]

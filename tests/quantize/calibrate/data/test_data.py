@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,7 +29,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 WORDS = [f"w{number}" for number in range(400)]
-EOS, USER, ASSISTANT = 1, 2, 3
+EOS = 1
+USER = 2
+ASSISTANT = 3
 TEMPLATE = (
     "{% for turn in messages %}<{{ turn.role }}>{{ turn.content "
     "}}{% if turn.name is defined %}!{% endif %}{% endfor %}<eos>"
@@ -342,7 +345,8 @@ def encode_messages(messages, thinking_mode, context=None):
 
 def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_path, source):
     """It then tells answers as a template does."""
-    chat, own = talked(tmp_path), source.folder / "encoding" / "encoding_own.py"
+    chat = talked(tmp_path)
+    own = source.folder / "encoding" / "encoding_own.py"
     allowed = chat.model_copy(update={"model_code": "checkpoint"})
     for given in (chat, allowed):
         message = refusal(given, source)
@@ -393,7 +397,8 @@ TEMPLATES = {
 def test_what_a_template_marks(name, tmp_path, source):
     template, expected = TEMPLATES[name]
     made = calibration_data(talked(tmp_path), with_template(source, template))
-    ids, written = made.held_out_ids.flatten(), made.held_out_written.flatten()
+    ids = made.held_out_ids.flatten()
+    written = made.held_out_written.flatten()
     assert torch.equal(written, expected(ids))
     assert made.provenance["held_out_written_tokens"] == written.sum()
 
@@ -423,7 +428,8 @@ def test_the_shipped_text_begins_to_count_behind_its_questions():
     made = calibration_data(recipe.calibration, source)
     tokenizer = AutoTokenizer.from_pretrained(source.folder)
     for ids, written in zip(made.held_out_ids, made.held_out_written, strict=True):
-        first, answer = tokenizer.decode(ids).split("<eos>")[0], tokenizer.decode(ids[written])
+        first = tokenizer.decode(ids).split("<eos>")[0]
+        answer = tokenizer.decode(ids[written])
         assert answer.removesuffix("<eos>") == first.partition("Answer:")[2]
     # The ids that runs were made with before texts were told apart.
     assert made.provenance["ids_sha256"].startswith("93f954711f17a8f6")
@@ -435,7 +441,7 @@ def test_the_shipped_text_begins_to_count_behind_its_questions():
 REFUSED = table("quantize/calibrate/data/refused_data")
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", REFUSED, ids=itemgetter("says"))
 def test_what_is_refused(case, rows, source, monkeypatch):
     monkeypatch.setattr(module, "SHUFFLED_ROWS", 10**9)
     if "text" in case:
@@ -516,7 +522,7 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
 HOSTILE = table("quantize/calibrate/data/hostile_tokenizers")
 
 
-@pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", HOSTILE, ids=itemgetter("says"))
 def test_a_tokenizer_or_template_of_a_stranger(case, tmp_path, source, monkeypatch):
     """Whatever it does, it is done in a process with limits, and one sentence is said of it."""
     monkeypatch.setattr(tokenize, "SECONDS", case.get("seconds", 60))

@@ -104,8 +104,10 @@ def test_a_layer_does_not_depend_on_what_ran_before():
 @pytest.mark.parametrize("algorithm, knobs", [("autoround", KNOBS), ("gptq", {})])
 def test_other_schemes_of_the_layer_are_rounded_to_nearest(algorithm, knobs):
     """Two schemes in one run do not disturb each other."""
-    schemes, given = {"self_attn": "FP8"}, {"algorithm": algorithm, "knobs": knobs}
-    mixed, plain = one_layer(schemes, **given), one_layer(schemes, algorithm="minmax", knobs={})
+    schemes = {"self_attn": "FP8"}
+    given = {"algorithm": algorithm, "knobs": knobs}
+    mixed = one_layer(schemes, **given)
+    plain = one_layer(schemes, algorithm="minmax", knobs={})
     scales = {name: value for name, value in mixed.items() if "self_attn" in name}
     assert_equal(scales, plain)
     assert {name.rpartition(".")[2] for name in scales} == {"input_scale"}

@@ -4,6 +4,7 @@ bit for bit.
 
 from functools import cache
 from multiprocessing import get_context
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from layerwise import GLM, Skeleton
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
 from passes import plan_over
 from seeds import seeded
-from tables import cases
+from spies import calls_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -61,43 +62,39 @@ def assert_equal(found: Calibrated, expected: Calibrated) -> None:
         assert torch.equal(value, expected.tensors[name]), name
 
 
-@pytest.fixture
-def held(monkeypatch) -> list[dict[int, int]]:
-    """Matrices in memory at the end of each pass."""
-    found: list[dict[int, int]] = []
-    finish = Hessians.finish
-    monkeypatch.setattr(
-        Hessians, "finish", lambda self: found.append(matrices(self)) or finish(self)
-    )
-    return found
-
-
 @pytest.mark.parametrize("scheme", ["W4A16", "NVFP4"])
-def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, held, monkeypatch):
+def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, monkeypatch):
     """q, k, v share one, all gate and up projections share one; o and each of five down projections
     have their own.
     """
-    factored: list[int] = []
-    factorize = gptq.factorize_hessian
-    monkeypatch.setattr(
-        gptq, "factorize_hessian", lambda *a: factored.append(len(a[1])) or factorize(*a)
-    )
+    passes = calls_of(monkeypatch, Hessians, "finish")
+    factored = calls_of(monkeypatch, gptq, "factorize_hessian")
     shared = moe_layer(scheme)
     # The shared expert reads sequences and the routed ones rows: one sum, divided by two numbers of
     # samples.
-    assert factored == [1] * 9
+    assert [len(hessians) for (_, hessians, *_), _ in factored] == [1] * 9
     with monkeypatch.context() as patch:
         patch.setattr(gptq, "input_identity", lambda _: (object(),))
         apart = moe_layer(scheme)
-    assert [len(each) for each in held] == [8, 4 + 3 * 5] and len(factored) == 9 + 19
+    num_matrices = [len(matrices(hessians)) for (hessians,), _ in passes]
+    assert num_matrices == [8, 4 + 3 * 5] and len(factored) == 9 + 19
     assert_equal(shared, apart)
 
 
-@cases
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [[0, "b"], [1, "c"]],
+        [[0, "b"]],
+        [[1, "a"]],
+        [[0, "b"], [1, "b"], [1, "b"]],
+    ],
+)
 def test_modules_that_part_are_refused(calls):
     """Both read one tensor first; afterwards one reads another, or nothing, or once more."""
     modules = [nn.Linear(8, 4) for _ in range(2)]
-    values, found = {name: torch.randn(2, 5, 8) for name in "abc"}, hessians_of(modules)
+    values = {name: torch.randn(2, 5, 8) for name in "abc"}
+    found = hessians_of(modules)
     rule = r"^1: GPTQ needs it to read what 0 reads in every batch"
     with pytest.raises(CheckpointError, match=rule):
         for number, name in [(0, "a"), (1, "a"), *calls]:
@@ -110,7 +107,8 @@ def test_memory_that_is_used_again_is_another_input():
     in place does.
     """
     modules = [nn.Linear(64, 4) for _ in range(4)]
-    found, expected = hessians_of(modules), []
+    found = hessians_of(modules)
+    expected = []
     for index, module in enumerate(modules[:3]):
         value = torch.full((5, 64), float(index + 1))
         found.add(module, (value,))
@@ -129,8 +127,10 @@ def test_rows_are_the_same_input_whatever_their_batches_are():
     """As a shared expert reads sequences where the routed ones read rows; the library counts the
     former as several.
     """
-    value, modules = torch.randn(3, 5, 8), [nn.Linear(8, 4) for _ in range(3)]
-    found, reads = hessians_of(modules), [value.view(-1, 8), value, value.transpose(0, 1)]
+    value = torch.randn(3, 5, 8)
+    modules = [nn.Linear(8, 4) for _ in range(3)]
+    found = hessians_of(modules)
+    reads = [value.view(-1, 8), value, value.transpose(0, 1)]
     for module, read in zip(modules, reads, strict=True):
         found.add(module, (read,))
     sums = [found.sums[module] for module in modules]
@@ -155,14 +155,11 @@ PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
 @pytest.mark.few(1)
 @pytest.mark.parametrize("room, groups", [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)])
 def test_awq_searches_experts_in_groups_that_fit(room, groups, monkeypatch):
-    expected, own = unbounded(), awq.BoundedAWQ._groups
-    found: list[int] = []
-    monkeypatch.setattr(awq, "host_room", lambda: room)
-    monkeypatch.setattr(
-        awq.BoundedAWQ, "_groups", lambda self: found.append(len(own(self))) or own(self)
-    )
+    expected = unbounded()
+    monkeypatch.setattr(awq, "host_room", Mock(return_value=room))
+    found = calls_of(monkeypatch, awq.BoundedAWQ, "_groups")
     assert_equal(moe_layer(algorithm="awq"), expected)
-    assert found == [groups]
+    assert [len(own) for _, own in found] == [groups]
 
 
 # --- counted from headers -------------------------------------------------------------------------
@@ -173,14 +170,17 @@ def tensors_of_layer(variant: str) -> list[TensorPlan]:
     return [tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.layer == 1]
 
 
-def test_hessians_are_as_large_as_counted(held):
+def test_hessians_are_as_large_as_counted(monkeypatch):
+    passes = calls_of(monkeypatch, Hessians, "finish")
     moe_layer()
-    assert sum(held[0].values()) == hessian_bytes(tensors_of_layer("w4a16-gptq"))
+    (((hessians,), _),) = passes
+    assert sum(matrices(hessians).values()) == hessian_bytes(tensors_of_layer("w4a16-gptq"))
 
 
 def test_awqs_caches_are_as_large_as_counted(monkeypatch):
     """But for the mask and the positions, which attention is handed with its input."""
-    kept, append = [], _Cache.append
+    kept = []
+    append = _Cache.append
 
     def measured(self, values):
         append(self, values)
@@ -214,7 +214,7 @@ def on_rank(rank: int, store: str) -> None:
         assert found.sums[module].samples[module] == 4
     results = []
     for size in (2**40, 1):
-        awq.host_room = lambda size=size: size
+        awq.host_room = Mock(return_value=size)
         results.append(moe_layer(algorithm="awq", share=slice(rank, None, 2)))
     assert_equal(*results)
     dist.destroy_process_group()

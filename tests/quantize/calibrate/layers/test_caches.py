@@ -75,7 +75,8 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
     """AWQ moves scale from the projection of values to that of the output, and the cache holds what
     is in between.
     """
-    skeleton, ids = Skeleton(GLM), token_ids(samples=2)
+    skeleton = Skeleton(GLM)
+    ids = token_ids(samples=2)
     batches = skeleton.enter(0, ids, None)
     name = "model.layers.0.self_attn"
     result = skeleton.calibrated(batches, "W4A16", algorithm="awq", caches={name: CACHE_LEAVES})

@@ -61,7 +61,8 @@ class Kept(nn.Linear):
 
 @pytest.mark.parametrize("cls", [Decorated, Kept])
 def test_each_way_to_begin_it(cls):
-    model, x = cls(4, 4), torch.ones(1, 4)
+    model = cls(4, 4)
+    x = torch.ones(1, 4)
     wanted = model(x)
     assert wanted.is_inference()
     with torch.no_grad(), adapted():

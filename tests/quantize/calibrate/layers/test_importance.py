@@ -21,7 +21,7 @@ from keepmtp.recipes.schema import validated
 from killed import finished, small_recipe, start
 from layerwise import GLM, Skeleton, outliers, token_ids
 from llmcompressor.observers import Observer
-from tables import cases
+from spies import calls_of
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
@@ -58,8 +58,7 @@ def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
     batches = skeleton.enter(0, ids, None)
     names = skeleton.linears(0)
     theirs = {name: observer_of(skeleton.model.get_submodule(name)) for name in names}
-    squared, real = [], observed._sums_of_squares
-    monkeypatch.setattr(observed, "_sums_of_squares", lambda x: squared.append(x) or real(x))
+    squared = calls_of(monkeypatch, observed, "_sums_of_squares")
     found = skeleton.calibrated(batches, "W4A16", algorithm="minmax", weighted=names).tensors
     assert found.keys() == {f"{name}.input_importance" for name in names}
     for name, observer in theirs.items():
@@ -95,7 +94,8 @@ def test_statistics_have_exactly_the_importance_that_the_packer_reads(searched, 
     refuse_statistics(searched, saved(tmp_path / "right", made))
     name = next(name for name in made if name.endswith("experts.0.down_proj.input_importance"))
     without = {key: value for key, value in made.items() if key != name}
-    short, unread = made | {name: torch.ones(7)}, "every tensor must be one that the plan .* got "
+    short = made | {name: torch.ones(7)}
+    unread = "every tensor must be one that the plan .* got "
     for folder, plan, given, says in (
         ("lacks", searched, without, f"calibration must give {name}; got no such tensor"),
         ("short", searched, short, rf"{name} must be F32\[\d+\]; got F32\[7\]"),
@@ -119,7 +119,8 @@ def test_importance_that_is_no_number_is_named(value, searched, tmp_path):
 def test_what_importance_takes_is_counted(searched):
     """On the device and on the disk."""
     tensors = tuple(tensor._replace(weighted=False) for tensor in searched.tensors)
-    made, plain = made_up(searched), replace(searched, tensors=tensors)
+    made = made_up(searched)
+    plain = replace(searched, tensors=tensors)
     kept = sum(value.nbytes for name, value in made.items() if name.endswith("input_importance"))
     assert calibration_bytes(searched) - calibration_bytes(plain) == kept > 0
 
@@ -127,7 +128,22 @@ def test_what_importance_takes_is_counted(searched):
 # --- recipes --------------------------------------------------------------------------------------
 
 
-@cases
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("glm-4.7.w4a16-fp8", {}, "calibration must be given for search: imatrix; got null"),
+        ("glm-4.7.w4a16-gptq", {}, r"rounded to nearest; got calibration\.algorithm gptq"),
+        (
+            "tiny-docs.nvfp4",
+            {
+                "backbone": "auto",
+                "budget": "7MiB",
+                "backbone_auto": {"candidates": ["NVFP4", "bf16"]},
+            },
+            "must come with a word for every group; got backbone: auto",
+        ),
+    ],
+)
 def test_importance_stands_beside_nothing_that_has_scales_of_its_own(name, changes, says):
     recipe = find_recipe(name)[0].model_dump() | changes | {"search": "imatrix"}
     with pytest.raises(RecipeError, match=says):
@@ -143,8 +159,10 @@ def test_two_ranks_find_what_one_process_finds(tmp_path):
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", search="imatrix", samples=4, held_out=2)
     recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"mtp": "W4A16"}))
-    one, two = tmp_path / "one", tmp_path / "two"
-    alone, together = start(recipe, one, is_whole=True), start(recipe, two, size=2)
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    alone = start(recipe, one, is_whole=True)
+    together = start(recipe, two, size=2)
     assert finished(alone) == [0] and finished(together) == [0, 0]
     found, shared = (Statistics.open(folder / "statistics").sums for folder in (one, two))
     of_block = {name: found.pop(name) for name in [*found] if ".layers.3." in name}

@@ -5,7 +5,9 @@ Equality is to the bit, AWQ's grid search included: both run the same modifiers 
 in the same order.
 """
 
+import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,7 +39,6 @@ from layerwise import (
     unpacked,
 )
 from seeds import seeded
-from tables import cases, table
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,11 +60,24 @@ def num_modules(results: list) -> int:
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "model, scheme, knobs",
+    [
+        ("tiny-glm4-moe", "W4A16", {"actorder": None, "dampening_frac": 0.2, "block_size": 48}),
+        ("tiny-glm4-moe", "W4A16", {}),
+        ("tiny-qwen3_5", "W4A16", {}),
+        ("tiny-glm4-moe", "NVFP4", {}),
+        ("tiny-qwen3_5", "W8A8", {}),
+        ("tiny-glm4-moe", "W4A16_G32", {}),
+        ("tiny-glm4-moe", "W4A16_ASYM", {}),
+    ],
+)
 def test_gptq_equals_the_sequential_pipelines(model, scheme, knobs):
     from llmcompressor.modifiers.gptq import GPTQModifier
 
-    folder, ids, given = MODELS / model, token_ids(samples=2), GPTQKnobs(**knobs).model_dump()
+    folder = MODELS / model
+    ids = token_ids(samples=2)
+    given = GPTQKnobs(**knobs).model_dump()
     modifier = GPTQModifier(config_groups=group_of(scheme), ignore=IGNORE, **given)
     model = sequential(folder, ids, [modifier])
     _, results = layerwise(folder, ids, scheme, "gptq", knobs=given)
@@ -76,7 +90,20 @@ def group_of(scheme: str) -> dict:
 
 
 @pytest.mark.few(2)
-@cases
+@pytest.mark.parametrize(
+    "model, scheme, algorithm, knobs",
+    [
+        ("tiny-glm4-moe", "W4A16", "awq", {"n_grid": 5, "duo_scaling": False}),
+        ("tiny-glm4-moe", "W4A16", "awq", {"n_grid": 6, "duo_scaling": "both"}),
+        ("tiny-qwen3_5", "W4A16", "awq", {}),
+        ("tiny-glm4-moe", "W4A16", "awq", {}),
+        ("tiny-glm4-moe", "W4A16_ASYM", "awq", {}),
+        ("tiny-qwen3_5", "W8A8", "smoothquant", {}),
+        ("tiny-glm4-moe", "W8A8", "smoothquant", {}),
+        ("tiny-glm4-moe", "NVFP4", "awq", {}),
+        ("tiny-glm4-moe", "NVFP4", "smoothquant", {}),
+    ],
+)
 def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, knobs, monkeypatch):
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
@@ -84,8 +111,9 @@ def test_smoothing_equals_the_sequential_pipelines(model, scheme, algorithm, kno
     from llmcompressor.pipelines.cache import IntermediatesCache
 
     # Without an accelerator llm-compressor's own AWQ stops at the first mapping.
-    monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_: None)
-    folder, ids = MODELS / model, token_ids(samples=2)
+    monkeypatch.setattr(IntermediatesCache, "pin_memory", Mock())
+    folder = MODELS / model
+    ids = token_ids(samples=2)
     given = {} if algorithm == "smoothquant" else AWQKnobs(**knobs).model_dump()
     _, results = layerwise(folder, ids, scheme, algorithm, knobs=given)
     pairs = [(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
@@ -144,7 +172,8 @@ def test_coverage_counts_what_the_router_sent():
 def test_nothing_stays_behind(capfd):
     from llmcompressor.core import active_session
 
-    session, held = active_session(), active_session().state.model
+    session = active_session()
+    held = active_session().state.model
     for _ in range(2):
         skeleton = Skeleton(QWEN)
         batches = skeleton.enter(2, token_ids(), outliers(4, 128))
@@ -176,13 +205,22 @@ class Toy(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         x = self.norm(hidden)
         h = hidden + self.in_proj_qkv(x) * torch.sigmoid(self.in_proj_z(x))
-        h = h + (x if self.leaks else 0)
+        if self.leaks:
+            h = h + x
         up = self.up_proj(h)
-        up = up.clamp(-100, 100) if self.clamped else up
+        if self.clamped:
+            up = up.clamp(-100, 100)
         return h + self.down_proj(nn.functional.silu(self.gate_proj(h)) * up)
 
 
-SHAPES = table("quantize/calibrate/layers/test_layer")["SHAPES"]
+SHAPES = (
+    ("in_proj_qkv", 128, 128),
+    ("in_proj_z", 128, 128),
+    ("gate_proj", 128, 256),
+    ("up_proj", 128, 256),
+    ("down_proj", 256, 128),
+    ("spare", 128, 128),
+)
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 
@@ -199,7 +237,15 @@ def of_toy(toy: Toy, schemes: str | dict[str, str], algorithm: str, **work) -> C
     return calibrate(toy, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm, **work))
 
 
-@cases
+@pytest.mark.parametrize(
+    "toy, schemes, smoothed",
+    [
+        ({}, {}, ["norm", "up_proj"]),
+        ({"leaks": True}, {}, ["up_proj"]),
+        ({"clamped": True}, {}, ["norm"]),
+        ({}, {"in_proj_z": "FP8_DYNAMIC"}, ["up_proj"]),
+    ],
+)
 def test_what_may_be_smoothed(toy, schemes, smoothed):
     result = of_toy(Toy(**toy), dict.fromkeys(PROJECTIONS, "W4A16") | schemes, "awq")
     assert {s.smooth for s in result.smoothings} == {*smoothed}
@@ -209,7 +255,8 @@ def test_what_may_be_smoothed(toy, schemes, smoothed):
 
 @pytest.mark.parametrize("algorithm", ["awq", "smoothquant"])
 def test_input_scales_are_of_smoothed_inputs(algorithm):
-    toy, seen = Toy(), []
+    toy = Toy()
+    seen = []
     scale = of_toy(toy, "NVFP4", algorithm).tensors["in_proj_z.input_global_scale"]
     with hooked([toy.norm.register_forward_hook(keeping(seen))]), calibrating(toy):
         for batch in toy_batches():
@@ -222,7 +269,8 @@ def test_fused_modules_share_global_scales():
     """Names that llm-compressor's table of fused modules misses; without them they differ."""
     pair = ("in_proj_qkv", "in_proj_z")
     schemes = dict.fromkeys(pair, "NVFP4")
-    apart, together = Toy(), Toy()
+    apart = Toy()
+    together = Toy()
     of_toy(apart, schemes, "gptq")
     own = [float(apart.get_submodule(name).weight_global_scale) for name in pair]
     assert own[0] != own[1]
@@ -240,13 +288,11 @@ def test_fused_modules_share_global_scales():
 def test_input_scales_of_fused_modules_are_unified():
     """Modules fused at run time that saw different inputs get the scale of the larger."""
     pair = ("up_proj", "down_proj")
-    together, apart = (
-        [
-            float(of_toy(Toy(), "FP8", "minmax", fused=fused).tensors[f"{n}.input_scale"])
-            for n in pair
-        ]
-        for fused in ([pair], [])
-    )
+    found = []
+    for fused in ([], [pair]):
+        tensors = of_toy(Toy(), "FP8", "minmax", fused=fused).tensors
+        found.append([float(tensors[f"{name}.input_scale"]) for name in pair])
+    apart, together = found
     assert {*together} == {max(apart)} and apart[0] != apart[1]
 
 
@@ -255,7 +301,15 @@ def test_a_module_that_is_never_called_is_an_error():
         of_toy(Toy(), {"spare": "FP8", "up_proj": "FP8"}, "minmax")
 
 
-@cases
+@pytest.mark.parametrize(
+    "broken, value, named",
+    [
+        ("in_proj_z", math.nan, "in_proj_z: .* its weight"),
+        ("norm", math.nan, "in_proj_qkv: .* its input"),
+        ("up_proj", 3e38, "down_proj: .* its input"),
+        ("down_proj", 3e38, "its output"),
+    ],
+)
 def test_activations_that_are_not_finite_name_the_first_module(broken, value, named):
     toy = Toy()
     toy.get_submodule(broken).weight.data[3] = value
@@ -285,7 +339,13 @@ def test_propagating_and_serving(scheme):
 
 
 @both_models
-@cases
+@pytest.mark.parametrize(
+    "scheme, algorithm, equal",
+    [
+        ("NVFP4", "minmax", True),
+        ("W4A16", "gptq", False),
+    ],
+)
 def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
     """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights
     are the twin.

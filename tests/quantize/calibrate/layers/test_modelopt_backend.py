@@ -28,9 +28,11 @@ def test_input_scales_are_those_of_modelopts_own_run(folder, count):
     """Its run over the whole model, keys and values too; its experts see their own tokens alone."""
     from modelopt_peer import calibrated, loaded
 
-    ids, model = token_ids(), loaded(folder)
+    ids = token_ids()
+    model = loaded(folder)
     calibrated(folder, ids, cache="FP8_KV_CFG", forwards=calibrating(model), model=model)
-    quantizers, num_caches = dict(model.named_modules()), 0
+    quantizers = dict(model.named_modules())
+    num_caches = 0
     ours = found_in(layerwise(folder, ids, "NVFP4", "minmax", caches=True)[1])
     for name, value in ours.items():
         module, _, leaf = name.rpartition(".")
@@ -88,7 +90,8 @@ def test_block_scales_are_those_of_modelopts_calibrators(algorithm, swept):
     largest = 256.0 if algorithm == "four-over-six" else 448.0
     weight = skeleton.weights[f"{name}.weight"].float()
     groups = weight.reshape(-1, 16)
-    amax, total = groups.abs().amax(-1, keepdim=True), weight.abs().amax()
+    amax = groups.abs().amax(-1, keepdim=True)
+    total = weight.abs().amax()
 
     def rounding(x: Tensor, ends: Tensor) -> Tensor:
         return exporters_rounding(x, ends, total, largest)
@@ -109,7 +112,8 @@ def test_block_scales_are_those_of_modelopts_calibrators(algorithm, swept):
     assert own["weight_global_scale"] == largest * 6 / total
     # Decompressed in BF16: three roundings of 2**-9, where another code is 8 % away at least. In
     # the middle between two codes both are as near, and the last bit of a quotient decides.
-    ours, expected = unpacked(own, "NVFP4A16").float(), rounding(groups, ends).reshape(weight.shape)
+    ours = unpacked(own, "NVFP4A16").float()
+    expected = rounding(groups, ends).reshape(weight.shape)
     room = 2**-7 * weight.abs()
     differ = (ours - expected).abs() > room
     assert differ.float().mean() < 1e-3
@@ -120,8 +124,10 @@ def hessian_error(name: str, shape: torch.Size):
     """What modelopt's own accumulator makes of the inputs of a module."""
     from modelopt.torch.quantization.model_calib import _LocalHessianAccumulator
 
-    accumulator, seen = _LocalHessianAccumulator(*shape, block_size=16), []
-    skeleton, ids = Skeleton(GLM), token_ids()
+    accumulator = _LocalHessianAccumulator(*shape, block_size=16)
+    seen = []
+    skeleton = Skeleton(GLM)
+    ids = token_ids()
     hidden = skeleton.leave(0, skeleton.enter(0, ids, None))
     batches = skeleton.enter(1, ids, hidden)
     module = skeleton.model.get_submodule(name)

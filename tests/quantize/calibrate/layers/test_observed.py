@@ -13,6 +13,7 @@ from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.hooks import hooked
 from keepmtp.recipes.schemes import SCHEMES
 from llmcompressor.observers import Observer
+from spies import calls_of
 from torch import Tensor, nn
 
 
@@ -30,7 +31,8 @@ def test_views_of_the_same_elements_are_one_input():
 
 
 def test_an_address_that_was_given_away_is_another_input():
-    seen, addresses = set(), set()
+    seen = set()
+    addresses = set()
     for turn in range(20):
         value = torch.full((1 << 12,), float(turn))
         addresses.add(value.data_ptr())
@@ -73,17 +75,17 @@ def test_each_module_has_what_its_own_observer_finds(scheme, shared, monkeypatch
     expected: dict = {}
     for name in "abcd":
         expected[name] = Observer.load_from_registry("static_minmax", base_name="input", args=args)
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _, inputs, own=observer: own(inputs[0]) and None
-        )
-        for name, observer in expected.items()
-    ]
+    hooks = []
+    for name, observer in expected.items():
+
+        def observe(_module, inputs, own=observer) -> None:
+            own(inputs[0])
+
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(observe))
     with torch.no_grad(), hooked(hooks):
         for batch in batches:
             model(**batch)
-    reads, aminmax = [], torch.aminmax
-    monkeypatch.setattr(torch, "aminmax", lambda value: reads.append(value) or aminmax(value))
+    reads = calls_of(monkeypatch, torch, "aminmax")
     work = LayerWork(schemes=dict.fromkeys("abcd", scheme), algorithm="minmax")
     found = calibrate(model, batches, work).tensors
     assert len(reads) == 3 * 4, "a and b share an input; c's was rewritten; d has two"

@@ -27,21 +27,31 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
-from tables import cases, table
 from writing import recipe_with, written
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
 # Source form -> the model that stores it, and the scheme that it was written in before, if no
 # release has the form.
-FORMS = table("quantize/calibrate/layers/test_served")["FORMS"]
+FORMS = {
+    "BF16": ("glm-4.7", ""),
+    "F32": ("glm-4.7", ""),
+    "stacked": ("qwen3.5-397b", ""),
+    "FP8 blocks": ("deepseek-v3.1", ""),
+    "MXFP4": ("dsv4-flash", ""),
+    "NVFP4": ("glm-4.7", "NVFP4A16"),
+    "INT4": ("glm-4.7", "W4A16"),
+    "INT8": ("glm-4.7", "W8A8"),
+    "FP8 rows": ("glm-4.7", "FP8_DYNAMIC"),
+}
 
 
 def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:
     """The last decoder layer and the first MTP block, with the weights they are measured with."""
     skeleton = Skeleton(plan, device=torch.device("cpu"))
     index = len(skeleton) - 1
-    binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
+    binding = skeleton.bind_layer(index)
+    path = f"{skeleton.layer_path}.{index}."
     with skeleton.layer(index) as layer:
         serve_weights(
             skeleton.model, plan, LayerWork.of(as_calibrated(plan), binding, path), statistics
@@ -112,7 +122,18 @@ def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
     assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path) > 8
 
 
-@cases
+@pytest.mark.parametrize(
+    "form, scheme, options",
+    [
+        ("BF16", "FP8_BLOCK", {"search": "imatrix"}),
+        ("stacked", "W4A16", {"search": "imatrix"}),
+        ("MXFP4", "NVFP4", {"search": "imatrix"}),
+        ("BF16", "NVFP4", {"algorithm": "gptq"}),
+        ("stacked", "W4A16", {"algorithm": "gptq"}),
+        ("MXFP4", "W4A16", {"algorithm": "awq"}),
+        ("F32", "W8A8", {"algorithm": "smoothquant"}),
+    ],
+)
 def test_weights_that_calibration_decides_are_those_of_the_file(
     form, scheme, options, sources, tmp_path
 ):

@@ -13,7 +13,7 @@ from keepmtp.quantize.calibrate.model import skeleton
 from killed import small_recipe
 from passes import prepared
 from shipped import shipped_recipes
-from tables import cases, table
+from tables import table
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.
@@ -31,11 +31,24 @@ def test_every_family(model, tmp_path):
     assert found.peak_bytes and found.num_waits
 
 
+# GPTQ walks over the columns of each matrix, AWQ over a grid: a few matrices show what all of them
+# do.
+FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "experts": "bf16"}
 SMALL = {"samples": 2, "held_out": 4, "sequence_length": 32, "batch_size": 1}
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "name, backbone",
+    [
+        ("tiny-glm4-moe.fp8", {}),
+        ("tiny-glm4-moe.nvfp4-mtp-auto", {}),
+        ("tiny-glm4-moe.w4a16-gptq", FEW),
+        ("tiny-glm4-moe.w4a16-awq", FEW),
+        ("tiny-glm4-moe.w8a8-smoothquant", {}),
+        ("tiny-qwen3_5.w4a16-awq", {}),
+    ],
+)
 def test_every_algorithm(name, backbone, tmp_path):
     found = in_a_child(algorithm_run, name, backbone, tmp_path)
     assert found.mixes == ()

@@ -29,7 +29,8 @@ def state(first: int, last: int) -> tuple[torch.Tensor | None, ...]:
 def written(folder: Path, sizes: list[int]) -> States:
     """States of 11 rows in batches of these sizes."""
     (folder / "states").mkdir(exist_ok=True)
-    found, first = States(folder / "states", ALONE), 0
+    found = States(folder / "states", ALONE)
+    first = 0
     with found.writing(1) as outputs:
         for size in sizes:
             outputs.put("calibration", first, state(first, first + size))
@@ -104,7 +105,8 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
     assert free_host_bytes() > 2**20
-    meminfo, groups = tmp_path / "meminfo", tmp_path / "groups"
+    meminfo = tmp_path / "meminfo"
+    groups = tmp_path / "groups"
     meminfo.write_text("MemTotal:       24000 kB\nMemAvailable:   18000 kB\n")
     groups.mkdir()
     assert free_host_bytes(meminfo=meminfo, groups=groups) == 18000 * 1024

@@ -65,10 +65,13 @@ def test_each_family_has_a_draft_or_a_reason():
     for key, family in families().items():
         assert (family.draft is None) == bool(family.no_draft), key
         # Both norms have one shape, so a swap computes something.
-        if draft := family.draft:
-            assert re.search("hnorm|hidden", draft.hidden_norm), key
-            assert not re.search("hnorm|hidden", draft.embedding_norm), key
-    for view in (view_of(model) for model in MODELS if model not in RUN):
+        if family.draft is not None:
+            assert re.search("hnorm|hidden", family.draft.hidden_norm), key
+            assert not re.search("hnorm|hidden", family.draft.embedding_norm), key
+    for model in MODELS:
+        if model in RUN:
+            continue
+        view = view_of(model)
         with pytest.raises(RecipeError, match=r"Give `mtp` a word that needs no data") as told:
             build_block(view)
         assert view.family.no_draft in str(told.value)
@@ -81,7 +84,8 @@ def test_every_mtp_tensor_has_exactly_one_parameter(model, tmp_path):
     plan = plan_over(
         write_checkpoint(tmp_path, config, tensors), RECIPES.get(model, model), mtp="FP8_DYNAMIC"
     )
-    used, own_heads = set(), set()
+    used = set()
+    own_heads = set()
     for index in range(plan.view.num_mtp_layers // plan.view.num_mtp_parts):
         block = build_block(plan.view, index)
         own_heads.add(plan.view.mtp_stem(index) + block.draft.head)
@@ -105,15 +109,17 @@ def test_a_missing_tensor_is_named(tmp_path):
 
 # --- Against transformers' own model around the decoder layer -------------------------------------
 
+
 # Not where the backbone's layers have hyper-connections and the MTP layer has none, nor Step-3.5,
 # whose language model transformers does not name.
-STANDING = [
-    model
-    for model in ONCE
-    if (draft := view_of(model).family.draft).proof == "source"
-    and not draft.plain_residual
-    and draft.model_type != "step3p5"
-]
+def stands_alone(model: str) -> bool:
+    draft = view_of(model).family.draft
+    if draft.plain_residual or draft.model_type == "step3p5":
+        return False
+    return draft.proof == "source"
+
+
+STANDING = [model for model in ONCE if stands_alone(model)]
 
 
 @pytest.mark.parametrize("model", STANDING)
@@ -122,12 +128,15 @@ def test_the_layer_computes_as_it_would_in_a_backbone(model, block_of):
     mask, arguments.
     """
     block = block_of(model)
-    draft, config = block.draft, copy.deepcopy(block.config)
+    draft = block.draft
+    config = copy.deepcopy(block.config)
     config.num_hidden_layers = len(draft.layers)
     for key, value in draft.layers[0].items():
-        setattr(
-            config, key, [entry for part in draft.layers for entry in part[key]] if value else value
-        )
+        if value:  # a list, with an entry for each layer of its part
+            value = []
+            for part in draft.layers:
+                value += part[key]
+        setattr(config, key, value)
     if not any(".experts." in name for name in block.state_dict()):
         config._experts_implementation_internal = None  # such classes refuse to be told
     backbone = AutoModel.from_config(
@@ -137,18 +146,28 @@ def test_the_layer_computes_as_it_would_in_a_backbone(model, block_of):
     backbone.layers = block.layers
     for name in ("norm", "norm_f", "hc_head", "hyper_connection_mixer"):
         if hasattr(backbone, name):
-            ours = block.final_norm or nn.Identity() if name.startswith("norm") else block.collapse
+            ours = block.collapse
+            if name.startswith("norm"):
+                ours = block.final_norm or nn.Identity()
             setattr(backbone, name, ours)
     embeds, hidden = _inputs(block)
     joined: list[Tensor] = []
     first = block.layers[0]
+
+    def keep(_module: nn.Module, args: tuple) -> None:
+        joined.append(args[0])
+
+    def hand_in(_module: nn.Module, args: tuple) -> tuple:
+        # A model with streams would start with the same state in each.
+        return joined[0], *args[1:]
+
     with torch.no_grad():
-        with hooked([first.register_forward_pre_hook(lambda _, args: joined.append(args[0]))]):
+        with hooked([first.register_forward_pre_hook(keep)]):
             ours, _ = block(embeds, hidden)
-        start = embeds if draft.streams else joined[0]
-        # A model with streams starts with the same state in each.
-        given = first.register_forward_pre_hook(lambda _, args: (joined[0], *args[1:]))
-        with hooked([given]):
+        start = joined[0]
+        if draft.streams:
+            start = embeds
+        with hooked([first.register_forward_pre_hook(hand_in)]):
             theirs = backbone(inputs_embeds=start, use_cache=False).last_hidden_state
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -158,22 +177,19 @@ def test_the_layer_computes_as_it_would_in_a_backbone(model, block_of):
 def test_no_slot_sees_what_comes_later(model, block_of):
     """Over two steps; and everything is real and finite."""
     block = block_of(model)
-    assert not [
-        name for name, value in (*block.named_parameters(), *block.named_buffers()) if value.is_meta
-    ]
+    for name, value in (*block.named_parameters(), *block.named_buffers()):
+        assert not value.is_meta, name
     table = torch.randn(512, block.config.hidden_size, generator=seeded(1))
     _, hidden = _inputs(block)
-    later_ids, later_hidden = IDS.clone(), hidden.clone()
+    later_ids = IDS.clone()
+    later_hidden = hidden.clone()
     later_ids[:, 9:] += 1
     later_hidden[:, 7:] += 1.0
     with torch.no_grad():
-        runs = [
-            draft_steps(
-                [block], nn.Embedding.from_pretrained(table), ids=ids, hidden=states, num_steps=2
-            )
-            for ids, states in ((IDS, hidden), (later_ids, later_hidden))
-        ]
-    for one, other in zip(*runs, strict=True):
+        embedding = nn.Embedding.from_pretrained(table)
+        steps = draft_steps([block], embedding, ids=IDS, hidden=hidden, num_steps=2)
+        later = draft_steps([block], embedding, ids=later_ids, hidden=later_hidden, num_steps=2)
+    for one, other in zip(steps, later, strict=True):
         assert one.isfinite().all()
         # Slot 6 of step 2 is fed token 8, the last that is the same.
         torch.testing.assert_close(one[:, :7], other[:, :7], rtol=1e-5, atol=1e-5)
@@ -182,10 +198,15 @@ def test_no_slot_sees_what_comes_later(model, block_of):
 
 def _inputs(block: MtpBlock) -> tuple[Tensor, Tensor]:
     noise = seeded(0)
-    size, length = block.config.hidden_size, IDS.shape[1]
-    streams = getattr(block.config, block.draft.streams) if block.draft.streams else 1
+    size = block.config.hidden_size
+    length = IDS.shape[1]
+    streams = 1
+    if block.draft.streams:
+        streams = getattr(block.config, block.draft.streams)
     hidden = torch.randn(1, length, streams, size, generator=noise)
     embeds = torch.randn(1, length, size, generator=noise)
     if block.draft.joint_norm:
         return embeds, hidden.flatten(2)
-    return embeds, hidden if block.draft.streams else hidden[:, :, 0]
+    if block.draft.streams:
+        return embeds, hidden
+    return embeds, hidden[:, :, 0]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.schema import MtpAuto
 from passes import ALONE, ROOT, answered, even, fresh, plan_over, reading, results_of
-from tables import cases
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
@@ -90,7 +90,9 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     stamp = (backbone.folder / "fingerprint").read_text()
     statistics = Statistics.open(backbone.folder / "statistics", fingerprint=stamp)
     refuse_statistics(final, statistics)
-    wanted = {o.name for t in plan.tensors if t.part == "mtp" for o in t.calibrated_outputs}
+    wanted = set()
+    for tensor in policy.block_tensors(plan):
+        wanted.update(output.name for output in tensor.calibrated_outputs)
     own = {name for name in statistics if statistics.entries[name].file.startswith("mtp-")}
     assert wanted and own == wanted
     sides = [(row.backbone, row.mtp) for row in found.rows]
@@ -130,8 +132,7 @@ def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     assert all(each.kept_at_least < each.kept for each in tried)
     shown = [each for each in tried if each.kept_at_least >= 0.9]
     assert chosen is shown[-1] and tried in (shown, [*shown, tried[-1]])
-    whole = [o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs]
-    assert chosen.bytes < tried[1].bytes < tried[0].bytes == sum(whole)
+    assert chosen.bytes < tried[1].bytes < tried[0].bytes == block_bytes(plan)
     assert final.recipe.mtp == chosen.policy and final.recipe.mtp_auto is None
     accepted = [row.acceptance for row in found.rows[1:]]
     assert accepted == [tried[0].acceptance, chosen.acceptance]
@@ -148,9 +149,9 @@ def invented(glm, tmp_path, monkeypatch):
     _, backbone = glm
 
     def results(asked: Plan, slots: int, *rates: float):
-        each = iter(rates)
-        monkeypatch.setattr(policy, "acceptance", lambda *_: even(next(each), slots=slots))
-        monkeypatch.setattr(policy.PolicyResults, "_make", lambda *_: None)
+        measured = [even(rate, slots=slots) for rate in rates]
+        monkeypatch.setattr(policy, "acceptance", Mock(side_effect=measured))
+        monkeypatch.setattr(policy.PolicyResults, "_make", Mock())
         run = results_of(asked, fresh(backbone, tmp_path / "pass"))
         run.released()
         return run
@@ -158,7 +159,15 @@ def invented(glm, tmp_path, monkeypatch):
     return results
 
 
-@cases
+@pytest.mark.parametrize(
+    "least, chosen",
+    [
+        (0.89, "W4A16"),
+        (0.96, "FP8_DYNAMIC"),
+        (0.99, "bf16"),
+        (0.999, None),
+    ],
+)
 def test_the_budget_decides(glm, invented, least, chosen):
     asked = auto(glm[0], "W4A16", "FP8_DYNAMIC", "bf16", least=least)
     run = invented(asked, 100_000, 0.8, 0.798, 0.77, 0.72)
@@ -181,18 +190,21 @@ def test_played_games_pass_wrongly_as_seldom_as_the_confidence_says(glm, monkeyp
     The twin takes any that is shown, as if each were alone.
     """
     words = ["bf16", "FP8_BLOCK", "FP8", "NVFP4", "W4A16_ASYM", "W4A16_G32", "W4A16", "MXFP4A16"]
-    asked, num_games = auto(glm[0], *words), 250
+    asked = auto(glm[0], *words)
+    num_games = 250
     plans = {word: with_mtp(glm[0], word) for word in words}
     by_size = sorted(words, key=lambda word: -block_bytes(plans[word]))
     monkeypatch.setattr(mtp, "with_policy", lambda _, policy: plans[policy])
-    rng, wrong, wrong_alone = torch.Generator().manual_seed(0), 0, 0
+    rng = torch.Generator().manual_seed(0)
+    wrong = 0
+    wrong_alone = 0
     for _ in range(num_games):
         released, found = game(rng, [1.0] * num_good + [0.9699] * (8 - num_good))
         own = dict(zip(by_size, found, strict=True))
         run = SimpleNamespace(
             plan=asked,
             backbone=glm[1],
-            released=lambda released=released: released,
+            released=Mock(return_value=released),
             measured=lambda plan, own=own: own[plan.recipe.mtp],
         )
         with suppress(GateError):
@@ -206,8 +218,11 @@ def test_played_games_pass_wrongly_as_seldom_as_the_confidence_says(glm, monkeyp
 
 
 def block_bytes(plan: Plan) -> int:
-    own = (tensor for tensor in plan.tensors if tensor.part == "mtp")
-    return sum(output.num_bytes for tensor in own for output in tensor.outputs)
+    size = 0
+    for tensor in policy.block_tensors(plan):
+        for output in tensor.outputs:
+            size += output.num_bytes
+    return size
 
 
 def game(rng: torch.Generator, kept: list[float]) -> tuple[Acceptance, list[Acceptance]]:
@@ -275,9 +290,11 @@ def test_text_that_can_show_nothing_is_refused_at_once(glm):
 def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypatch):
     plan, backbone = glm
     asked = auto(plan, "FP8_DYNAMIC", "W4A16", "NVFP4", least=0.5)
-    whole, cut = fresh(backbone, tmp_path / "whole"), fresh(backbone, tmp_path / "cut")
+    whole = fresh(backbone, tmp_path / "whole")
+    cut = fresh(backbone, tmp_path / "cut")
     expected = mtp_pass(asked, whole)[1]
-    calls, original = [], policy.calibrate
+    calls = []
+    original = policy.calibrate
 
     def killed(*args):
         calls.append(args)
@@ -286,7 +303,8 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
         return original(*args)
 
     monkeypatch.setattr(policy, "calibrate", killed)
-    monkeypatch.setattr(calibrate, "_calibrate_layer", lambda *_: pytest.fail("a second pass"))
+    again = Mock(side_effect=AssertionError("a second pass"))
+    monkeypatch.setattr(calibrate, "_calibrate_layer", again)
     with pytest.raises(KeyboardInterrupt):
         mtp_pass(asked, cut)
     assert not published(cut), "nothing before the end"
@@ -382,7 +400,8 @@ def run(plan: Plan, folder: Path) -> Backbone:
 
 def test_a_block_is_calibrated_on_what_a_server_computes(plans, tmp_path):
     """Such a pass serves every policy."""
-    backbone, states = run(plans["NVFP4"], tmp_path), {}
+    backbone = run(plans["NVFP4"], tmp_path)
+    states = {}
     for stream in ("mtp", "served", "calibration", "source"):
         batches = backbone.batches(stream).batches()
         states[stream] = torch.cat([batch.state[0] for batch in batches]).float()
@@ -408,10 +427,18 @@ def test_a_pass_without_these_states_does_not_calibrate_a_block(plans, tmp_path)
     assert mtp_pass(plans["FP8_DYNAMIC"], without)[1].rows
 
 
-@cases
+@pytest.mark.parametrize(
+    "candidates, may",
+    [
+        (["NVFP4", "bf16"], True),
+        (["FP8_DYNAMIC", "bf16"], False),
+        ([{"experts": "FP8"}], True),
+    ],
+)
 def test_candidates_say_whether_a_block_may_be_calibrated(candidates, may, plans):
     plan = plans["bf16"]
-    chooses, calibration = auto(plan, *candidates), plan.calibration
+    chooses = auto(plan, *candidates)
+    calibration = plan.calibration
     assert chooses.may_calibrate_mtp == may
     more = calibration_bytes(chooses) - calibration_bytes(plan)
     assert more == may * 2 * calibration.samples * calibration.sequence_length * 256 * 2

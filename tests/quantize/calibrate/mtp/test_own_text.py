@@ -4,6 +4,7 @@ room is.
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,14 +46,16 @@ def test_the_model_answers_the_prompts_of_the_dataset_once(asked, tmp_path, monk
         first = len(prompt)
         assert not data.held_out_written[row, :first].any() and data.held_out_written[row, first]
         (answer,) = greedy_answers(ROOT / "models" / name, [tokenizer.decode(prompt)])
-        own, end = ids[written].tolist(), first + int(written.sum())
+        own = ids[written].tolist()
+        end = first + int(written.sum())
         assert own == answer[: len(own)] and len(own) > 20 and written[first:end].all()
         assert torch.equal(ids[:first], prompt)
         assert torch.equal(ids[end:], data.held_out_ids[row, end:])
-    fact, num_written = DataFact.model_validate(found.provenance), int(found.held_out_written.sum())
+    fact = DataFact.model_validate(found.provenance)
+    num_written = int(found.held_out_written.sum())
     assert (fact.held_out_by, fact.held_out_written_tokens) == ("model", num_written)
     assert fact.ids_sha256 == data.provenance["ids_sha256"]
-    monkeypatch.setattr(own_text, "_write", lambda *_: pytest.fail("a second time"))
+    monkeypatch.setattr(own_text, "_write", Mock(side_effect=AssertionError("a second time")))
     again = with_own_text(plan, data, tmp_path, device=CPU)
     assert torch.equal(again.held_out_ids, found.held_out_ids)
     assert again.provenance == found.provenance
@@ -64,10 +67,10 @@ def test_a_model_that_cannot_write_leaves_the_datasets_text(asked, tmp_path, mon
     """
     _, plan, data = asked
     with monkeypatch.context() as patch:
-        patch.setattr(own_text, "free_host_bytes", lambda: 1_000_000)
+        patch.setattr(own_text, "free_host_bytes", Mock(return_value=1_000_000))
         assert with_own_text(plan, data, tmp_path / "small", device=CPU) is data
         patch.undo()
-        patch.setattr(PreTrainedModel, "can_generate", classmethod(lambda _: False))
+        patch.setattr(PreTrainedModel, "can_generate", Mock(return_value=False))
         assert with_own_text(plan, data, tmp_path / "mute", device=CPU) is data
     for folder in ("small", "mute"):
         assert with_own_text(plan, data, tmp_path / folder, device=CPU) is data

@@ -24,7 +24,8 @@ def test_it_is_what_its_training_said_and_nvfp4_costs_it_something(tmp_path):
     Its drafts leave room on both sides: a block that is always right, or never, cannot show which
     policy is better.
     """
-    tokenizer, rows = AutoTokenizer.from_pretrained(FOLDER), []
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    rows = []
     for line in (ROOT / "models" / "docs_held_out.jsonl").read_text().splitlines():
         row = tokenizer.encode(json.loads(line)["text"])[: TRAINED["sequence_length"]]
         rows += [row] if len(row) == TRAINED["sequence_length"] else []
@@ -32,7 +33,8 @@ def test_it_is_what_its_training_said_and_nvfp4_costs_it_something(tmp_path):
     # NVFP4 throughout, with the released model's states next to its own.
     plan = plan_over(FOLDER, "tiny-docs.nvfp4")
     backbone = finished(plan, tmp_path, held_out=torch.tensor(rows))
-    released, quantized = target(backbone, "source"), target(backbone, "served")
+    released = target(backbone, "source")
+    quantized = target(backbone, "served")
     assert released.perplexity == pytest.approx(TRAINED["perplexity"], rel=0.01)
     assert quantized.perplexity >= 1.01 * released.perplexity
     accepted = acceptance(released, filled_blocks(plan, backbone.skeleton))

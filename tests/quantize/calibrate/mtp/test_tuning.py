@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import MtpTuned
 from passes import ROOT, answered, even, fresh, plan_over, results_of
 from safetensors.torch import load_file, save_file
-from tables import cases
+from spies import calls_of
 from writing import recipe_with
 
 pytestmark = pytest.mark.usefixtures("in_f32")
@@ -102,7 +103,8 @@ def test_a_weak_block_is_trained_and_written(weak, trained, tmp_path):
     wanted = {output.name for tensor in plan.tensors if tensor.tuned for output in tensor.outputs}
     assert {name for name in statistics if name.startswith("mtp.")} == wanted
     write_shards(final, tmp_path, threads=1, statistics=statistics)
-    written, released = weights_of(tmp_path), weights_of(plan.source.folder)
+    written = weights_of(tmp_path)
+    released = weights_of(plan.source.folder)
     assert all(torch.equal(written[name], statistics.read(name)) for name in wanted)
     same = {
         name for name in written if name in released and torch.equal(written[name], released[name])
@@ -137,7 +139,8 @@ def test_what_is_measured_is_what_is_written(weak, tmp_path, monkeypatch):
         return even(0.9, slots=100)
 
     monkeypatch.setattr(mtp_policy, "acceptance", spy)
-    results, short = results_of(plan, backbone), with_settings(plan, steps=1)
+    results = results_of(plan, backbone)
+    short = with_settings(plan, steps=1)
     results.measured(short)
     kept = load_file(results.statistics(short)[0])
     for module in ("self_attn.q_proj", "mlp.down_proj"):
@@ -154,17 +157,23 @@ def test_static_scales_are_those_of_the_trained_weights(weak, tmp_path, monkeypa
     """No token is clipped that the pass has seen; the twin keeps the scales from before, and clips."""
     plan, backbone = weak
     if not again:
-        monkeypatch.setattr(mtp_policy, "serve_scales", lambda *_: None)
-        found, original = [], mtp_policy.calibrate
-        monkeypatch.setattr(
-            mtp_policy, "calibrate", lambda *args: found.append(original(*args)) or found[0]
-        )
-    backbone, largest, blocks = fresh(backbone, tmp_path / "pass"), {}, []
-    monkeypatch.setattr(
-        mtp_policy, "acceptance", lambda _, own: blocks.extend(own) or even(0.9, slots=100)
-    )
-    results, long = results_of(plan, backbone), with_settings(plan, learning_rate=2.0e-2)
+        monkeypatch.setattr(mtp_policy, "serve_scales", Mock())
+        original = mtp_policy.calibrate
+        found = []
+
+        def first_found(*args):
+            found.append(original(*args))
+            return found[0]
+
+        monkeypatch.setattr(mtp_policy, "calibrate", first_found)
+    backbone = fresh(backbone, tmp_path / "pass")
+    largest = {}
+    measured = Mock(return_value=even(0.9, slots=100))
+    monkeypatch.setattr(mtp_policy, "acceptance", measured)
+    results = results_of(plan, backbone)
+    long = with_settings(plan, learning_rate=2.0e-2)
     results.measured(long)
+    _, blocks = measured.call_args.args
 
     def see(name, _module, args):
         largest[name] = max(largest.get(name, 0.0), float(args[0].abs().max()))
@@ -222,11 +231,20 @@ def by_kind(**gains: float) -> Acceptance:
 KINDS = ("a", "b") * 20
 
 
-@cases
+@pytest.mark.parametrize(
+    "a, b, is_better",
+    [
+        (1.3, 1.0, True),
+        (1.3, 0.9, False),
+        (1.01, 0.99, False),
+        (1.02, 1.02, True),
+    ],
+)
 def test_no_kind_may_be_lost_and_the_mean_must_gain(a, b, is_better):
     """1.3 and 0.9 are the twin: its mean gains, as a gate of one kind of text would see."""
     rows = {kind: [*range(place, 40, 2)] for place, kind in enumerate("ab")}
-    before, after = by_kind(a=1.0, b=1.0), by_kind(a=a, b=b)
+    before = by_kind(a=1.0, b=1.0)
+    after = by_kind(a=a, b=b)
     figures = mtp_pass_module.gains(before, after, rows, 0.95, 4)
     assert figures["chosen"] == is_better
     assert figures["gain"] == pytest.approx((a + b) / 2, abs=0.01)
@@ -248,19 +266,18 @@ def test_held_out_text_of_several_kinds_chooses_the_share(weak, tmp_path, monkey
     trained.
     """
     plan, backbone = weak
-    backbone, steps, original = guarded(backbone, tmp_path / "pass"), [], Training._step
-    found = iter(
-        by_kind(a=a, b=b) for a, b in ((1, 1), (1.3, 0.8), (1.25, 0.9), (1.2, 1.01), (1.1, 1.01))
-    )
-    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_: next(found))
-    monkeypatch.setattr(
-        Training, "_step", lambda self, step: (steps.append(step), original(self, step))
-    )
+    backbone = guarded(backbone, tmp_path / "pass")
+    untrained = by_kind(a=1, b=1)
+    shares = [by_kind(a=1.3, b=0.8), by_kind(a=1.25, b=0.9), by_kind(a=1.2, b=1.01)]
+    shares.append(by_kind(a=1.1, b=1.01))
+    monkeypatch.setattr(mtp_policy, "acceptance", Mock(side_effect=[untrained, *shares]))
+    steps = calls_of(monkeypatch, Training, "_step")
     small = with_settings(plan, steps=2)
     results = results_of(small, backbone)
     fact, final = mtp_pass_module.tune(results, None)
     assert (fact.share, fact.chosen, final.recipe.mtp_tuned.share) == (0.5, True, 0.5)
-    assert steps == [0, 1] and not [*(backbone.folder / "mtp").glob("*.training")]
+    assert [step for (_, step), _ in steps] == [0, 1], "one training"
+    assert not [*(backbone.folder / "mtp").glob("*.training")]
     assert "worse on" not in fact.says and "By kind: a 1.2" in fact.says and "50%" in fact.says
     name = "mtp.fc.weight"
     half, whole = (load_file(results.statistics(each)[0])[name].float() for each in (final, small))
@@ -272,9 +289,9 @@ def test_held_out_text_of_several_kinds_chooses_the_share(weak, tmp_path, monkey
 
 def test_a_kind_that_is_lost_keeps_the_block_untrained(weak, tmp_path, monkeypatch):
     plan, backbone = weak
-    found = iter([by_kind(a=1, b=1), *[by_kind(a=1.3, b=0.9)] * 4])
-    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_: next(found))
-    monkeypatch.setattr(mtp_policy.PolicyResults, "_make", lambda *_: None)
+    measured = [by_kind(a=1, b=1), *[by_kind(a=1.3, b=0.9)] * 4]
+    monkeypatch.setattr(mtp_policy, "acceptance", Mock(side_effect=measured))
+    monkeypatch.setattr(mtp_policy.PolicyResults, "_make", Mock())
     results = results_of(plan, guarded(backbone, tmp_path / "pass"))
     fact, final = mtp_pass_module.tune(results, None)
     assert not fact.chosen and fact.gain_at_least > 1
@@ -286,8 +303,8 @@ def test_a_kind_that_says_nothing_is_refused_before_the_first_step(weak, tmp_pat
     plan, backbone = weak
     silent = by_kind(a=1, b=1)
     silent.counts[1::2] = 0
-    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_: silent)
-    monkeypatch.setattr(Training, "_step", lambda *_: pytest.fail("a step"))
+    monkeypatch.setattr(mtp_policy, "acceptance", Mock(return_value=silent))
+    monkeypatch.setattr(Training, "_step", Mock(side_effect=AssertionError("a step")))
     backbone = guarded(backbone, tmp_path / "pass")
     match = r": b: 4 held-out sequences must have tokens that are the model's own choice; got 0\."
     with pytest.raises(RecipeError, match=match):
@@ -313,11 +330,12 @@ def test_a_relative_rate_goes_by_the_spread_of_a_matrix():
 
 def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
     plan, backbone = glm
-    monkeypatch.setattr(mtp_policy, "acceptance", lambda *_, **__: even(0.9, slots=100))
+    monkeypatch.setattr(mtp_policy, "acceptance", Mock(return_value=even(0.9, slots=100)))
     small = with_settings(plan, mtp="bf16", steps=1, batch_size=1, draft_steps=1)
     results = results_of(small, fresh(backbone, tmp_path / "pass"))
     results.measured(small)
-    kept, released = load_file(results.statistics(small)[0]), weights_of(plan.source.folder)
+    kept = load_file(results.statistics(small)[0])
+    released = weights_of(plan.source.folder)
     tuned = {tensor.name: tensor.role for tensor in small.tensors if tensor.tuned}
     assert kept.keys() == tuned.keys()
     assert {"experts", "router", "attention", "norm", "glue"} <= {*tuned.values()}
@@ -332,8 +350,10 @@ def test_experts_and_router_are_trained_too(glm, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_killed_training_goes_on_to_the_same_bytes(weak, trained, tmp_path, monkeypatch):
     plan, backbone = weak
-    cut, steps = fresh(backbone, tmp_path / "cut"), []
-    original, name = Training._step, "layers.0.mlp.down_proj.weight"
+    cut = fresh(backbone, tmp_path / "cut")
+    steps = []
+    original = Training._step
+    name = "layers.0.mlp.down_proj.weight"
     released = weights_of(plan.source.folder)[f"mtp.{name}"].float()
 
     def killed(self, step):
@@ -366,7 +386,8 @@ def test_a_loss_that_is_not_finite_is_one_sentence(weak, tmp_path, monkeypatch):
 
 
 def test_each_sequence_is_drawn_once_before_one_is_drawn_again():
-    settings, drawn = SETTINGS.model_copy(update={"batch_size": 3}), []
+    settings = SETTINGS.model_copy(update={"batch_size": 3})
+    drawn = []
     for step in range(10):
         drawn += tuning.rows_of(step, num_rows=10, settings=settings)
     assert [sorted(drawn[start : start + 10]) for start in (0, 10, 20)] == [[*range(10)]] * 3
@@ -406,7 +427,8 @@ def test_losses_by_hand():
     """`tv` is what rejection sampling rejects: a token drawn from q is kept with min(1, p / q). None
     hides NaN.
     """
-    accepted, divergence = torch.tensor(ACCEPTED), (P * (P / Q).log()).sum(dim=1)
+    accepted = torch.tensor(ACCEPTED)
+    divergence = (P * (P / Q).log()).sum(dim=1)
     share = (-3 * accepted).exp()
     by_hand = {
         "tv": 1 - accepted,

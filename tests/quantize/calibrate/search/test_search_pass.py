@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from json_files import json_of, put_json
@@ -30,7 +31,6 @@ from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, even, plan_over
 from scipy.stats import spearmanr
-from tables import cases
 from typer.testing import CliRunner
 from writing import recipe_with
 from written_values import poke
@@ -72,10 +72,11 @@ def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_pa
     block; a drawn token for each slot leaves a factor of about two.
     """
     own, found = swept
-    choices, losses = own.choices, found.losses
+    choices = own.choices
+    losses = found.losses
     backbone = [unit.name for unit in choices.units if unit.part == "backbone"]
     plans = [choices.plan({**choices.uniform("bf16"), name: "NVFP4"}) for name in backbone]
-    monkeypatch.setattr(SearchRun, "blocks", lambda _: [])
+    monkeypatch.setattr(SearchRun, "blocks", Mock(return_value=[]))
     _, *measured = measure_plans(own, plans, tmp_path, found.largest)
     predicted = [losses[name, "NVFP4"] for name in backbone]
     diverged = [each.divergence for each, _ in measured]
@@ -104,7 +105,8 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
     assert plan.recipe.overrides, "nothing deviates from its group: choose another budget"
     first = choices.units[0].name
     broken = {**assignment, first: "bf16" if assignment[first] == "NVFP4" else "NVFP4"}
-    monkeypatch.setattr("keepmtp.quantize.plan.choices.found_recipe", lambda *_: plan.recipe)
+    wrong = Mock(return_value=plan.recipe)
+    monkeypatch.setattr("keepmtp.quantize.plan.choices.found_recipe", wrong)
     with pytest.raises(AssertionError, match=r"model\.layers\.0\."):
         found_plan(choices, broken, shard_bytes=10**9)
 
@@ -122,9 +124,18 @@ def test_overrides_are_few_where_layers_agree():
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "stop, at",
+    [
+        ("_forward", 2),
+        ("_top", 1),
+        ("_backward", 2),
+    ],
+)
 def test_a_killed_search_goes_on_to_the_same_sums(stop, at, swept, tmp_path, monkeypatch):
-    own, calls, once = run_in(tmp_path), [], getattr(SearchRun, stop)
+    own = run_in(tmp_path)
+    calls = []
+    once = getattr(SearchRun, stop)
 
     def killed(self, *args):
         calls.append(args)
@@ -182,12 +193,13 @@ def test_the_whole_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("slots", [100, 10_000])
 def test_acceptance_decides_where_its_loss_is_shown(slots, swept, tmp_path, monkeypatch):
     """Two drafts fewer of 90 are luck, and the divergence decides; 200 of 9,000 are a loss."""
-    rates = (0.0, 0.9), (0.009, 0.88), (0.012, 0.9)
-    measured = [(SimpleNamespace(divergence=apart), even(r, slots=slots)) for apart, r in rates]
-    monkeypatch.setattr(search_pass, "measure_plans", lambda *_: measured)
-    monkeypatch.setattr(
-        search_pass, "plans_to_try", lambda own, _: {"found": own.largest, "other": own.smallest}
-    )
+    measured = []
+    for apart, rate in ((0.0, 0.9), (0.009, 0.88), (0.012, 0.9)):
+        measured.append((SimpleNamespace(divergence=apart), even(rate, slots=slots)))
+    choices = swept[0].choices
+    tried = {"found": choices.largest, "other": choices.smallest}
+    monkeypatch.setattr(search_pass, "measure_plans", Mock(return_value=measured))
+    monkeypatch.setattr(search_pass, "plans_to_try", Mock(return_value=tried))
     found, other = search_pass._found(swept[0], tmp_path)[1].plans
     assert other.chosen is (slots > 100) is (found.lost > 0)
 
@@ -216,9 +228,11 @@ def test_a_layer_that_is_not_finite_is_named(tmp_path):
 
 def units_of(seed: int, count: int) -> list[list[tuple[int, float]]]:
     """Options that cost more and lose less, mostly; some are good for nothing."""
-    draw, found = random.Random(seed), []
+    draw = random.Random(seed)
+    found = []
     for _ in range(count):
-        size, loss = draw.randint(1, 40), draw.random()
+        size = draw.randint(1, 40)
+        loss = draw.random()
         options = [(size, loss), (2 * size, loss * draw.random()), (4 * size, 0.0)]
         found.append(draw.sample([*options, (3 * size, loss * 2)], 4))
     return found
@@ -240,7 +254,8 @@ def taken(units, room: int) -> float:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_is_better(seed):
     units = units_of(seed, 6)
-    room, best = room_of(units, seed / 11), float("inf")
+    room = room_of(units, seed / 11)
+    best = float("inf")
     for picked in itertools.product(*units):
         if sum(cost for cost, _ in picked) <= room:
             best = min(best, sum(loss for _, loss in picked))
