@@ -40,7 +40,7 @@ SHUFFLED_ROWS = 10_000
 ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
 should be shuffled beforehand."""
 _START_BYTES = 4096
-_NO_ROW = (0, None, [])  # after the last one
+_EncodedRow = tuple[int, DataRow, list[int]]  # its number, it, and its token ids
 _UNREADABLE = (
     DatasetsError,
     ArrowException,
@@ -244,24 +244,20 @@ def _draw(
     used = _Part()
     held = _Part()
     while len(used.ids) < num_used * length:
-        number, row, ids = next(rows, _NO_ROW)
-        if row is None:
+        found = _next_row(rows, used)
+        if found is None:
             break
-        if not ids:
-            used.num_blank += 1
-            continue
+        number, _, ids = found
         used.numbers.append(number)
         used.sums.add(ids_sha256(ids))
         used.ids += ids
     del used.ids[num_used * length :]
     known = used.sums.union(elsewhere or ())
     while len(held.ids) < num_held * length:
-        number, row, ids = next(rows, _NO_ROW)
-        if row is None:
+        found = _next_row(rows, held)
+        if found is None:
             break
-        if not ids:
-            held.num_blank += 1
-            continue
+        number, row, ids = found
         if ids_sha256(ids) in known:
             continue
         held.numbers.append(number)
@@ -296,6 +292,16 @@ def _draw(
     return _Drawn(texts.model_copy(update={"dataset_revision": revision}), used, held)
 
 
+def _next_row(rows: Iterator[_EncodedRow], part: _Part) -> _EncodedRow | None:
+    """The next row that has tokens, if there is one; `part` counts those without."""
+    for row in rows:
+        *_, ids = row
+        if ids:
+            return row
+        part.num_blank += 1
+    return None
+
+
 def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
     """The sequences of several datasets, each dataset's evenly over the whole."""
     places = []
@@ -309,7 +315,7 @@ def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
 
 def _encoded(
     rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
-) -> Iterator[tuple[int, DataRow, list[int]]]:
+) -> Iterator[_EncodedRow]:
     """Rows with their numbers and token ids; none for a blank one."""
     vocab_size = encoding.source.text_config.get("vocab_size")
     for number, row in rows:
