@@ -94,16 +94,16 @@ def smoothings_of(
                 found += group
     restore(model, before)
     found.sort(key=lambda smoothing: calls[smoothing.smooth])
-    first, *others = gathered(found)  # each rank looks at a batch of its own
+    agreed, *others = gathered(found)  # each rank looks at a batch of its own
     for other in others:
-        first = [smoothing for smoothing in first if smoothing in other]
+        agreed = [smoothing for smoothing in agreed if smoothing in other]
     if work.algorithm != "awq":
-        return tuple(first)
+        return tuple(agreed)
     # It replays the module around what it balances, and keeps that module's arguments for one
     # smoothing only (llm-compressor 0.14.0.1 modifiers/transform/awq/base.py,
     # `_parent_args_cache`: a KeyError otherwise).
     by_parent: dict[str, Smoothing] = {}
-    for smoothing in first:
+    for smoothing in agreed:
         parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
         by_parent.setdefault(parent, smoothing)
     return tuple(by_parent.values())

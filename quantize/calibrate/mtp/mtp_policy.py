@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from ....checkpoints.files import write_whole
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
+from ..data.claim import left_behind
 from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
@@ -115,15 +115,7 @@ class PolicyResults:
         """
         ranks = self.backbone.ranks
         path = self.backbone.folder / "mtp" / f"{key}.json"
-
-        def of_earlier_run() -> Any:
-            if not path.is_file():
-                return None
-            return json.loads(path.read_text())
-
-        # One rank looks for all: each for itself, one could find what another has not seen yet, and
-        # wait for its sums.
-        kept = ranks.of_first(of_earlier_run)
+        kept = left_behind(path, ranks)
         if kept is not None:
             return Acceptance(torch.tensor(kept, dtype=torch.float64))
         with fitting(self.plan, "the MTP block and a batch", ranks.device):

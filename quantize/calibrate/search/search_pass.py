@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from operator import add
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -41,7 +40,7 @@ from ...plan.plan import Plan
 from ...run.progress import ProgressCallback
 from ...run.ranks import Ranks
 from ...write.output import asked
-from ..data.claim import search_fingerprint
+from ..data.claim import left_behind, search_fingerprint
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
@@ -89,13 +88,7 @@ def search(
     key = asked(plan.recipe)[:16]
     stored = folder / f"found-{key}.json"
     plans = folder / f"plans-{key}"
-
-    def of_earlier_run() -> Any:
-        if not stored.is_file():
-            return None
-        return json.loads(stored.read_text())
-
-    found = ranks.of_first(of_earlier_run)
+    found = left_behind(stored, ranks)
     if found is None:
         run = SearchRun(choices, data, folder, ranks, can_draft=can_draft, progress=progress)
         assignment, fact = _found(run, plans)
