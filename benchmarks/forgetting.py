@@ -169,8 +169,8 @@ class Held(Training):
     arm: Arm
     losses: list[float]
 
-    def __init__(self, plan: Plan, backbone: Backbone, block: Any, binding: Any):
-        super().__init__(plan, backbone, block, binding)
+    def __init__(self, plan: Plan, backbone: Backbone, block: Any):
+        super().__init__(plan, backbone, block)
         self._first = {name: master.clone() for name, master in self._masters.items()}
         self._untrained = copy.deepcopy(block)
 
@@ -395,7 +395,7 @@ def lines(arm: Arm, found: Mapping[str, Any], size: Size) -> Iterator[str]:
             pairs = [*zip(values, reaches, strict=True)]
             low = min(low, *(value - reach for value, reach in pairs))
             cells.append("<br>".join(f"{100 * v:.1f} ± {100 * r:.1f}" for v, r in pairs))
-        mean, _ = gains(counts["before"], counts[name], rows, CONFIDENCE, 1)
+        mean = gains(counts["before"], counts[name], rows, CONFIDENCE, 1)
         share = 1.0 if name == "all" else fact["share"]
         words = [arm.title, ", ".join(arm.kinds), f"{share:.0%}", *cells]
         words += [f"{100 * mean['gain']:.1f}", f"{100 * low:.1f}"]
@@ -431,7 +431,7 @@ def game(rng: random.Random, sides: Sequence[Tensor], size: int, judged: int) ->
     mixed = torch.where(coin, after, before), torch.where(coin, before, after)
 
     def is_taken(*pair: Tensor) -> bool:
-        return gains(*map(Acceptance, pair), kinds, CONFIDENCE, 1)[1]
+        return gains(*map(Acceptance, pair), kinds, CONFIDENCE, 1)["chosen"]
 
     return is_taken(before, after), is_taken(*mixed)
 

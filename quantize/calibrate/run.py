@@ -5,8 +5,6 @@ In: a plan over a local source whose recipe has a calibration block. Out: a `Cal
 plan with the MTP policy decided, the statistics it takes its tensors from, and the figures that go
 into the checkpoint's provenance.
 
-Easy to get wrong: everything that can be refused is refused before the backbone pass, which may
-take hours.
 """
 
 import json
@@ -64,32 +62,44 @@ def calibrate(
         CheckpointError: the model computes NaN, or parts of it are never called.
         GateError: `mtp: auto` finds nothing good enough.
     """
+    # All that can be refused is refused before the backbone pass, which may take hours.
     refuse_untrusted_code(plan)
-    refuse_mtp(plan)
+    no_block = refuse_mtp(plan)
     refuse_strange(folder, below=True)
 
     def find() -> CalibrationData:
-        tuned = plan.recipe.mtp_tuned
-        found = calibration_data(plan.calibration, plan.source, tuned.guard if tuned else ())
+        guard = ()
+        if plan.recipe.mtp_tuned is not None:
+            guard = plan.recipe.mtp_tuned.guard
+        drawn = calibration_data(plan.calibration, plan.source, guard)
         if plan.calibration.held_out_by == "model":
-            found = with_own_text(plan, found, folder, device=ranks.device)
-        return found
+            return with_own_text(plan, drawn, folder, device=ranks.device)
+        return drawn
 
     # Read once for all: the other ranks need neither the dataset nor its host.
     data = ranks.of_first(find)
     if plan.recipe.measures_mtp:
         refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)
-    rule = "only one run may calibrate for an output"
-    with held(folder, rule) if ranks.is_first else nullcontext():
+    alone = nullcontext()
+    if ranks.is_first:
+        alone = held(folder, "only one run may calibrate for an output")
+    with alone:
         settled = plan
         fact = None
         if plan.recipe.is_searched:
-            settled, fact = search(plan, data, folder / "search", ranks=ranks, progress=progress)
+            settled, fact = search(
+                plan,
+                data,
+                folder / "search",
+                ranks=ranks,
+                can_draft=no_block is None,
+                progress=progress,
+            )
         backbone = calibrate_backbone(
             settled, data, folder, device=ranks.device, ranks=ranks, progress=progress
         )
-        chosen, mtp = mtp_pass(settled, backbone, progress=progress)
+        chosen, mtp = mtp_pass(settled, backbone, refusal=no_block, progress=progress)
         ranks.wait()
         salt = fingerprint(settled, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
@@ -108,12 +118,12 @@ def calibrate(
     if plan.recipe.mtp_auto:
         summary["min_acceptance"] = plan.recipe.mtp_auto.min_acceptance
         summary["confidence"] = plan.recipe.gates.confidence
-    found = ""
-    if fact:
+    recipe_text = ""
+    if fact is not None:
         summary["search"] = fact.model_dump(mode="json")
-        found = found_text(chosen.recipe)
+        recipe_text = found_text(chosen.recipe)
     return CalibrationRun(
-        plan=chosen, statistics=statistics, salt=salt, summary=summary, recipe_text=found
+        plan=chosen, statistics=statistics, salt=salt, summary=summary, recipe_text=recipe_text
     )
 
 

@@ -16,8 +16,8 @@ A container has a limit of its own, which /proc/meminfo does not know; the small
 Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1
 modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/gptq.py and awq.py; compared
 with what torch allocates in tests/quantize/test_memory.py, and with what is held in
-tests/quantize/calibrate/test_bounded.py. Linux Documentation/filesystems/proc.rst (MemAvailable),
-admin-guide/cgroup-v2.rst (memory.max, memory.current) and cgroup-v1/memory.rst.
+tests/quantize/calibrate/layers/test_bounded.py. Linux Documentation/filesystems/proc.rst
+(MemAvailable), admin-guide/cgroup-v2.rst (memory.max, memory.current) and cgroup-v1/memory.rst.
 """
 
 from collections import defaultdict

@@ -61,7 +61,9 @@ class Batches:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self.skeleton.feed(self.index, self.batches)
+        for batch in self.batches:
+            with self.skeleton.fed(self.index, batch) as arguments:
+                yield arguments
 
 
 class Skeleton(skeleton.Skeleton):

@@ -19,6 +19,7 @@ import json
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from .... import __version__
 from ....checkpoints.files import write_whole
@@ -127,6 +128,19 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
             got=f"another or none on {ranks}",
             cure="Put the source and OUT where every node sees them, under the same path",
         )
+
+
+def left_behind(path: Path, ranks: Ranks) -> Any:
+    """What an earlier run has left in a JSON file; None where there is none."""
+
+    def read() -> Any:
+        if not path.is_file():
+            return None
+        return json.loads(path.read_text())
+
+    # One rank looks for all: each for itself, one could find what another has not seen yet, and
+    # wait for its sums.
+    return ranks.of_first(read)
 
 
 def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, Json]:

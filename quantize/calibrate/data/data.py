@@ -14,9 +14,8 @@ import random
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, count, islice
-from operator import attrgetter, itemgetter
+from itertools import count, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ SHUFFLED_ROWS = 10_000
 ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
 should be shuffled beforehand."""
 _START_BYTES = 4096
+_EncodedRow = tuple[int, DataRow, list[int]]  # its number, it, and its token ids
 _UNREADABLE = (
     DatasetsError,
     ArrowException,
@@ -113,17 +113,27 @@ def calibration_data(
     num_used = portions(calibration.samples, shares)
     num_held = portions(calibration.held_out, shares)
     with Encoders(source, may_run_code=calibration.model_code == "checkpoint") as encoding:
-        draw = partial(_draw, calibration, encoding)
-        drawn = list(map(draw, mix, num_used, num_held))
-        calibrated_on = set[str]().union(*(part.sums for _, part, _ in drawn))
-        drawn += [draw(texts, 0, calibration.held_out, calibrated_on) for texts in guard]
-    read, used, held = zip(*drawn, strict=True)
-    ids = _laid_among(map(attrgetter("ids"), used[: len(mix)]), length)
-    held_out_ids = _laid_among(map(attrgetter("ids"), held), length)
-    numbers = [[number] * len(part.ids) for number, part in enumerate(held)]
-    of_rows = _laid_among(numbers, length)[:, 0].tolist()
-    first, *others = read[: len(mix)]
-    parts = [*chain.from_iterable(zip(used, held, strict=True))]
+        drawn: list[_Drawn] = []
+        for texts, own_used, own_held in zip(mix, num_used, num_held, strict=True):
+            drawn.append(_draw(calibration, encoding, texts, own_used, own_held))
+        calibrated_on: set[str] = set()
+        for own in drawn:
+            calibrated_on |= own.used.sums
+        for texts in guard:
+            drawn.append(
+                _draw(calibration, encoding, texts, 0, calibration.held_out, calibrated_on)
+            )
+    parts: list[_Part] = []
+    kinds: list[list[int]] = []  # the number of its dataset, for each held-out token
+    for number, own in enumerate(drawn):
+        parts += [own.used, own.held]
+        kinds.append([number] * len(own.held.ids))
+    row_numbers: list[int] = []
+    for part in parts:
+        row_numbers += part.numbers
+    ids = _laid_among([own.used.ids for own in drawn[: len(mix)]], length)
+    held_out_ids = _laid_among([own.held.ids for own in drawn], length)
+    first = drawn[0].texts
     provenance = {
         "dataset": first.dataset,
         "dataset_revision": first.dataset_revision,
@@ -132,28 +142,32 @@ def calibration_data(
         "column": first.column,
         "prompt_column": first.prompt_column or "",
         "seed": calibration.seed,
-        "rows": sum(len(part.numbers) for part in used),
-        "held_out_rows": sum(len(part.numbers) for part in held),
+        "rows": sum(len(own.used.numbers) for own in drawn),
+        "held_out_rows": sum(len(own.held.numbers) for own in drawn),
         "blank_rows": sum(part.num_blank for part in parts),
-        "row_numbers_sha256": ids_sha256([n for part in parts for n in part.numbers]),
+        "row_numbers_sha256": ids_sha256(row_numbers),
         "tokens": ids.numel(),
         "held_out_tokens": held_out_ids.numel(),
         "ids_sha256": ids_sha256(ids.flatten().tolist()),
         "held_out_ids_sha256": ids_sha256(held_out_ids.flatten().tolist()),
     }
-    if others:
-        provenance["also"] = [texts.model_dump(mode="json") for texts in others]
+    read = [own.texts.model_dump(mode="json") for own in drawn]
+    if len(mix) > 1:
+        provenance["also"] = read[1 : len(mix)]
     if guard:
-        provenance["guard"] = [texts.model_dump(mode="json") for texts in read[len(mix) :]]
+        provenance["guard"] = read[len(mix) :]
     written = None
-    if any(part.says_who_wrote for part in held):
-        written = _laid_among(map(attrgetter("written"), held), length)
+    if any(own.held.says_who_wrote for own in drawn):
+        written = _laid_among([own.held.written for own in drawn], length)
         provenance["held_out_written_tokens"] = int(written.sum())
+    titles = []
+    for number in _laid_among(kinds, length)[:, 0].tolist():
+        titles.append(drawn[number].texts.title)
     return CalibrationData(
         ids=ids,
         held_out_ids=held_out_ids,
         held_out_written=written,
-        held_out_kinds=tuple(read[number].title for number in of_rows),
+        held_out_kinds=tuple(titles),
         provenance=provenance,
     )
 
@@ -165,12 +179,15 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers with this sum, as near to the shares as can be; the largest remainders get what
     is left.
     """
-    exact = [total * share for share in shares]
-    found = list(map(int, exact))
-    by_rest = sorted(range(len(shares)), key=lambda index: (found[index] - exact[index], index))
-    for index in by_rest[: total - sum(found)]:
-        found[index] += 1
-    return found
+    whole: list[int] = []
+    missing: list[tuple[float, int]] = []  # the most negative first; of equal ones the first
+    for index, share in enumerate(shares):
+        whole.append(int(total * share))
+        missing.append((whole[index] - total * share, index))
+    missing.sort()
+    for _, index in missing[: total - sum(whole)]:
+        whole[index] += 1
+    return whole
 
 
 @dataclass(slots=True)
@@ -192,6 +209,21 @@ class _Part:
     says_who_wrote: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Rows of one dataset.
+
+    Attributes:
+        texts: the dataset, at the revision that was read.
+        used: to calibrate on.
+        held: to measure on.
+    """
+
+    texts: Texts
+    used: _Part
+    held: _Part
+
+
 def _draw(
     calibration: Calibration,
     encoding: Encoders,
@@ -199,9 +231,9 @@ def _draw(
     num_used: int,
     num_held: int,
     elsewhere: Collection[str] | None = None,
-) -> tuple[Texts, _Part, _Part]:
-    """So many sequences of one dataset at the revision that was read, to calibrate on and to
-    measure on; of a guard with the sums of rows that are calibrated on `elsewhere`.
+) -> _Drawn:
+    """So many sequences of one dataset; of a guard with the sums of rows that are calibrated on
+    `elsewhere`.
     """
     where = f"calibration.dataset {texts.dataset}"
     if elsewhere is not None:
@@ -211,30 +243,37 @@ def _draw(
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
     used = _Part()
     held = _Part()
-    for part, num_tokens in ((used, num_used * length), (held, num_held * length)):
-        while len(part.ids) < num_tokens and (found := next(rows, None)) is not None:
-            number, row, ids = found
-            sum_of_row = ids_sha256(ids)
-            part.num_blank += not ids
-            is_known = sum_of_row in used.sums or sum_of_row in (elsewhere or ())
-            if not ids or (part is held and is_known):
-                continue
-            part.numbers.append(number)
-            if part is used:
-                used.sums.add(sum_of_row)
-                used.ids += ids
-                continue
-            # Each sequence begins with a row of its own: what is too long for it is left out. Only
-            # that row counts as written: a server would not have other rows before it.
-            place = len(held.ids) % length
-            own = ids[: length - place]
-            written = None
-            if not place:
-                written = encoding.written(row, ids, f"{where}: row {number}")
-            held.ids += own
-            held.written += (written or [False] * len(own))[: len(own)]
-            held.says_who_wrote |= written is not None
-        del part.ids[num_tokens:], part.written[num_tokens:]
+    while len(used.ids) < num_used * length:
+        found = _next_row(rows, used)
+        if found is None:
+            break
+        number, _, ids = found
+        used.numbers.append(number)
+        used.sums.add(ids_sha256(ids))
+        used.ids += ids
+    del used.ids[num_used * length :]
+    known = used.sums.union(elsewhere or ())
+    while len(held.ids) < num_held * length:
+        found = _next_row(rows, held)
+        if found is None:
+            break
+        number, row, ids = found
+        if ids_sha256(ids) in known:
+            continue
+        held.numbers.append(number)
+        # Each sequence begins with a row of its own: what is too long for it is left out.
+        place = len(held.ids) % length
+        own = ids[: length - place]
+        held.ids += own
+        written = None
+        if place == 0:
+            written = encoding.written(row, ids, f"{where}: row {number}")
+        if written is None:
+            # Only the row that begins counts: a server would not have other rows before it.
+            held.written += [False] * len(own)
+        else:
+            held.says_who_wrote = True
+            held.written += written[: len(own)]
     if elsewhere is not None and not held.says_who_wrote:
         held.written = [True] * len(held.ids)  # as where no dataset says it
     num_found = len(used.ids) // length + len(held.ids) // length
@@ -250,7 +289,17 @@ def _draw(
             got=f"{num_found}, from {read} different rows and {blank} blank ones",
             cure=SHORTER,
         )
-    return texts.model_copy(update={"dataset_revision": revision}), used, held
+    return _Drawn(texts.model_copy(update={"dataset_revision": revision}), used, held)
+
+
+def _next_row(rows: Iterator[_EncodedRow], part: _Part) -> _EncodedRow | None:
+    """The next row that has tokens, if there is one; `part` counts those without."""
+    for row in rows:
+        *_, ids = row
+        if ids:
+            return row
+        part.num_blank += 1
+    return None
 
 
 def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
@@ -261,12 +310,12 @@ def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
         for turn, sequence in enumerate(sequences):
             places.append(((turn + 0.5) / len(sequences), number, sequence))
     places.sort(key=itemgetter(0, 1))
-    return torch.stack([*map(itemgetter(2), places)])
+    return torch.stack([sequence for *_, sequence in places])
 
 
 def _encoded(
     rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
-) -> Iterator[tuple[int, DataRow, list[int]]]:
+) -> Iterator[_EncodedRow]:
     """Rows with their numbers and token ids; none for a blank one."""
     vocab_size = encoding.source.text_config.get("vocab_size")
     for number, row in rows:
@@ -335,7 +384,9 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
 
 def rows_of(dataset: IterableDataset, texts: Texts, where: str) -> Iterator[tuple[int, DataRow]]:
     """Row numbers and the values of the column: a text or a conversation, maybe empty."""
-    columns = list(filter(None, (texts.column, texts.prompt_column)))
+    columns = [texts.column]
+    if texts.prompt_column:
+        columns.append(texts.prompt_column)
     if {*columns} <= {*(dataset.column_names or ())}:
         dataset = dataset.select_columns(columns)  # Parquet is stored by column
     rows = iter(dataset)
@@ -386,11 +437,17 @@ def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[i
     # A fixed algorithm in Python's standard library; numpy and torch keep theirs the same only
     # within a version.
     order = random.Random(seed)  # noqa: S311
-    while window := list(islice(rows, SHUFFLED_ROWS)):
+    while True:
+        window = list(islice(rows, SHUFFLED_ROWS))
+        if not window:
+            return
         order.shuffle(window)
         yield from window
 
 
 def ids_sha256(numbers: Sequence[int]) -> str:
     """SHA-256 of numbers as int64, little-endian."""
-    return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in numbers)).hexdigest()
+    total = hashlib.sha256()
+    for number in numbers:
+        total.update(number.to_bytes(8, "little"))
+    return total.hexdigest()

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import eq
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, cast
@@ -76,7 +75,7 @@ class _Ways:
             # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces
             # alone without length.
             first = len(row.prompt)
-            written = [s >= first and e > first for s, e in spans["offset_mapping"]]
+            written = [start >= first and end > first for start, end in spans["offset_mapping"]]
             # The end belongs to the answer, whether the tokenizer or `encode` has added it.
             if ids[-1] == self.tokenizer.eos_token_id:
                 written[len(ids) - 1 :] = [True]
@@ -95,7 +94,11 @@ class _Ways:
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
             # After the answer there may be an end that only a whole conversation has.
-            end = [*map(eq, answered, ids), False].index(False)
+            end = 0
+            for token, of_whole in zip(answered, ids, strict=False):
+                if token != of_whole:
+                    break
+                end += 1
             if asked == answered[: len(asked)]:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
@@ -113,7 +116,7 @@ class _Ways:
 
             def by_template(row: Conversation, is_asked: bool) -> list[int]:
                 # Columns of files spell a missing key as None, which templates would print.
-                turns = list(map(without_none, row))
+                turns = [without_none(turn) for turn in row]
                 ids = self.tokenizer.apply_chat_template(
                     turns, tokenize=True, return_dict=False, add_generation_prompt=is_asked
                 )
@@ -124,7 +127,8 @@ class _Ways:
         encode_messages = runpy.run_path(str(file))["encode_messages"]
 
         def by_own_code(row: Conversation, _: bool) -> list[int]:
-            written = encode_messages(list(map(without_none, row)), thinking_mode="chat")
+            turns = [without_none(turn) for turn in row]
+            written = encode_messages(turns, thinking_mode="chat")
             return self.tokenizer.encode(written, add_special_tokens=False, verbose=False)
 
         return by_own_code

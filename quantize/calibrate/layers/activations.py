@@ -4,10 +4,6 @@ In: the input of a quantized linear layer, and its scheme. Out: the values that 
 multiplies, in the input's own dtype. Each distinct input is rounded once: query, key and value
 projections see one, and so do gate and up.
 
-Easy to get wrong: compressed-tensors computes scales in the input's dtype, takes one scale for all
-tokens of an expert (`token` with two dimensions), and an INT8 scale of amax / 127.5. vLLM computes
-in F32, a token at a time, with 127.
-
 Source: vLLM 0.32.0 quantization/utils/nvfp4_emulation_utils.py (ref_nvfp4_quant_dequant),
 utils/int8_utils.py (_per_token_quant_int8) and input_quant_fp8.py (QuantFP8.forward_native).
 tests/vllm/test_activations.py compares the bits. MXFP4's inputs are rounded by compressed-tensors:
@@ -102,6 +98,8 @@ def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
 
 def int8_tokens(value: Tensor) -> Tensor:
     """INT8 values [..., K] with a scale a token."""
+    # In F32, a token at a time, and with 127: compressed-tensors would take the input's dtype, one
+    # scale for all tokens of an expert, and 127.5.
     wide = value.float()
     largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10)
     return ((wide * (127 / largest)).round_() * (largest / 127)).to(value.dtype)

@@ -10,11 +10,8 @@ and its outputs become the next layer's inputs. Memory is one layer, whatever th
 a killed run goes on at the layer it was in. Statistics equal those of llm-compressor's sequential
 pipeline, bit for bit: the layer computes the same in the same order.
 
-Easy to get wrong: there are four streams of hidden states, and they must not be mixed.
-`calibration` is propagated as llm-compressor does (activations are not rounded), `source` has seen
-no quantization at all, and `served` is what a server would compute; the last two are held-out text.
-`mtp` is the calibration text as a server would compute it: what an MTP block is calibrated on, and
-computed only where one may be.
+Easy to get wrong: there are four streams of hidden states, and they must not be mixed
+(`_calibrate_layer`).
 """
 
 import json
@@ -37,8 +34,9 @@ from ...run.ranks import Ranks
 from ...run.statistics import write_statistics
 from ..data.claim import claim_pass, has_mtp_stream
 from ..data.data import CalibrationData
+from ..model.batches import Batches
 from ..model.hooks import hooked
-from ..model.skeleton import Batch, Skeleton
+from ..model.skeleton import Skeleton
 from ..model.states import NextStates, States, Stream, as_state
 from .forwards import calibrating, serving
 from .layer import Calibrated, calibrate
@@ -104,19 +102,23 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
     with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
+        # Held-out text as the release computes it: the layer has its released weights so far.
         backbone.run("source", index, outputs, serving(model))
         handing_over = nullcontext()
         if not work.rewrites:  # the layer returns the same before and after, to the bit
             handing_over = backbone.handing_over("calibration", index, outputs)
         with handing_over:
-            batches = Batches(run=backbone, stream="calibration", index=index)
-            found = calibrate(model, batches, work)
+            found = calibrate(model, backbone.batches("calibration", index), work)
         tensors = work.on_disk(found.tensors)
         if backbone.ranks.is_first and (found.coverage or tensors):
             file = backbone.folder / "statistics" / f"layer-{index:05d}.safetensors"
             backbone.record(file, found, work, tensors)
+        # The calibration text, handed on as llm-compressor does: rewritten weights, and no rounding
+        # of activations.
         if work.rewrites:
             backbone.run("calibration", index, outputs, calibrating(model))
+        # From here on the layer computes as on a server: the held-out text again, and, where an MTP
+        # block may be calibrated, the calibration text for it.
         serve_weights(model, plan, work, InMemory(tensors))
         backbone.run("served", index, outputs, serving(model))
         if has_mtp_stream(backbone.folder):
@@ -141,9 +143,30 @@ class Backbone:
     ranks: Ranks
     states: States
 
-    def batches(self, stream: Stream) -> "Batches":
-        """The sequences with the hidden states after the last layer."""
-        return Batches(run=self, stream=stream, index=len(self.skeleton))
+    def batches(self, stream: Stream, index: int | None = None, size: int | None = None) -> Batches:
+        """This rank's sequences of a stream.
+
+        Args:
+            stream: whose states.
+            index: of the layer that reads them; None: after the last one.
+            size: sequences in a batch; None for the recipe's.
+        """
+        if index is None:
+            index = len(self.skeleton)
+        if size is None:
+            size = self.skeleton.plan.calibration.batch_size
+        ids = self.data.held_out_ids
+        if stream in ("calibration", "mtp"):
+            ids = self.data.ids
+        return Batches(
+            skeleton=self.skeleton,
+            states=self.states,
+            stream=stream,
+            index=index,
+            ids=ids,
+            rows=self.ranks.share(len(ids), size),
+            size=size,
+        )
 
     def run(
         self, stream: Stream, index: int, outputs: NextStates, context: AbstractContextManager[None]
@@ -157,7 +180,7 @@ class Backbone:
             context: how it computes.
         """
         with self.handing_over(stream, index, outputs), torch.no_grad(), context:
-            for arguments in Batches(run=self, stream=stream, index=index):
+            for arguments in self.batches(stream, index):
                 self.skeleton.model(**arguments, use_cache=False)
 
     def handing_over(
@@ -165,10 +188,11 @@ class Backbone:
     ) -> AbstractContextManager[None]:
         """Each batch of a stream that the layer computes becomes states of the next one."""
         # Once around where a batch is looked at again to say what is wrong with it.
-        ranges = cycle(Batches(run=self, stream=stream, index=index).ranges())
+        ranges = cycle(self.batches(stream, index).ranges())
 
         def hand_over(_module: object, _args: object, output: Any) -> None:
-            outputs.put(stream, next(ranges)[0], as_state(output))
+            first, _ = next(ranges)
+            outputs.put(stream, first, as_state(output))
 
         layer = self.skeleton.model.get_submodule(f"{self.skeleton.layer_path}.{index}")
         return hooked([layer.register_forward_hook(hand_over)])
@@ -198,45 +222,6 @@ class Backbone:
             "coverage": json.dumps(coverage),
         }
         write_statistics(path, tensors, metadata)
-
-
-@frozen
-class Batches:
-    """This rank's batches of one stream as inputs of one layer: arguments of the model's forward,
-    read one at a time in each iteration.
-    """
-
-    run: Backbone
-    stream: Stream
-    index: int
-
-    def __len__(self) -> int:
-        return len(self.ranges())
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return self.run.skeleton.feed(self.index, self.batches())
-
-    def batches(self) -> Iterator[Batch]:
-        """The same, with the states that the layer reads."""
-        run = self.run
-        state = None
-        for first, last in self.ranges():
-            if self.index:
-                state = run.states.read(self.index, self.stream, first, last, run.skeleton.device)
-            yield Batch(ids=self.ids[first:last], state=state, first=first)
-
-    def ranges(self) -> list[tuple[int, int]]:
-        """The rows of each of this rank's batches: the first, and the one after the last."""
-        size = self.run.skeleton.plan.calibration.batch_size
-        share = self.run.ranks.share(len(self.ids), size)
-        return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
-
-    @property
-    def ids(self) -> Tensor:
-        """Of the stream's text, [sequences, S]."""
-        if self.stream in ("calibration", "mtp"):
-            return self.run.data.ids
-        return self.run.data.held_out_ids
 
 
 @contextmanager

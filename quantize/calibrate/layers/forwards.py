@@ -57,9 +57,11 @@ def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
 
     Quantized modules have their served weights already (`served.serve_weights`).
     """
-    quantized = [module for module in model.modules() if hasattr(module, "quantization_scheme")]
-    for module in quantized:
-        assert module.quantization_status == QuantizationStatus.COMPRESSED, "no served weight"
+    quantized = []
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            assert module.quantization_status == QuantizationStatus.COMPRESSED, "no served weight"
+            quantized.append(module)
     gradients = torch.set_grad_enabled(trains)
     with gradients, released(model), rounded_inputs(quantized), rounded_caches(model):
         yield
@@ -117,20 +119,29 @@ def adapted() -> Iterator[None]:
 def _attend_in_turn(eager: Any, module: Any, *states: Any, **given: Any) -> Any:
     """What eager attention returns of queries, keys, values and their mask, without its weights."""
     size = len(states[0])
-    # A part that `split` makes has a gradient of its own size, a slice one of the batch's.
-    parts = ([x] * size if x is None or len(x) < size else x.split(1) for x in states)
-    return torch.cat([eager(module, *row, **given)[0] for row in zip(*parts, strict=True)]), None
+    parts = []
+    for value in states:
+        if value is None or len(value) < size:  # the same for every sequence, as a mask may be
+            parts.append([value] * size)
+        else:
+            # A part that `split` makes has a gradient of its own size, a slice one of the batch's.
+            parts.append(value.split(1))
+    outputs = []
+    for of_sequence in zip(*parts, strict=True):
+        outputs.append(eager(module, *of_sequence, **given)[0])
+    return torch.cat(outputs), None
 
 
 def small_parameters(model: Any) -> dict[str, Tensor]:
     """Copies of the norms' weights and of all biases: what contexts and smoothings may change
     besides matrices.
     """
-    return {
-        name: value.detach().clone()
-        for name, value in model.named_parameters()
-        if value.ndim == 1 and not value.is_meta and name.rsplit(".", 1)[-1] in ("weight", "bias")
-    }
+    copies = {}
+    for name, value in model.named_parameters():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("weight", "bias") and value.ndim == 1 and not value.is_meta:
+            copies[name] = value.detach().clone()
+    return copies
 
 
 def restore(model: Any, values: Mapping[str, Tensor]) -> None:

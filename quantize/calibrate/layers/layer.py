@@ -14,7 +14,7 @@ reference at the end of the pass; against scales that nobody has computed yet, n
 better than none.
 
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with
-`oneshot(pipeline="sequential")` is tested in tests/quantize/calibrate/test_layer.py.
+`oneshot(pipeline="sequential")` is tested in tests/quantize/calibrate/layers/test_layer.py.
 """
 
 from collections.abc import Iterable, Mapping

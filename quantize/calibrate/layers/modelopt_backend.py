@@ -14,7 +14,7 @@ their own kernel.
 Source: nvidia-modelopt 0.47.0 torch/quantization/model_calib.py (local_hessian_calibrate),
 calib/mse.py and qtensor/nvfp4_tensor.py; modelopt_recipes/configs/ptq/presets/model
 (nvfp4_four_over_six). Equality with its own run over a whole model:
-tests/quantize/calibrate/test_modelopt_backend.py.
+tests/quantize/calibrate/layers/test_modelopt_backend.py.
 """
 
 import warnings

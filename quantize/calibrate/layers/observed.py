@@ -4,15 +4,8 @@ In: a model and the modules of a `LayerWork`. Out: an `Observed`: the tokens of 
 smallest and largest value that it was handed, over all batches and ranks, and for some the mean
 square of each input channel, which is how much its error counts. The static input scales follow.
 
-Easy to get wrong: query, key and value projections see one tensor, and so do all experts, so each
-distinct input is read once; but a tensor is not its address. A storage that was freed leaves its
-address to the next one, and a buffer may be rewritten between two modules that read it. So a
-storage is known by a weak reference, which keeps its address from being given away, and a rewritten
-one by PyTorch's count of writes. That count sees every operation of PyTorch's but those through
-`.data`; transformers' models have none between the modules of a layer.
-
-During calibration every expert computes every token. How many tokens the router sent to an expert
-is counted apart, from the router's choice.
+Query, key and value projections see one tensor, and so do all experts, so each distinct input is
+read once. Easy to get wrong: a tensor is not its address (`input_identity`).
 """
 
 import math
@@ -56,9 +49,14 @@ def input_identity(value: Tensor) -> InputIdentity:
     rows = (*value.shape, *value.stride())
     if value.is_contiguous():
         rows = (value.numel(),)
+    # A storage that was freed leaves its address to the next one: a weak reference keeps it from
+    # being given away.
     storage = StorageWeakRef(value.untyped_storage())
+    # A buffer may be written anew between two modules that read it. PyTorch counts the writes of
+    # all its operations but those through `.data`; transformers' models have none within a layer.
+    writes = value._version
     offset = value.storage_offset()
-    return storage, value._version, offset, value.dtype, value.shape[-1], *rows
+    return storage, writes, offset, value.dtype, value.shape[-1], *rows
 
 
 class Observed:
@@ -203,7 +201,11 @@ class Observed:
             self._squares[name] = self._squares[name] + self._squares_of[identity]
 
     def _count_routed(self, name: str, stack: Any, args: tuple, kwargs: dict) -> None:
-        index = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+        # Every expert computes every token here, so how many the router sent to each is counted by
+        # the router's choice.
+        index = kwargs.get("top_k_index")
+        if index is None:
+            index = args[1]
         counts = torch.bincount(index.flatten(), minlength=stack.num_experts)
         self._routed[name] = self._routed[name] + counts[: stack.num_experts]
 

@@ -4,9 +4,7 @@ In: a layer or MTP block that was calibrated, its binding, and what calibration 
 module, each quantized weight decompressed from the very tensors that the writer puts into the file
 (`unit.packed_groups`).
 
-Easy to get wrong: a linear of the model may be several tensors on disk, each with scales of its
-own, and a stack on disk is many linears. And this cannot be undone: whatever needs the weights as
-they were comes before.
+Easy to get wrong: this cannot be undone. Whatever needs the weights as they were comes before.
 """
 
 from collections import defaultdict
@@ -61,8 +59,11 @@ def serve_weights(model: Any, plan: Plan, work: LayerWork, given: Calibrations) 
 def serve_scales(model: Any, work: LayerWork, given: Calibrations) -> None:
     """What `serve_weights` does where the weights are served already."""
     for name, scales in work.caches.items():
-        keys, values = [float(given.read(scale)) for scale in scales] or (1.0, 1.0)
-        serve_cache(model.get_submodule(name), (keys, values))
+        of_keys = 1.0
+        of_values = 1.0
+        if scales:
+            of_keys, of_values = (float(given.read(scale)) for scale in scales)
+        serve_cache(model.get_submodule(name), (of_keys, of_values))
     for name in work.schemes:
         # What is compressed is not rounded again.
         model.get_submodule(name).quantization_status = QuantizationStatus.COMPRESSED
@@ -140,6 +141,8 @@ def served_rows(
                 units[piece.tensor.unit][piece.tensor.name] = piece.tensor
         if not (name.endswith("weight") and scheme_of(pieces[0])):
             continue
+        # A linear of the model may be several tensors on disk, each with scales of its own; and a
+        # stack on disk is many linears.
         module = name.rpartition(".")[0]
         first = 0
         weight = model.get_submodule(f"{path}{module}").weight.data
@@ -153,31 +156,39 @@ def served_rows(
 
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
         """From the model where it has what the source has: it computes in BF16."""
-        own = [
-            places[Piece(tensor=tensor, expert=expert, part=part).module][-1]
-            for part in range(len(tensor.stacked) or 1)
-        ]
-        if from_model or all(weight.dtype == torch.bfloat16 for weight in own):
-            return own
-        return source(tensor, expert)
+        weights = []
+        for part in range(max(1, len(tensor.stacked))):
+            piece = Piece(tensor=tensor, expert=expert, part=part)
+            *_, weight = places[piece.module]
+            if not from_model and weight.dtype != torch.bfloat16:
+                return source(tensor, expert)
+            weights.append(weight)
+        return weights
 
     for members in units.values():
         unit = [*members.values()]
         scheme = SCHEMES[unit[0].scheme]
         reads = read
-        outputs = {output.name for tensor in unit for output in tensor.outputs}
-        # Calibration rewrites some; and a plain tensor may be of another dtype on disk.
-        is_rewritten = any(".weight" in name and name in given for name in outputs)
-        is_rounded = any(
-            t.form == "plain" and plan.entries[t.inputs[0]].dtype != "BF16" for t in unit
-        )
-        if not from_model and (is_rewritten or is_rounded):
+        if not from_model and not _has_source_weights(plan, unit, given):
             reads = source
         for group in packed_groups(plan, unit, given, device=device, read=reads):
             for packed in group:
                 module, rows, tensor, weight = places[packed.module]
                 values = decompressed(scheme, packed, weight.shape)
                 yield ServedRows(module, rows, tensor, weight, packed, values)
+
+
+def _has_source_weights(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations) -> bool:
+    """Whether a model in BF16 has what the source has: calibration rewrites some weights, and a
+    plain tensor may be of another dtype on disk.
+    """
+    for tensor in unit:
+        if tensor.form == "plain" and plan.entries[tensor.inputs[0]].dtype != "BF16":
+            return False
+        for output in tensor.outputs:
+            if ".weight" in output.name and output.name in given:
+                return False
+    return True
 
 
 def decompressed(scheme: Scheme, packed: PackedModule, shape: Sequence[int]) -> Tensor:

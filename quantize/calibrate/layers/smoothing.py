@@ -79,34 +79,43 @@ def smoothings_of(
         candidates, calls = _candidates(model, batch, work)
         reference = _observe(model, batch, work)
         for candidate in candidates:
-            group = [
-                each
-                for each in candidate
-                if untouchable.isdisjoint(each.touched) and not rewritten.isdisjoint(each.balance)
-            ]
+            group = []
+            for smoothing in candidate:
+                feeds = not rewritten.isdisjoint(smoothing.balance)
+                if feeds and untouchable.isdisjoint(smoothing.touched):
+                    group.append(smoothing)
             if not group:
                 continue
             with _powers_of_two(model, group):
                 outputs = _observe(model, batch, work)
-            for each in group:
-                outputs.pop(each.smooth, None)
-            expected = [reference[name] for name in outputs]
-            if all(map(torch.equal, tree_leaves([*outputs.values()]), tree_leaves(expected))):
+            for smoothing in group:  # its own output is another one, as it should be
+                outputs.pop(smoothing.smooth, None)
+            if _are_equal(outputs, reference):
                 found += group
     restore(model, before)
     found.sort(key=lambda smoothing: calls[smoothing.smooth])
-    of_ranks = gathered(found)  # each looks at a batch of its own
-    found = [each for each in of_ranks[0] if all(each in other for other in of_ranks)]
+    agreed, *others = gathered(found)  # each rank looks at a batch of its own
+    for other in others:
+        agreed = [smoothing for smoothing in agreed if smoothing in other]
     if work.algorithm != "awq":
-        return tuple(found)
+        return tuple(agreed)
     # It replays the module around what it balances, and keeps that module's arguments for one
     # smoothing only (llm-compressor 0.14.0.1 modifiers/transform/awq/base.py,
     # `_parent_args_cache`: a KeyError otherwise).
     by_parent: dict[str, Smoothing] = {}
-    for each in found:
-        parent, _ = get_lowest_common_ancestor_with_avoid(iter(each.balance), model)
-        by_parent.setdefault(parent, each)
+    for smoothing in agreed:
+        parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
+        by_parent.setdefault(parent, smoothing)
     return tuple(by_parent.values())
+
+
+def _are_equal(outputs: Mapping[str, list[Tensor]], reference: Mapping[str, list[Tensor]]) -> bool:
+    """Whether these modules compute the same as in `reference`, to the bit."""
+    for name, values in outputs.items():
+        for value, expected in zip(values, reference[name], strict=True):
+            if not torch.equal(value, expected):
+                return False
+    return True
 
 
 def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Tensor]]:
@@ -117,14 +126,17 @@ def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Te
     outputs: dict[str, list[Tensor]] = {}
 
     def keep(name: str, _module: object, _args: object, output: object) -> None:
-        outputs[name] = [
-            leaf.detach().reshape(-1, leaf.shape[-1])[:_ROWS].clone()
-            for leaf in tree_leaves(output)
-            if isinstance(leaf, Tensor) and leaf.ndim and not leaf.is_meta
-        ]
+        rows = []
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.ndim and not leaf.is_meta:
+                rows.append(leaf.detach().reshape(-1, leaf.shape[-1])[:_ROWS].clone())
+        outputs[name] = rows
 
+    handles = []
     modules = modules_of(model, {"", work.path.removesuffix("."), *_owners(model, 2)})
-    with hooked(m.register_forward_hook(partial(keep, name)) for name, m in modules.items()):
+    for name, module in modules.items():
+        handles.append(module.register_forward_hook(partial(keep, name)))
+    with hooked(handles):
         model(**batch)
     return outputs
 

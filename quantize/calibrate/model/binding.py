@@ -68,7 +68,9 @@ class Piece:
 
 def scheme_of(piece: Piece) -> str:
     """The scheme a linear is rounded to by this run; "" for what is carried over."""
-    return piece.tensor.scheme if piece.tensor.fate == "quantize" else ""
+    if piece.tensor.fate != "quantize":
+        return ""
+    return piece.tensor.scheme
 
 
 Binding = Mapping[str, tuple[Piece, ...]]
@@ -115,6 +117,10 @@ class Names:
         """The same, as a path inside the decoder layer."""
         renamed, turn = self.rename(name)
         return _IN_LAYER.sub("", renamed), turn
+
+    def path_in_layer(self, tensor: TensorPlan) -> tuple[str, int]:
+        """The same of a tensor of the plan."""
+        return self.in_layer(tensor.name)
 
 
 def linear_experts(model: Any) -> None:
@@ -179,25 +185,33 @@ def bind(
             got=f"nothing for {target}",
             cure=f"Check the download. {_DATA_FREE}",
         )
-    return {
-        target: tuple(piece for _, piece in sorted(found, key=itemgetter(0)))
-        for target, found in turned.items()
-    }
+    binding = {}
+    for target, pieces in turned.items():
+        pieces.sort(key=itemgetter(0))
+        binding[target] = tuple(piece for _, piece in pieces)
+    return binding
 
 
 def _targets(path: str, tensor: TensorPlan, state: Mapping[str, Tensor]) -> list[tuple[str, Piece]]:
     """The parameters a tensor fills: many for stacked experts, one otherwise."""
     if tensor.stacked:
+        stack = path
         # Whatever the parameter is called on disk, a layer has one stack of experts.
-        stack = next((found["stack"] for name in state if (found := EXPERT.match(name))), path)
-        return [
-            (f"{stack}.{expert}.{linear}.weight", Piece(tensor=tensor, expert=expert, part=part))
-            for expert in range(tensor.shape[0])
-            for part, linear in enumerate(tensor.stacked)
-        ]
-    if found := EXPERT.match(path):
-        linear = _EXPERT_LINEARS.get(found["linear"], found["linear"])
-        path = f"{found['stack']}.{found['expert']}.{linear}.{found['leaf']}"
+        for name in state:
+            parts = EXPERT.match(name)
+            if parts is not None:
+                stack = parts["stack"]
+                break
+        targets = []
+        for expert in range(tensor.shape[0]):
+            for part, linear in enumerate(tensor.stacked):
+                piece = Piece(tensor=tensor, expert=expert, part=part)
+                targets.append((f"{stack}.{expert}.{linear}.weight", piece))
+        return targets
+    parts = EXPERT.match(path)
+    if parts is not None:
+        linear = _EXPERT_LINEARS.get(parts["linear"], parts["linear"])
+        path = f"{parts['stack']}.{parts['expert']}.{linear}.{parts['leaf']}"
     return [(path, Piece(tensor=tensor))]
 
 

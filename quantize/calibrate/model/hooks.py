@@ -1,6 +1,6 @@
 """Hooks on modules for as long as a context lasts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -9,13 +9,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
-def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+def hooked(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     """Removes the hooks of these handles at its end."""
-    kept = list(handles)
     try:
         yield
     finally:
-        for handle in kept:
+        for handle in handles:
             handle.remove()
 
 
@@ -23,10 +22,10 @@ def hooked_before(
     hooks: Mapping[nn.Module, Callable[..., Any]], *, with_kwargs: bool = False
 ) -> AbstractContextManager[None]:
     """Each hook is called before the forward of its module."""
-    return hooked(
-        module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
-        for module, hook in hooks.items()
-    )
+    handles = []
+    for module, hook in hooks.items():
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs))
+    return hooked(handles)
 
 
 def modules_of(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
@@ -36,5 +35,6 @@ def modules_of(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
 
 def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """What a linear layer is handed, by position or by name."""
-    (value, *_) = (*args, *kwargs.values())
-    return value
+    if args:
+        return args[0]
+    return next(iter(kwargs.values()))

@@ -87,7 +87,9 @@ class StandIn(nn.Module):
         return getattr(self._held[0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = self.answer or (hidden_states, *[None] * (self._like[0] - 1))
+        answer = self.answer
+        if answer is None:  # nobody reads what the first layers return
+            answer = (hidden_states, *[None] * (self._like[0] - 1))
         if len(answer) == 1:
             return answer[0]
         return answer
@@ -120,9 +122,7 @@ class Skeleton:
         linear_experts(self.model)
         self.names = Names.of(self.model)
         self._layers = decoder_layers(self.model, plan)
-        self.layer_path = next(
-            name for name, module in self.model.named_modules() if module is self._layers
-        )
+        self.layer_path = path_in(self.model, self._layers)
         self._real = list(self._layers)
         self._like = [1]
         for index, layer in enumerate(self._real):
@@ -137,21 +137,19 @@ class Skeleton:
 
     def tensors_of(self, index: int) -> list[TensorPlan]:
         """What decoder layer `index` is on disk; nothing after the last one."""
-        return [
-            tensor
-            for tensor in self.plan.tensors
-            if (tensor.part, tensor.layer) == ("backbone", index)
-            and tensor.fate != "drop"
-            and tensor.calibrated != "cache"
-        ]
+        found = []
+        for tensor in self.plan.tensors:
+            is_here = tensor.part == "backbone" and tensor.layer == index
+            if is_here and tensor.fate != "drop" and tensor.calibrated != "cache":
+                found.append(tensor)
+        return found
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
-        in_layer = self.names.in_layer
         return bind(
             self._real[index],
             self.tensors_of(index),
-            lambda t: in_layer(t.name),
+            self.names.path_in_layer,
             self.plan.source.where,
         )
 
@@ -192,29 +190,32 @@ class Skeleton:
         self, module: nn.Module, binding: Binding, *, device: torch.device | None = None
     ) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
-        device = device or self.device
+        if device is None:
+            device = self.device
         fill(module, binding, self.plan, device=device, dtype_of=self._dtype_of)
         # Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes
         # them.
-        for each in module.modules():
+        for part in module.modules():
             is_missing = False
-            for name in each._non_persistent_buffers_set:
-                buffer = getattr(each, name)
+            for name in part._non_persistent_buffers_set:
+                buffer = getattr(part, name)
                 if buffer.is_meta:
-                    setattr(each, name, torch.empty_like(buffer, device=device))
+                    setattr(part, name, torch.empty_like(buffer, device=device))
                     is_missing = True
             if is_missing:
-                self.model._init_weights(each)
+                self.model._init_weights(part)
 
     @contextmanager
     def head(self) -> Iterator[None]:
         """The model with its head; without it, "logits" are what the head would have multiplied."""
-        top = _top(self.plan)
-        # Without a head of its own it is tied.
-        tensors = [t for t in top if t.role == "head"] or [t for t in top if t.role == "embedding"]
-        binding = bind(
-            self._head, tensors, lambda t: (t.name.rpartition(".")[2], 0), self.plan.source.where
-        )
+        tensors = _top(self.plan, "head")
+        if not tensors:  # without a head of its own it is tied
+            tensors = _top(self.plan, "embedding")
+
+        def path_of(tensor: TensorPlan) -> tuple[str, int]:
+            return tensor.name.rpartition(".")[2], 0
+
+        binding = bind(self._head, tensors, path_of, self.plan.source.where)
         self.fill(self._head, binding)
         self.model.set_output_embeddings(self._head)
         try:
@@ -245,20 +246,19 @@ class Skeleton:
             stack.enter_context(self.head())
             yield self.model
 
-    def feed(self, index: int, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
-        """The model's arguments for each batch as input of layer `index` (the number of layers:
-        after the last one).
-
-        Use each before the next one is read: the stand-in before the layer holds the states of one
-        batch.
+    @contextmanager
+    def fed(self, index: int, batch: Batch) -> Iterator[dict[str, Tensor]]:
+        """The model's arguments for a batch as input of layer `index` (the number of layers: after
+        the last one). Inside, the stand-in before that layer returns the batch's states.
         """
         before: Any = self._layers[index - 1]  # of the first layer one that nobody reads
-        for batch in batches:
-            if index:
-                assert batch.state, f"layer {index} needs the states that the layer before it left"
-                self._like[0] = len(batch.state)  # a resumed run has not seen a layer return it
-                before.answer = batch.state
-            yield {"input_ids": batch.ids.to(self.device)}
+        if index:
+            assert batch.state, f"layer {index} needs the states that the layer before it left"
+            self._like[0] = len(batch.state)  # a resumed run has not seen a layer return it
+            before.answer = batch.state
+        yield {"input_ids": batch.ids.to(self.device)}
+        # Not in a `finally`: who takes the first batch of an iteration and drops the rest
+        # (smoothing.py) goes on to compute with it.
         if index:
             before.answer = None
 
@@ -268,11 +268,11 @@ class Skeleton:
         """
         decoder = self.model.get_decoder()
         view = self.plan.view
-        inside = next(f"{n}." for n, module in self.model.named_modules() if module is decoder)
+        inside = f"{path_in(self.model, decoder)}."
         # A checkpoint's own code may keep its MTP block in here.
-        for name, child in decoder.named_children():
-            paths = [f"{inside}{name}.{path}" for path, _ in child.named_parameters()]
-            if any(view.is_mtp(HFName(path.removeprefix("."))) for path in paths):
+        for path, _ in [*decoder.named_parameters()]:
+            name = path.partition(".")[0]
+            if view.is_mtp(HFName(f"{inside}{path}".removeprefix("."))):
                 setattr(decoder, name, nn.ModuleList())
         state = decoder.state_dict()
         stem = view.layout.layers.disk.partition("layers.")[0]
@@ -293,22 +293,32 @@ class Skeleton:
         DeepSeek-V4's class keeps its norms in F32 too, whose outputs its own BF16 linears then
         refuse: what is BF16 on disk stays so.
         """
-        kept = self.model._keep_in_fp32_modules_strict or ()
-        is_kept = value.dtype == torch.float32 and any(re.search(pattern, name) for pattern in kept)
-        return torch.float32 if is_kept else empty.dtype
+        if value.dtype == torch.float32:
+            for pattern in self.model._keep_in_fp32_modules_strict or ():
+                if re.search(pattern, name):
+                    return torch.float32
+        return empty.dtype
 
 
-def _top(plan: Plan) -> list[TensorPlan]:
-    """Tensors of the language model outside decoder layers and MTP block."""
-    return [
-        tensor
-        for tensor in plan.tensors
-        if tensor.part == "backbone"
-        and tensor.layer is None
-        and tensor.fate not in ("drop", "add")
-        and tensor.role != "vision"
-        and plan.view.place(tensor.name) is not None
-    ]
+def path_in(model: nn.Module, wanted: nn.Module) -> str:
+    """The path of a module in a model; "" for the model itself."""
+    for path, module in model.named_modules():
+        if module is wanted:
+            return path
+    raise AssertionError(f"{type(wanted).__name__} is no part of {type(model).__name__}")
+
+
+def _top(plan: Plan, role: str = "") -> list[TensorPlan]:
+    """Tensors of the language model outside decoder layers and MTP block; of one role, or all."""
+    found = []
+    for tensor in plan.tensors:
+        if tensor.part != "backbone" or tensor.layer is not None:
+            continue
+        if tensor.fate in ("drop", "add") or tensor.role == "vision":
+            continue
+        if role in ("", tensor.role) and plan.view.place(tensor.name) is not None:
+            found.append(tensor)
+    return found
 
 
 def on_meta(plan: Plan) -> PreTrainedModel:
@@ -330,13 +340,12 @@ def on_meta(plan: Plan) -> PreTrainedModel:
     try:
         model = _from_config(plan, is_foreign=is_foreign)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
-        rule = "calibration needs a class in transformers for this architecture"
-        cure += ", or calibration.model_code: checkpoint if the checkpoint brings its own"
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecipeError(
             plan.source.where,
-            rule,
-            got=next(iter(str(error).strip().splitlines()), type(error).__name__),
-            cure=cure,
+            "calibration needs a class in transformers for this architecture",
+            got=first_line,
+            cure=f"{cure}, or calibration.model_code: checkpoint if the checkpoint brings its own",
         ) from error
     return model.eval()
 
@@ -358,13 +367,15 @@ def _from_config(plan: Plan, *, is_foreign: bool) -> PreTrainedModel:
         if type(config) not in auto._model_mapping:
             auto = AutoModelForImageTextToText
         if type(config) not in auto._model_mapping:
-            code = ", only Python of the checkpoint's own" if "auto_map" in values else ""
+            code = ""
+            if "auto_map" in values:
+                code = ", only Python of the checkpoint's own"
             raise ValueError(f"no class for model_type {model_type!r} in transformers{code}")
     assert config is not None
-    for each in (config, config.get_text_config()):  # the weights will come dequantized
+    for own in (config, config.get_text_config()):  # the weights will come dequantized
         for key in ("quantization_config", "compression_config"):
-            if hasattr(each, key):
-                delattr(each, key)
+            if hasattr(own, key):
+                delattr(own, key)
     with torch.device("meta"):
         return auto.from_config(
             config,
@@ -418,8 +429,7 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
             kind = frozenset((tensor.name.removeprefix(stem), tensor.shape) for tensor in tensors)
             if kind not in kinds:
                 kinds.add(kind)
-                path_of = lambda tensor: names.in_layer(tensor.name)  # noqa: E731
-                bind(modules[index], tensors, path_of, plan.source.where)
+                bind(modules[index], tensors, names.path_in_layer, plan.source.where)
     except (RecipeError, CheckpointError) as error:
         return error
     return None

@@ -10,9 +10,8 @@ stream, as inputs of the next layer.
         outputs.put("calibration", 8, state)  # rows from 8 on; a thread writes them
     states.read(index + 1, "calibration", 10, 15, device)
 
-Rows are addressed by their number in the data. Which batch size wrote them, and which process, does
-not matter: a resumed run may read them in other batches and in other shares. A file holds the rows
-of one `put`, and its name says which.
+Rows are addressed by their number in the data. A file holds the rows of one `put`, and its name
+says which.
 
 Easy to get wrong: nobody keeps them in memory but the system, whose cache of files has what was
 just written for as long as there is room. States in memory alone would be gone after a kill, and
@@ -136,6 +135,8 @@ class States:
         got = f"no row {first}"
         place = first
         for path in sorted(folder.glob(f"{stream}-*.safetensors")):
+            # Another batch size may have written them, or another process: a resumed run may read
+            # them in other batches and other shares.
             start, end = map(int, path.stem.split("-")[1:])
             if not start <= place < min(end, last):
                 continue

@@ -36,7 +36,7 @@ tests/vllm/test_acceptance_without_server.py.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import sub
@@ -99,13 +99,18 @@ class Target:
 
     def of_rows(self, rows: Sequence[int]) -> "Target":
         """On some of the sequences; what it is compared with is left as it is."""
-        at = list(rows)
+        own = list(rows)
         return replace(
             self,
-            choices=self.choices[at],
-            log_likelihoods=self.log_likelihoods[at],
-            divergences=self.divergences[at],
+            choices=self.choices[own],
+            log_likelihoods=self.log_likelihoods[own],
+            divergences=self.divergences[own],
         )
+
+    def logits(self, row: int) -> Tensor:
+        """[S, V], of one sequence, while the skeleton has its head."""
+        sequence = self.backbone.batches(self.stream).batch(row, row + 1)
+        return computed(self.backbone.skeleton, sequence).logits[0]
 
     @property
     def perplexity(self) -> float:
@@ -136,32 +141,38 @@ def target(backbone: Backbone, stream: Stream, *, reference: Target | None = Non
         stream: `source` for the backbone as released, `served` for the quantized one.
         reference: what it is compared with, over the same text.
     """
+    skeleton = backbone.skeleton
     own: dict[int, tuple[Tensor, float, float]] = {}
-    sides: list[tuple[Backbone, Stream]] = [(backbone, stream)]
-    if reference is not None:
-        sides.append((reference.backbone, reference.stream))
     with torch.no_grad(), ExitStack() as heads:
-        for skeleton in {side.skeleton for side, _ in sides}:
-            heads.enter_context(skeleton.head())
-        for sequence, *others in zip(*(sequences(*side) for side in sides), strict=True):
-            logits_SV, apart = computed(backbone.skeleton, sequence).logits[0], 0.0
+        heads.enter_context(skeleton.head())
+        if reference is not None and reference.backbone.skeleton is not skeleton:
+            heads.enter_context(reference.backbone.skeleton.head())
+        # One by one: the logits of a batch may not fit.
+        for sequence in backbone.batches(stream, size=1).batches():
+            logits_SV = computed(skeleton, sequence).logits[0]
             ids_S = sequence.ids[0].to(logits_SV.device)
             loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
-            for other in others:
-                apart = divergence(computed(sides[1][0].skeleton, other).logits[0], logits_SV)
+            apart = 0.0
+            if reference is not None:
+                apart = divergence(reference.logits(sequence.first), logits_SV)
             own[sequence.first] = logits_SV.argmax(dim=-1).cpu(), -loss, apart
     rows: dict[int, tuple[Tensor, float, float]] = {}
     for of_rank in gathered(own):
         rows |= of_rank
-    choices, *sums = zip(*(rows[row] for row in sorted(rows)), strict=True)
-    likelihoods, divergences = torch.tensor(sums, dtype=torch.float64)
+    choices: list[Tensor] = []
+    likelihoods: list[float] = []
+    divergences: list[float] = []
+    for _, (choice, likelihood, apart) in sorted(rows.items()):
+        choices.append(choice)
+        likelihoods.append(likelihood)
+        divergences.append(apart)
     return Target(
         backbone=backbone,
         stream=stream,
         choices=torch.stack(choices),
-        log_likelihoods=likelihoods,
+        log_likelihoods=torch.tensor(likelihoods, dtype=torch.float64),
         reference=reference,
-        divergences=divergences,
+        divergences=torch.tensor(divergences, dtype=torch.float64),
     )
 
 
@@ -176,27 +187,17 @@ def divergence(reference_SV: Tensor, logits_SV: Tensor) -> float:
     total = 0.0
     for first in range(0, len(logits_SV), _SLOTS_AT_ONCE):
         part = slice(first, first + _SLOTS_AT_ONCE)
-        wanted = F.log_softmax(reference_SV[part].float(), dim=-1)
-        found = F.log_softmax(logits_SV[part].float(), dim=-1)
-        total += F.kl_div(found, wanted, reduction="sum", log_target=True).item()
+        expected = F.log_softmax(reference_SV[part].float(), dim=-1)
+        predicted = F.log_softmax(logits_SV[part].float(), dim=-1)
+        total += F.kl_div(predicted, expected, reduction="sum", log_target=True).item()
     return max(0.0, total)
-
-
-def sequences(backbone: Backbone, stream: Stream) -> Iterator[Batch]:
-    """This rank's sequences one by one: logits of a batch may not fit."""
-    for batch in backbone.batches(stream).batches():
-        assert batch.state is not None
-        for row in range(len(batch.ids)):
-            state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
-            yield Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row)
 
 
 def computed(skeleton: Skeleton, batch: Batch, module: Any = None) -> Any:
     """What the model computes from the states after the last layer, or its decoder as `module`."""
     own = module or skeleton.model
-    # A batch is there for as long as its arguments are not followed by the next ones.
-    (output,) = [own(**each, use_cache=False) for each in skeleton.feed(len(skeleton), [batch])]
-    return output
+    with skeleton.fed(len(skeleton), batch) as arguments:
+        return own(**arguments, use_cache=False)
 
 
 def head_input(skeleton: Skeleton, batch: Batch) -> Tensor:
@@ -213,9 +214,9 @@ def block_input(skeleton: Skeleton, block: MtpBlock, batch: Batch) -> Tensor:
     else:
         assert batch.state is not None and batch.state[0] is not None
         hidden = batch.state[0].to(skeleton.device)
-    # A foreign model may have computed it in inference mode, whose tensors nothing may be hooked
-    # to.
-    return hidden.clone() if hidden.is_inference() else hidden
+    if hidden.is_inference():  # of a foreign model: nothing may be hooked to such a tensor
+        return hidden.clone()
+    return hidden
 
 
 # --- drafts ---------------------------------------------------------------------------------------
@@ -258,7 +259,8 @@ class Acceptance:
             confidence: of each limit, one-sided.
         """
         values, reaches = self.compared(other, confidence)
-        return min(values), max(0.0, min(map(sub, values, reaches)))
+        least = min(map(sub, values, reaches))
+        return min(values), max(0.0, least)
 
     def compared(self, other: "Acceptance", confidence: float) -> tuple[list[float], list[float]]:
         """What is kept of another's share of accepted tokens, by the number of tokens drafted a
@@ -268,18 +270,26 @@ class Acceptance:
         """
         # A sequence that counts for neither says nothing.
         says_something = (self.counts + other.counts).flatten(start_dim=1).any(dim=1)
-        own, theirs = self.counts[says_something], other.counts[says_something]
-        all_own, all_theirs, num_rows = own.sum(dim=0), theirs.sum(dim=0), len(own)
-        values, reaches = list[float](), list[float]()
+        own = self.counts[says_something]
+        theirs = other.counts[says_something]
+        all_own = own.sum(dim=0)
+        all_theirs = theirs.sum(dim=0)
+        num_rows = len(own)
+        values: list[float] = []
+        reaches: list[float] = []
         for k in self.ks:
-            kept, reach = float(_share(all_own, all_theirs, k)), math.inf
+            kept = float(_share(all_own, all_theirs, k))
+            reach = math.inf
             if num_rows >= FEWEST_SEQUENCES:
+                # Each sequence left out in turn.
                 without = _share(all_own - own, all_theirs - theirs, k)
                 error = math.sqrt(num_rows - 1) * float(without.std(correction=0))
                 reach = float(stats.t.ppf(confidence, num_rows - 1)) * error
-                # Where none was accepted, none can be lost of all slots.
-                total = self.num_slots * (float(_rates(all_theirs, k).mean()) or 1.0)
-                reach = max(reach, kept - least_share(kept, total, confidence))
+                share = float(_rates(all_theirs, k).mean())
+                if share == 0:  # where none was accepted, none can be lost of all slots
+                    share = 1.0
+                least = least_share(kept, self.num_slots * share, confidence)
+                reach = max(reach, kept - least)
             values.append(kept)
             reaches.append(reach)
         return values, reaches
@@ -297,22 +307,26 @@ def least_share(kept: float, total: float, confidence: float) -> float:
 
     For a share above 1 it is as far below that as the limit of 1 is below 1.
     """
-    found, over = min(kept, 1.0) * total, max(0.0, kept - 1.0)
-    if not found:
+    num_kept = min(kept, 1.0) * total
+    if not num_kept:
         return 0.0
-    return over + float(stats.beta.ppf(1 - confidence, found, total - found + 1))
+    limit = float(stats.beta.ppf(1 - confidence, num_kept, total - num_kept + 1))
+    return max(0.0, kept - 1.0) + limit
 
 
 def fewest_slots(least: float, confidence: float) -> int:
     """Slots that show that a share of `least` is kept, if no draft is lost on them."""
-    return math.ceil(math.log1p(-confidence) / math.log(least)) if least < 1 else 2**63
+    if least >= 1:  # more than anybody has
+        return 2**63
+    return math.ceil(math.log1p(-confidence) / math.log(least))
 
 
 def _share(own: Tensor, theirs: Tensor, k: int) -> Tensor:
     """[...]: the share of another's accepted tokens that is kept where k are drafted, of counts
     [..., 3, K, K].
     """
-    kept, before = _rates(own, k).mean(dim=-1), _rates(theirs, k).mean(dim=-1)
+    kept = _rates(own, k).mean(dim=-1)
+    before = _rates(theirs, k).mean(dim=-1)
     return torch.where(before > 0, kept / before, 1.0)
 
 
@@ -335,39 +349,48 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
     Raises:
         NothingCounts: the held-out text has no slot that counts.
     """
-    backbone, skeleton = target.backbone, target.backbone.skeleton
-    model, written = skeleton.model, backbone.data.held_out_written
-    num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
-    ends, tokens = end_ids(skeleton.plan), model.get_input_embeddings()
+    backbone = target.backbone
+    skeleton = backbone.skeleton
+    model = skeleton.model
+    embedding = model.get_input_embeddings()
+    ends = end_ids(skeleton.plan)
+    num_steps = NUM_STEPS
+    if len(blocks) > 1:
+        num_steps = min(NUM_STEPS, len(blocks))
     counts = torch.zeros(len(target.choices), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
             stack.enter_context(serving(block))
-        for sequence in sequences(backbone, target.stream):
-            row, ids = sequence.first, sequence.ids.to(skeleton.device)
-            hidden = block_input(skeleton, blocks[0], sequence)
-            outputs = draft_steps(blocks, tokens, ids=ids, hidden=hidden, num_steps=num_steps)
+        for sequence in backbone.batches(target.stream, size=1).batches():
+            row = sequence.first
+            outputs = draft_steps(
+                blocks,
+                embedding,
+                ids=sequence.ids.to(skeleton.device),
+                hidden=block_input(skeleton, blocks[0], sequence),
+                num_steps=num_steps,
+            )
             drafts = []
             for step, output in enumerate(outputs):
-                head: Any = blocks[min(step, len(blocks) - 1)].head or model.get_output_embeddings()
+                block = blocks[min(step, len(blocks) - 1)]
+                head: Any = block.head or model.get_output_embeddings()
                 # Of BF16 it takes five times as long.
                 drafts.append(head(output).float().argmax(dim=-1).cpu())
+            written = None
+            if backbone.data.held_out_written is not None:
+                written = backbone.data.held_out_written[row]
             counts[row] = server_counts(
-                sequence.ids[0],
-                target.choices[row],
-                torch.cat(drafts),
-                ends=ends,
-                written=None if written is None else written[row],
+                sequence.ids[0], target.choices[row], torch.cat(drafts), ends=ends, written=written
             )
-    found = Acceptance(backbone.ranks.sum(counts))
-    if not found.num_slots:
+    accepted = Acceptance(backbone.ranks.sum(counts))
+    if not accepted.num_slots:
         raise NothingCounts(
             skeleton.plan.recipe.name,
             "the held-out text must resemble what the model writes",
             got="not one token that is the model's own choice",
             cure="Raise calibration.held_out, or name a dataset in the model's chat format",
         )
-    return found
+    return accepted
 
 
 def server_counts(
@@ -394,21 +417,33 @@ def server_counts(
         entry), slots reached and slots accepted, weighted by how often a server that drafts so many
         drafts there.
     """
-    (num_steps, length), choices, drafts = drafts_KS.shape, choices_S.tolist(), drafts_KS.tolist()
-    is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))  # at slot i: token i + 1
+    num_steps, length = drafts_KS.shape
+    drafts = drafts_KS.tolist()
+    choices = choices_S.tolist()
+    # Of slot i: whether token i + 1 is the target's choice. After the last slot there is no token.
+    is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))
     # A server drafts nothing after an end, but a draft may run across one, and vLLM counts what it
     # does there.
     counts_S = ~torch.isin(ids_S, torch.tensor(sorted(ends), dtype=ids_S.dtype))
     if written is not None:
         counts_S &= written
-    is_own, is_slot = is_own_S.tolist(), (is_own_S & F.pad(counts_S[1:], (0, 1))).tolist()
+    is_slot_S = is_own_S & F.pad(counts_S[1:], (0, 1))
+    is_own = is_own_S.tolist()
+    is_slot = is_slot_S.tolist()
     counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
     counts[0] = sum(is_slot)
     for k in range(1, num_steps + 1):
-        reached, accepted, visits, place = [0] * k, [0] * k, [0] * length, 0
+        reached = [0] * k
+        accepted = [0] * k
+        # Of k + 1 servers that each begin one slot later, how many draft at a slot.
+        visits = [0] * length
+        place = 0  # of the slot in its stretch, from 1 on
         for slot in range(length):
-            place = place + 1 if is_slot[slot] else 0
-            visits[slot] += 0 < place <= k + 1
+            place += 1
+            if not is_slot[slot]:
+                place = 0
+            if 1 <= place <= k + 1:
+                visits[slot] += 1
             following = slot + 1
             for step in range(k):
                 reached[step] += visits[slot]
@@ -418,9 +453,10 @@ def server_counts(
                     break
                 accepted[step] += visits[slot]
                 following += 1
+                # The text goes on otherwise than the target: no server drafts what comes next.
                 if not is_own[following - 1]:
                     break
-            # The text is left, or ends, where a slot between does not count.
+            # The next draft is there, unless the text is left, or ends, in between.
             if following < length and all(is_slot[slot : following + 1]):
                 visits[following] += visits[slot]
         counts[1:, k - 1, :k] = torch.tensor([reached, accepted], dtype=torch.float64) / (k + 1)
@@ -430,13 +466,14 @@ def server_counts(
 def end_ids(plan: Plan) -> frozenset[int]:
     """Tokens after which a server stops."""
     assert plan.source.folder is not None
-    path, found = plan.source.folder / "generation_config.json", list[Any]()
     holders = [plan.source.config, plan.view.text_config]
+    path = plan.source.folder / "generation_config.json"
     if path.is_file():
         holders.append(read_object(path, path))
+    ends: set[int] = set()
     for holder in holders:
         value = holder.get("eos_token_id")
         if not isinstance(value, list):
             value = [value]
-        found += value
-    return frozenset(each for each in found if isinstance(each, int))
+        ends.update(number for number in value if isinstance(number, int))
+    return frozenset(ends)

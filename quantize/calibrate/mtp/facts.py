@@ -89,7 +89,10 @@ class AcceptanceFact(Fact):
     @property
     def mean_accepted_length(self) -> dict[str, float]:
         """Tokens a step of the target, its own included."""
-        return {k: round(1 + sum(shares), DIGITS) for k, shares in self.by_position.items()}
+        lengths = {}
+        for k, shares in self.by_position.items():
+            lengths[k] = round(1 + sum(shares), DIGITS)
+        return lengths
 
     @property
     def k(self) -> int:
@@ -232,30 +235,31 @@ class TunedFact(Fact):
     @property
     def worst(self) -> float:
         """The gain on the kind of text that gains least."""
-        return min((each.gain for each in self.kinds), default=self.gain)
+        worst = [kind.gain for kind in self.kinds]
+        return min(worst, default=self.gain)
 
     @property
     def says(self) -> str:
         """What training did, in sentences for people."""
-        end, mean, by_kind = ".", "", ""
-        kinds = self.kinds
+        end = "."
         if not self.chosen:
             end = ": it is not shown to be better, and the untrained block is what is written."
-        if len(kinds) < 2:
-            named = ""
-            if kinds and kinds[0].kind:
-                named = f", {kinds[0].kind}"
-            end += f" It was judged on one kind of text{named}; on others it was not tried."
-            kinds = ()
-        for each in kinds:
-            by_kind += f" {each.kind} {each.gain:.3f} ({each.gain_at_least:.3f} to "
-            by_kind += f"{each.gain_at_most:.3f});"
-            if each.gain_at_most < 1 and not self.chosen:
-                end = ": it is worse on a kind, and the untrained block is what is written."
-        if kinds:
-            mean = f" in the mean of {len(kinds)} kinds of text"
+        mean = ""
+        if len(self.kinds) > 1:
+            mean = f" in the mean of {len(self.kinds)} kinds of text"
+            by_kind = []
+            for kind in self.kinds:
+                limits = f"{kind.gain_at_least:.3f} to {kind.gain_at_most:.3f}"
+                by_kind.append(f"{kind.kind} {kind.gain:.3f} ({limits})")
+                if kind.gain_at_most < 1 and not self.chosen:
+                    end = ": it is worse on a kind, and the untrained block is what is written."
             end += f" These are weights {self.share:.0%} of the way from the released ones to the "
-            end += f"trained ones. By kind:{by_kind.removesuffix(';')}."
+            end += f"trained ones. By kind: {'; '.join(by_kind)}."
+        else:
+            named = ""
+            if self.kinds and self.kinds[0].kind:
+                named = f", {self.kinds[0].kind}"
+            end += f" It was judged on one kind of text{named}; on others it was not tried."
         return (
             f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences "
             f"of the calibration text (loss {self.loss}, seed {self.seed}, {self.draft_steps} "
@@ -357,7 +361,8 @@ class MtpFact(Fact):
     def together(self) -> str:
         """What a figure is of that names no kind of text; "" where there is one kind."""
         for row in self.rows:
-            if kinds := row.perplexity_of_kind:
+            kinds = row.perplexity_of_kind
+            if kinds:
                 says = f"A figure that names no kind is of {len(kinds)} together"
                 return f"{says}: {', '.join(kinds)}."
         return ""
@@ -394,7 +399,9 @@ class CalibrationFact(MtpFact):
         least = self.min_acceptance or 0.0
         if candidate.kept < least:
             return "keeps too little"
-        low = candidate.kept if candidate.kept_at_least is None else candidate.kept_at_least
+        low = candidate.kept_at_least
+        if low is None:  # an older record
+            low = candidate.kept
         if low >= least:
             return "keeps enough"
         return "too few slots to tell"
@@ -407,14 +414,17 @@ class CalibrationFact(MtpFact):
     @property
     def k(self) -> int:
         """The most tokens a step that were tried; 0 where none were."""
-        return max((acceptance.k for _, acceptance in self.measured), default=0)
+        tried = [acceptance.k for _, acceptance in self.measured]
+        return max(tried, default=0)
 
     @property
     def parts(self) -> str:
         """Where acceptance is lost, in a sentence; "" where too little was measured."""
         if self.of_backbone is None:
             return ""
-        block = f", and of that its MTP block {self.of_block}" if self.of_block else ""
+        block = ""
+        if self.of_block is not None:
+            block = f", and of that its MTP block {self.of_block}"
         return (
             f"Of the released model's accepted drafts the quantized backbone keeps "
             f"{self.of_backbone}{block} (k={self.k}, ± half of a 95 % interval)."

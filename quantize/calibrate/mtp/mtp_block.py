@@ -57,6 +57,7 @@ class MtpBlock(PreTrainedModel):
         view: names on disk.
         draft: what it computes.
         index: which MTP layer, counted from 0.
+        binding: what its parameters are on disk; nothing before `bound_block`.
         head: the draft's own head; None where it uses the target's.
     """
 
@@ -72,28 +73,42 @@ class MtpBlock(PreTrainedModel):
     ):
         """Use `build_block`."""
         super().__init__(config)
-        self.view, self.draft, self.index = view, draft, index
+        self.view = view
+        self.draft = draft
+        self.index = index
+        self.binding: Binding = {}
         # Where config.json describes every MTP layer for itself, each is built by its own entry.
-        self._entry = index if getattr(config, "mtp_layer_types", None) else 0
+        self._entry = 0
+        if getattr(config, "mtp_layer_types", None):
+            self._entry = index
         hidden_size = config.hidden_size
-        streams = getattr(config, draft.streams) if draft.streams else 1
         self.embedding_norm = self._norm(classes, hidden_size)
-        self.hidden_norm = self._norm(classes, hidden_size * (streams if draft.joint_norm else 1))
+        streams = 1
+        if draft.streams and draft.joint_norm:  # one norm over all streams of a slot
+            streams = getattr(config, draft.streams)
+        self.hidden_norm = self._norm(classes, hidden_size * streams)
         if len(draft.projections) == 1:
             self.projection = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         else:
             self.embedding_projection = nn.Linear(hidden_size, hidden_size, bias=False)
             self.hidden_projection = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.layers = nn.ModuleList(self._layer(classes, part) for part in range(len(draft.layers)))
+        self.layers = nn.ModuleList()
+        for part in range(len(draft.layers)):
+            self.layers.append(self._layer(classes, part))
         self.collapse = None
         if draft.collapse:
             kind = getattr(classes, draft.collapse[0])
+            options = {}
             # Of the hyper-connections' own class, the one after the last layer gives nothing back.
-            self.collapse = (
-                kind(config, use_combine=False) if "Residual" in kind.__name__ else kind(config)
-            )
-        self.final_norm = self._norm(classes, hidden_size) if draft.final_norm else None
-        self.head = nn.Linear(hidden_size, config.vocab_size, bias=False) if draft.head else None
+            if "Residual" in kind.__name__:
+                options = {"use_combine": False}
+            self.collapse = kind(config, **options)
+        self.final_norm = None
+        if draft.final_norm:
+            self.final_norm = self._norm(classes, hidden_size)
+        self.head = None
+        if draft.head:
+            self.head = nn.Linear(hidden_size, config.vocab_size, bias=False)
         self.rotary: nn.Module | None = None
         self._kept = None
         if draft.can_keep_choice and view.text_config.get(_KEEPS_CHOICE, False):
@@ -152,22 +167,30 @@ class MtpBlock(PreTrainedModel):
                 position_ids=positions_T.expand(inputs_embeds.shape[0], -1),
                 past_key_values=cache,
             )
-            # Layers with an indexer return the keys it chose, too.
-            states = states[0] if isinstance(states, tuple) else states
-        output = states if self.collapse is None else self.collapse(states)
+            if isinstance(states, tuple):  # layers with an indexer return the keys it chose, too
+                states = states[0]
+        output = states
+        if self.collapse is not None:
+            output = self.collapse(output)
         if self.final_norm is not None:
             output = self.final_norm(output)
-        return output, output if self.draft.chains_normed else states
+        if self.draft.chains_normed:
+            return output, output
+        return output, states
 
     @property
     def window(self) -> int | None:
         """How many tokens back a slot attends, itself counted; None for all."""
-        return self.config.sliding_window if self.kind in _SLIDING else None
+        if self.kind not in _SLIDING:
+            return None
+        return self.config.sliding_window
 
     @property
     def kind(self) -> str:
         """The decoder layer's kind of attention, as config.json's `layer_types` has it."""
-        kinds = getattr(self.config, "layer_types", None) or ["full_attention"]
+        kinds = getattr(self.config, "layer_types", None)
+        if not kinds:
+            return "full_attention"
         return kinds[self._entry]
 
     def owns(self, tensor: TensorPlan) -> bool:
@@ -185,69 +208,91 @@ class MtpBlock(PreTrainedModel):
         concatenated.
         """
         for path, disk in self._glue.items():
-            # A module's name is followed by a dot; the parameters of `collapse` go on as they like.
-            if name.startswith(disk if path.startswith("collapse.") else f"{disk}."):
+            beginning = f"{disk}."
+            if path.startswith("collapse."):  # its parameters go on as they like
+                beginning = disk
+            if name.startswith(beginning):
                 return path + name[len(disk) :], 0
-        stems = [self.view.disk_stem("mtp", layer) for layer in self._layers_on_disk]
-        part = next(number for number, stem in enumerate(stems) if name.startswith(stem))
-        rest = name.removeprefix(stems[part])
-        for backbone, disk in self.draft.renames:
-            if rest.startswith(disk):
-                rest = backbone + rest[len(disk) :]
-                break
-        path, turn = self._names.in_layer(self.view.layout.layers.disk.replace("{i}", "0") + rest)
-        return f"layers.{part}.{path}", turn
+        for part, layer in enumerate(self._layers_on_disk):
+            stem = self.view.disk_stem("mtp", layer)
+            if not name.startswith(stem):
+                continue
+            rest = name.removeprefix(stem)
+            for backbone, disk in self.draft.renames:
+                if rest.startswith(disk):
+                    rest = backbone + rest[len(disk) :]
+                    break
+            # The class's rules are for a layer of the backbone: any will do.
+            first = self.view.layout.layers.disk.replace("{i}", "0")
+            path, turn = self._names.in_layer(first + rest)
+            return f"layers.{part}.{path}", turn
+        raise AssertionError(f"{name} is no tensor of this block")
 
     @cached_property
     def _glue(self) -> dict[str, str]:
         """Module outside the decoder layer -> its name on disk."""
-        draft, found = self.draft, {}
-        paths = {"embedding_norm": draft.embedding_norm, "hidden_norm": draft.hidden_norm}
+        draft = self.draft
+        paths = {
+            "embedding_norm": draft.embedding_norm,
+            "hidden_norm": draft.hidden_norm,
+            "final_norm": draft.final_norm,
+            "head": draft.head,
+        }
         if len(draft.projections) == 1:
             paths["projection"] = draft.projections[0]
         else:
-            paths["embedding_projection"], paths["hidden_projection"] = draft.projections
-        paths |= {"final_norm": draft.final_norm, "head": draft.head}
+            paths["embedding_projection"] = draft.projections[0]
+            paths["hidden_projection"] = draft.projections[1]
         if draft.collapse:
-            paths[f"collapse.{draft.collapse[1]}"] = draft.collapse[2]
+            _, path, disk = draft.collapse
+            paths[f"collapse.{path}"] = disk
         stem = self.view.disk_stem("mtp", self._layers_on_disk[0])
+        glue = {}
         for name, path in paths.items():
-            is_whole = any(row.path.startswith(path) for row in self.view.layout.mtp_top)
-            if path:
-                found[name] = path if is_whole else stem + path
-        return found
+            if not path:
+                continue
+            glue[name] = stem + path
+            if any(row.path.startswith(path) for row in self.view.layout.mtp_top):
+                glue[name] = path  # it stands above the layers
+        return glue
 
     @cached_property
     def _layers_on_disk(self) -> tuple[int, ...]:
         """Indices on disk of the decoder layers that make up this MTP layer."""
-        parts = len(self.draft.layers)
-        first = (0 if self.view.layout.mtp else self.view.num_layers) + parts * self.index
-        return tuple(range(first, first + parts))
+        num_parts = len(self.draft.layers)
+        first = num_parts * self.index
+        if not self.view.layout.mtp:  # counted on from the backbone's layers
+            first += self.view.num_layers
+        return tuple(range(first, first + num_parts))
 
     @cached_property
     def _names(self) -> Names:
         # The rules belong to the model's class; a text model's are sometimes kept with the whole
         # model's type.
-        rules = None
         for kind in (self.draft.model_type, self.view.config.get("model_type", "")):
-            rules = rules or get_checkpoint_conversion_mapping(kind)
-        return Names(transforms=tuple(rules or ()))
+            rules = get_checkpoint_conversion_mapping(kind)
+            if rules:
+                return Names(transforms=tuple(rules))
+        return Names(transforms=())
 
     def _norm(self, classes: ModuleType, size: int) -> nn.Module:
-        eps = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
+        eps = getattr(self.config, "rms_norm_eps", None)
+        if not eps:
+            eps = self.config.layer_norm_epsilon
         return getattr(classes, f"{self.draft.classes}RMSNorm")(size, eps=eps)
 
     def _layer(self, classes: ModuleType, part: int) -> nn.Module:
         for key, value in self.draft.layers[part].items():
             setattr(self.config, key, value)
-        layer = getattr(classes, self.draft.decoder or f"{self.draft.classes}DecoderLayer")(
-            self.config, self._entry
-        )
+        name = self.draft.decoder or f"{self.draft.classes}DecoderLayer"
+        layer = getattr(classes, name)(self.config, self._entry)
         # All parts share one cache, each under its own number.
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = part
-        return PlainResidual(layer) if self.draft.plain_residual else layer
+        if self.draft.plain_residual:
+            return PlainResidual(layer)
+        return layer
 
     def _join(self, tokens_BTH: Tensor, hidden: Tensor) -> Tensor:
         if len(self.draft.projections) == 1:
@@ -273,10 +318,10 @@ class MtpBlock(PreTrainedModel):
             return self.rotary(inputs_embeds, position_ids=positions)
         if self.draft.rope_types == ("own",):
             return self.rotary(inputs_embeds, position_ids=positions, layer_type=self.kind)
-        return {
-            kind: self.rotary(inputs_embeds, position_ids=positions, layer_type=kind)
-            for kind in self.draft.rope_types
-        }
+        of_kinds = {}
+        for kind in self.draft.rope_types:
+            of_kinds[kind] = self.rotary(inputs_embeds, position_ids=positions, layer_type=kind)
+        return of_kinds
 
 
 class PlainResidual(nn.Module):
@@ -284,8 +329,10 @@ class PlainResidual(nn.Module):
 
     def __init__(self, layer: Any):
         super().__init__()
-        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
-        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.self_attn = layer.self_attn
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.mlp = layer.mlp
 
     def forward(self, states: Tensor, **kwargs: Any) -> Tensor:
         states = states + self.self_attn(self.input_layernorm(states), **kwargs)[0]
@@ -306,7 +353,8 @@ class KeptChoice:
     def __init__(self, block: nn.Module):
         """Put hooks on the indexers under `block`."""
         self._chosen: dict[nn.Module, Tensor] = {}
-        self._is_first, self._num_keys = True, 0
+        self._is_first = True
+        self._num_keys = 0
         for module in block.modules():
             indexer = getattr(module, "indexer", None)
             if isinstance(indexer, nn.Module):
@@ -347,13 +395,17 @@ def draft_steps(
     """
     assert len(blocks) == 1 or num_steps <= len(blocks)
     places_T = torch.arange(ids.shape[1], device=ids.device)
-    cache, positions, outputs = None, [], []
+    cache = None
+    positions: list[Tensor] = []
+    outputs: list[Tensor] = []
     for step in range(1, num_steps + 1):
         block = blocks[min(step, len(blocks)) - 1]
         if cache is None or len(blocks) > 1:
             # It holds every key, and the mask decides what a slot may see: the kind of cache for a
-            # sliding window would forget keys that step 1 left. Indexers want one of their own.
-            cache = DynamicCache(config=block.config) if block.kind in _INDEXED else DynamicCache()
+            # sliding window would forget keys that step 1 left.
+            cache = DynamicCache()
+            if block.kind in _INDEXED:  # indexers want one of their own
+                cache = DynamicCache(config=block.config)
             positions = []
         positions.append(places_T + step - 1)
         tokens = F.pad(ids[:, step:], (0, step))
@@ -371,7 +423,8 @@ def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
         positions: [T] of each step.
         window: how many tokens back a slot sees, itself counted.
     """
-    length, device = len(positions[-1]), positions[-1].device
+    length = len(positions[-1])
+    device = positions[-1].device
     causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     itself = torch.eye(length, dtype=torch.bool, device=device)
     mask = torch.cat([causal, *[itself] * (len(positions) - 1)], dim=1)
@@ -416,10 +469,11 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
     with torch.device("meta"):
         block = MtpBlock(view, draft, index, config, classes).eval()
     linear_experts(block)
+    dtype = torch.bfloat16
+    if isinstance(config.dtype, torch.dtype):
+        dtype = config.dtype
     # On meta only: `Skeleton.fill` takes the dtype from these parameters.
-    nn.Module.to(
-        block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    )
+    nn.Module.to(block, dtype=dtype)
     if draft.rotary is not None:
         rotary = draft.rotary or f"{draft.classes}RotaryEmbedding"
         block.rotary = getattr(classes, rotary)(config=config)
@@ -433,4 +487,18 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
     tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
-    return bind(block, tensors, lambda tensor: block.path_of(tensor.name), str(plan.source.where))
+
+    def path_of(tensor: TensorPlan) -> tuple[str, int]:
+        return block.path_of(tensor.name)
+
+    return bind(block, tensors, path_of, str(plan.source.where))
+
+
+def bound_block(plan: Plan, index: int) -> MtpBlock:
+    """`build_block`, and its binding with it.
+
+    Raises: RecipeError, CheckpointError: see both.
+    """
+    block = build_block(plan.view, index)
+    block.binding = bind_block(block, plan)
+    return block

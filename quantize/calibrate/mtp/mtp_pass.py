@@ -19,10 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import add, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from ....checkpoints.files import making
 from ....recipes.errors import CheckpointError, GateError, RecipeError
+from ....recipes.frozen import Json
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
 from ...run.progress import ProgressCallback, progress_since
@@ -48,7 +49,7 @@ from .facts import (
     Side,
     TunedFact,
 )
-from .mtp_block import bind_block, build_block
+from .mtp_block import bound_block
 from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -59,78 +60,117 @@ _REPORTS = 50  # of a training: a log has a line for each
 
 
 def mtp_pass(
-    plan: Plan, backbone: Backbone, *, progress: ProgressCallback | None = None
+    plan: Plan,
+    backbone: Backbone,
+    *,
+    refusal: RecipeError | CheckpointError | None = None,
+    progress: ProgressCallback | None = None,
 ) -> tuple[Plan, MtpFact]:
     """Calibrate, measure, and choose for `mtp: auto`; train and choose for `mtp: tuned`.
 
     Args:
         plan: what `backbone` was calibrated for; its recipe may still say auto.
         backbone: the finished pass.
+        refusal: why the block cannot be run, as `refuse_mtp` found; None if it can.
         progress: called after each policy.
 
     Returns: the plan with one policy for the block, and what is known of it.
 
     Raises:
-        RecipeError: see `refuse_mtp`; or under `mtp: auto` and `mtp: tuned` the held-out text says
-            nothing about this model; or the loss of training is not finite.
+        RecipeError: under `mtp: auto` and `mtp: tuned` the held-out text says nothing about this
+            model; or the loss of training is not finite.
         CheckpointError: NaN in the block, or a module that is never called.
         GateError: no candidate keeps what the recipe asks for.
     """
-    refuse_mtp(plan)
     with fitting(plan, "the head and a sequence", backbone.skeleton.device):
         source = target(backbone, "source")
         served = target(backbone, "served", reference=source)
     results = PolicyResults(plan=plan, source=source, served=served)
-    refusal, final, found = cannot_run(plan), plan, dict[str, Any]()
-    found["unmeasured"] = str(refusal or "")
-    released = unquantized = own = None
+    final = plan
+    candidates: tuple[CandidateFact, ...] = ()
+    tuned: TunedFact | None = None
+    of_release: Acceptance | None = None  # the released model's
+    of_backbone: Acceptance | None = None  # with the quantized backbone
+    of_both: Acceptance | None = None  # with the block as it is written, too
+    unmeasured = ""
+    if refusal is not None:
+        unmeasured = str(refusal)
     try:
         if refusal is None:
             if plan.recipe.mtp == TUNED:
-                found["tuned"], final = tune(results, progress)
+                tuned, final = tune(results, progress)
             elif plan.recipe.mtp_auto:
-                found["candidates"], final = choose(results, plan.recipe.mtp_auto, progress)
-            own, unquantized = results.measured(final), results.measured()
-            released = results.released()
+                candidates, final = choose(results, plan.recipe.mtp_auto, progress)
+            of_both = results.measured(final)
+            of_backbone = results.measured()
+            of_release = results.released()
     except NothingCounts as error:
         if plan.recipe.measures_mtp:
             raise
         # Not worth hours of work: by then the block is calibrated, and only a figure is missing.
-        found["unmeasured"] = str(error)
-    rows = [_row(source, "source", released), _row(served, "source", unquantized)]
-    is_tuned = "tuned" in found and found["tuned"].chosen
-    if released and unquantized:
-        found["of_backbone"] = _kept(unquantized, released)
+        unmeasured = str(error)
+    rows = [_row(source, "source", of_release), _row(served, "source", of_backbone)]
+    kept_of_backbone = _kept(of_backbone, of_release)
+    kept_of_block = None
     if refusal is None and is_served_changed(final):
-        if own and unquantized:
-            found["of_block"] = _kept(own, unquantized)
-        rows.append(_row(served, "tuned" if is_tuned else "quantized", own))
-    needs_files = refusal is None and _depends_on_batches(final)
-    _publish(backbone, results.statistics(final) if needs_files else ())
-    if "tuned" in found:  # the recipe stays what it is, and `tuned` says what became of it
+        kept_of_block = _kept(of_both, of_backbone)
+        written: Side = "quantized"
+        if tuned is not None and tuned.chosen:
+            written = "tuned"
+        rows.append(_row(served, written, of_both))
+    files: list[Path] = []
+    if refusal is None and _depends_on_batches(final):
+        files = results.statistics(final)
+    _publish(backbone, files)
+    if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
         final = replace(final, recipe=plan.recipe)
-    agreement = round(served.agreement, DIGITS)
-    return final, MtpFact(mtp=final.recipe.mtp_policy, rows=(*rows,), agreement=agreement, **found)
+    return final, MtpFact(
+        mtp=final.recipe.mtp_policy,
+        rows=tuple(rows),
+        agreement=round(served.agreement, DIGITS),
+        candidates=candidates,
+        tuned=tuned,
+        of_backbone=kept_of_backbone,
+        of_block=kept_of_block,
+        unmeasured=unmeasured,
+    )
 
 
-def _row(backbone: Target, mtp: Side, found: Acceptance | None) -> MeasuredFact:
+def _row(backbone: Target, mtp: Side, measured: Acceptance | None) -> MeasuredFact:
     """A backbone with a block; without the block's acceptance where it was not measured."""
-    row: dict[str, Any] = {"mtp": mtp, "perplexity": round(backbone.perplexity, 6)}
-    row["acceptance"] = found and found.fact()
-    of_kinds = dict[str, Target]()
+    acceptance = None
+    if measured is not None:
+        acceptance = measured.fact()
+    name: Literal["source", "quantized"] = "source"
+    against_release: Json = {}
+    if backbone.reference is not None:
+        name = "quantized"
+        against_release["divergence"] = round(backbone.divergence, 6)
+        against_release["flips"] = round(1 - backbone.agreement, DIGITS)
+    perplexities: dict[str, float] = {}
+    divergences: dict[str, float] = {}
     kinds = backbone.backbone.data.rows_of_kinds
     if len(kinds) > 1:
-        of_kinds = {kind: backbone.of_rows(rows) for kind, rows in kinds.items()}
-    row["perplexity_of_kind"] = {kind: round(one.perplexity, 6) for kind, one in of_kinds.items()}
-    if backbone.reference is None:
-        return MeasuredFact(backbone="source", **row)
-    row["divergence"] = round(backbone.divergence, 6)
-    row["divergence_of_kind"] = {kind: round(one.divergence, 6) for kind, one in of_kinds.items()}
-    return MeasuredFact(backbone="quantized", flips=round(1 - backbone.agreement, DIGITS), **row)
+        for kind, rows in kinds.items():
+            of_kind = backbone.of_rows(rows)
+            perplexities[kind] = round(of_kind.perplexity, 6)
+            if backbone.reference is not None:
+                divergences[kind] = round(of_kind.divergence, 6)
+    return MeasuredFact(
+        backbone=name,
+        mtp=mtp,
+        perplexity=round(backbone.perplexity, 6),
+        acceptance=acceptance,
+        perplexity_of_kind=perplexities,
+        divergence_of_kind=divergences,
+        **against_release,
+    )
 
 
-def _kept(own: Acceptance, before: Acceptance) -> KeptFact | None:
-    """Where the most are drafted; None where too few sequences count."""
+def _kept(own: Acceptance | None, before: Acceptance | None) -> KeptFact | None:
+    """Where the most are drafted; None where nothing was measured, or too few sequences count."""
+    if own is None or before is None:
+        return None
     values, reaches = own.compared(before, 0.975)  # two-sided 95 %
     if reaches[-1] == math.inf:
         return None
@@ -175,7 +215,9 @@ def choose(
     Raises:
         GateError: there is none; names the best one.
     """
-    recipe, least, data = results.plan.recipe, auto.min_acceptance, results.backbone.data
+    recipe = results.plan.recipe
+    least = auto.min_acceptance
+    data = results.backbone.data
     groups = set[str]()  # of modules that a recipe decides about
     for tensor in block_tensors(results.plan):
         if not tensor.place.row.why_kept and tensor.place.leaf in ("weight", ""):
@@ -195,7 +237,8 @@ def choose(
             continue
         size = 0
         for tensor in block_tensors(plan):
-            size += sum(output.num_bytes for output in tensor.outputs)
+            for output in tensor.outputs:
+                size += output.num_bytes
         plans.append((size, plan))
     plans.sort(key=itemgetter(0), reverse=True)
     shown: list[tuple[CandidateFact, Plan]] = []
@@ -205,14 +248,14 @@ def choose(
         is_rounded = any(tensor.fate == "quantize" for tensor in block_tensors(plan))
         if is_over and is_rounded:  # blocks that are not rounded draft alike: one hypothesis
             continue
-        found = results.measured(plan)
-        kept, low = found.kept_of(results.released(), recipe.gates.confidence)
+        measured = results.measured(plan)
+        kept, low = measured.kept_of(results.released(), recipe.gates.confidence)
         fact = CandidateFact(
             policy=plan.recipe.mtp,
             bytes=size,
             kept=round(kept, DIGITS),
             kept_at_least=round(low, DIGITS),
-            acceptance=found.fact(),
+            acceptance=measured.fact(),
         )
         facts.append(fact)
         if low >= least:
@@ -223,7 +266,7 @@ def choose(
                 likely.append((fact, plan))
         report(len(facts))
     if not shown and not likely:
-        best = max(facts, key=lambda fact: (fact.acceptance is not None, fact.kept))
+        best = max(facts, key=_by_what_is_kept)
         got = f"no candidate that fits the model: {best.refused.removesuffix('.')}"
         if best.acceptance is not None:
             got = f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}, "
@@ -236,9 +279,18 @@ def choose(
             cure="Quantize less of what loses it, add bf16 to mtp_auto.candidates, raise "
             "calibration.held_out for a surer answer, or lower mtp_auto.min_acceptance",
         )
-    # Of two that cost the same, the one that keeps more.
-    best, plan = min(shown or likely, key=lambda each: (each[0].bytes, -each[0].kept))
+    best, plan = (shown or likely)[0]
+    for fact, other in shown or likely:
+        # Of two that cost the same, the one that keeps more.
+        if (fact.bytes, -fact.kept) < (best.bytes, -best.kept):
+            best = fact
+            plan = other
     return tuple(fact.model_copy(update={"chosen": fact is best}) for fact in facts), plan
+
+
+def _by_what_is_kept(fact: CandidateFact) -> tuple[bool, float]:
+    """Those that were measured before those that do not fit."""
+    return fact.acceptance is not None, fact.kept
 
 
 # --- mtp: tuned -----------------------------------------------------------------------------------
@@ -257,12 +309,16 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
     Raises:
         RecipeError: the loss is not finite, or a kind of text says nothing about this model.
     """
-    plan, backbone, settings = results.plan, results.backbone, results.plan.recipe.mtp_tuned
+    plan = results.plan
+    backbone = results.backbone
+    settings = plan.recipe.mtp_tuned
     assert settings is not None
-    untuned, confidence = with_policy(plan, plan.recipe.mtp_policy), plan.recipe.gates.confidence
+    confidence = plan.recipe.gates.confidence
     tokens = settings.batch_size * backbone.data.ids.shape[1]
     report = reporter(progress, backbone.ranks, "tuning", total=settings.steps, tokens=tokens)
-    before, kinds = results.measured(untuned), backbone.data.rows_of_kinds
+    untuned = with_policy(plan, plan.recipe.mtp_policy)
+    before = results.measured(untuned)
+    kinds = backbone.data.rows_of_kinds
     for kind, rows in kinds.items():
         num_rows = int(before.of_rows(rows).counts[:, 0, 0, 0].count_nonzero())
         if num_rows < FEWEST_SEQUENCES:
@@ -277,14 +333,14 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
     shares = [settings.share or 1.0]
     if settings.share is None and len(kinds) > 1:
         shares = list(SHARES)
-    judged: list[tuple[TunedFact, Plan, bool]] = []
+    judged: list[tuple[TunedFact, Plan]] = []
     for share in shares:
         at = settings
         if share < 1:
             at = settings.model_copy(update={"share": share})
         tried = replace(plan, recipe=plan.recipe.model_copy(update={"mtp_tuned": at}))
         after = results.measured(tried, report)
-        figures, is_better = gains(before, after, kinds, confidence, len(shares))
+        figures = gains(before, after, kinds, confidence, len(shares))
         fact = TunedFact(
             policy=settings.mtp,
             **settings.model_dump(include=own),
@@ -293,15 +349,18 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
             after=after.fact(),
             **figures,
             confidence=confidence,
-            chosen=False,
         )
-        judged.append((fact, tried, is_better))
+        judged.append((fact, tried))
     results.forget_training(plan)
-    # First that no kind is worse, then what is gained.
-    fact, tried, is_better = max(judged, key=lambda each: (min(1.0, each[0].worst), each[0].gain))
-    if is_better:
-        return fact.model_copy(update={"chosen": True}), tried
-    return fact, untuned
+    best, tuned = judged[0]
+    for fact, tried in judged:
+        # First that no kind is worse, then what is gained.
+        if (min(1.0, fact.worst), fact.gain) > (min(1.0, best.worst), best.gain):
+            best = fact
+            tuned = tried
+    if best.chosen:
+        return best, tuned
+    return best, untuned
 
 
 def gains(
@@ -310,27 +369,23 @@ def gains(
     kinds: Mapping[str, Sequence[int]],
     confidence: float,
     num_tries: int,
-) -> tuple[dict[str, Any], bool]:
-    """Of a tuned block: by kind, and the mean over them, whose limit holds
-    for all of so many tries; and whether it is better.
+) -> Json:
+    """The figures of a `TunedFact`: of each kind, and of the mean over them, whose limit holds for
+    all of so many tries.
     """
     sure = 1 - (1 - confidence) / num_tries
-    values: list[list[float]] = []
+    facts: list[GainFact] = []
+    values: list[list[float]] = []  # by kind, and by the number of tokens a step
     reaches: list[list[float]] = []
-    of_kinds: list[tuple[float, float, float]] = []
-    for rows in kinds.values():
-        own, theirs = after.of_rows(rows), before.of_rows(rows)
-        gains, reach = own.compared(theirs, confidence)
-        of_kinds.append((*own.kept_of(theirs, confidence), min(map(add, gains, reach))))
-        values.append(gains)
-        reaches.append(own.compared(theirs, sure)[1])
-    # Kinds have texts of their own, so their errors are independent.
-    means, lows = list[float](), list[float]()
-    for of_k, reach in zip(zip(*values, strict=True), zip(*reaches, strict=True), strict=True):
-        means.append(math.fsum(of_k) / len(kinds))
-        lows.append(means[-1] - math.hypot(*reach) / len(kinds))
-    low, facts = max(0.0, min(lows)), list[GainFact]()
-    for (kind, rows), (gain, least, most) in zip(kinds.items(), of_kinds, strict=True):
+    is_worse = False
+    for kind, rows in kinds.items():
+        own = after.of_rows(rows)
+        theirs = before.of_rows(rows)
+        of_kind, reach = own.compared(theirs, confidence)
+        gain, least = own.kept_of(theirs, confidence)
+        most = min(map(add, of_kind, reach))
+        if most < 1:  # shown to be worse
+            is_worse = True
         facts.append(
             GainFact(
                 kind=kind,
@@ -340,10 +395,22 @@ def gains(
                 gain_at_most=round(most, DIGITS),
             )
         )
-    figures: dict[str, Any] = {"gain": round(min(means), DIGITS)}
-    figures["gain_at_least"] = round(low, DIGITS)
-    figures["kinds"] = tuple(facts)
-    return figures, low > 1 and all(most >= 1 for *_, most in of_kinds)
+        values.append(of_kind)
+        reaches.append(own.compared(theirs, sure)[1])
+    means: list[float] = []
+    lows: list[float] = []
+    for of_k, reach in zip(zip(*values, strict=True), zip(*reaches, strict=True), strict=True):
+        mean = math.fsum(of_k) / len(kinds)
+        # Kinds have texts of their own, so their errors are independent.
+        means.append(mean)
+        lows.append(mean - math.hypot(*reach) / len(kinds))
+    low = max(0.0, min(lows))
+    return {
+        "gain": round(min(means), DIGITS),
+        "gain_at_least": round(low, DIGITS),
+        "kinds": tuple(facts),
+        "chosen": low > 1 and not is_worse,
+    }
 
 
 def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:
@@ -367,11 +434,14 @@ def reporter(
 
     Those that were done before the first call count as an earlier run's.
     """
-    started, seen = time.monotonic(), list[int]()
+    started = time.monotonic()
+    seen: list[int] = []
+    step_of_reports = math.ceil(total / _REPORTS)
 
     def report(done: int) -> None:
         seen.append(done)
-        if progress and ranks.is_first and (done == total or not done % -(-total // _REPORTS)):
+        is_due = done == total or done % step_of_reports == 0
+        if progress and ranks.is_first and is_due:
             counts = {"done": done, "total": total, "num_here": done + 1 - seen[0]}
             progress(progress_since(started, step, **counts, tokens=tokens, device=ranks.device))
 
@@ -381,9 +451,11 @@ def reporter(
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def refuse_mtp(plan: Plan) -> None:
+def refuse_mtp(plan: Plan) -> RecipeError | CheckpointError | None:
     """Refuse an MTP block that has to be run and cannot: known from the headers, before hours of
     work.
+
+    Returns: why it cannot be run where it need not; None if it can.
 
     Raises:
         RecipeError: the block has to be calibrated, trained or chosen, and it cannot be here, or
@@ -394,14 +466,23 @@ def refuse_mtp(plan: Plan) -> None:
     if refusal is not None and (plan.recipe.measures_mtp or _depends_on_batches(plan)):
         raise refusal
     if plan.recipe.mtp != TUNED:
-        return
-    if (count := num_blocks(plan)) > 1:
-        rule, got = "mtp: tuned must be for a model with one MTP block", f"{count} blocks"
-        raise RecipeError(plan.recipe.name, rule, got=got, cure="Give `mtp` a scheme, or auto")
+        return refusal
+    count = num_blocks(plan)
+    if count > 1:
+        raise RecipeError(
+            plan.recipe.name,
+            "mtp: tuned must be for a model with one MTP block",
+            got=f"{count} blocks",
+            cure="Give `mtp` a scheme, or auto",
+        )
     if not any(tensor.tuned for tensor in plan.tensors):
-        rule = "mtp_tuned must leave something of the block to train"
-        cure = "Shorten mtp_tuned.frozen"
-        raise RecipeError(plan.recipe.name, rule, got="no tensor", cure=cure)
+        raise RecipeError(
+            plan.recipe.name,
+            "mtp_tuned must leave something of the block to train",
+            got="no tensor",
+            cure="Shorten mtp_tuned.frozen",
+        )
+    return None
 
 
 def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
@@ -412,7 +493,7 @@ def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
         return RecipeError(plan.recipe.name, rule, got="none in the source", cure="Set mtp: source")
     try:
         for index in range(count):
-            bind_block(build_block(plan.view, index), plan)
+            bound_block(plan, index)
     except (RecipeError, CheckpointError) as error:
         return error
     return None
@@ -430,7 +511,9 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     Raises:
         RecipeError: it says how much is needed.
     """
-    recipe, needed, fewest = plan.recipe, 1, 1
+    recipe = plan.recipe
+    needed = 1
+    fewest = 1
     auto = recipe.mtp_auto or recipe.backbone_auto
     if auto and auto.min_acceptance is not None:
         needed = fewest_slots(auto.min_acceptance, recipe.gates.confidence)
@@ -440,12 +523,15 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     slots = data.held_out_ids.numel()
     if data.held_out_written is not None:
         slots = int(data.held_out_written.sum())
-    sequences, of_each = len(data.held_out_ids), ""
+    sequences = len(data.held_out_ids)
+    of_each = ""
     if recipe.mtp == TUNED and data.held_out_kinds:  # each kind is judged alone
         kinds = data.rows_of_kinds
-        sequences = min(len(kinds.get(texts.title, ())) for texts in plan.calibration.mix)
-        sequences = min(sequences, *map(len, kinds.values()))
-        of_each = " of each dataset" if len(kinds) > 1 else ""
+        if len(kinds) > 1:
+            of_each = " of each dataset"
+        for texts in plan.calibration.mix:  # of one there may be no sequence at all
+            kinds.setdefault(texts.title, [])
+        sequences = min(map(len, kinds.values()))
     if sequences < fewest or slots < needed:
         raise RecipeError(
             recipe.name,

@@ -24,6 +24,7 @@ from torch import Tensor
 from ....checkpoints.files import write_whole
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
+from ..data.claim import left_behind
 from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
@@ -32,7 +33,7 @@ from ..layers.work import LayerWork
 from ..model.skeleton import Skeleton
 from ..model.states import Stream
 from .acceptance import Acceptance, Target, acceptance, block_input
-from .mtp_block import MtpBlock, bind_block, build_block
+from .mtp_block import MtpBlock, bound_block
 from .tuning import Training
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are
@@ -89,16 +90,18 @@ class PolicyResults:
         """The state of a training: the same for every share of the way."""
         settings = plan.recipe.mtp_tuned
         assert settings is not None
-        whole = plan.recipe.model_copy(
-            update={"mtp_tuned": settings.model_copy(update={"share": None, "guard": ()})}
-        )
-        key = _key(replace(plan, recipe=whole))
+        settings = settings.model_copy(update={"share": None, "guard": ()})
+        recipe = plan.recipe.model_copy(update={"mtp_tuned": settings})
+        key = _key(replace(plan, recipe=recipe))
         return self.backbone.folder / "mtp" / f"{key}.training"
 
     def statistics(self, plan: Plan) -> list[Path]:
         """The statistics of a policy that was measured: a file for each block."""
-        folder, key = self.backbone.folder / "mtp", _key(plan)
-        return [folder / f"{key}-{index:05d}.safetensors" for index in range(num_blocks(plan))]
+        key = _key(plan)
+        files = []
+        for index in range(num_blocks(plan)):
+            files.append(self.backbone.folder / "mtp" / f"{key}-{index:05d}.safetensors")
+        return files
 
     def _kept(
         self,
@@ -110,36 +113,38 @@ class PolicyResults:
         """A result from the pass's folder, or one that is measured now and written there for the
         next run.
         """
-        path, ranks = self.backbone.folder / "mtp" / f"{key}.json", self.backbone.ranks
-        # One rank looks for all: each for itself, one could find what another has not seen yet, and
-        # wait for its sums.
-        kept = ranks.of_first(lambda: json.loads(path.read_text()) if path.is_file() else None)
+        ranks = self.backbone.ranks
+        path = self.backbone.folder / "mtp" / f"{key}.json"
+        kept = left_behind(path, ranks)
         if kept is not None:
             return Acceptance(torch.tensor(kept, dtype=torch.float64))
         with fitting(self.plan, "the MTP block and a batch", ranks.device):
             blocks = filled_blocks(plan, self.backbone.skeleton)
             if key == _key(plan):  # the block is not as released
                 self._make(blocks, plan, progress)
-            found = acceptance(target, blocks_that_draft(plan, blocks))
+            measured = acceptance(target, blocks_that_draft(plan, blocks))
         if ranks.is_first:
             path.parent.mkdir(exist_ok=True)
-            write_whole(path, json.dumps(found.counts.tolist()))
-        return found
+            write_whole(path, json.dumps(measured.counts.tolist()))
+        return measured
 
     def _make(
         self, blocks: Sequence[MtpBlock], plan: Plan, progress: Callable[[int], None] | None
     ) -> None:
         """Round or train the blocks as `plan` says; all that is written of them is then on disk."""
-        own, backbone = block_tensors(plan), self.backbone
-        is_tuned = any(tensor.tuned for tensor in own)
-        stream: Stream = "mtp" if any(tensor.calibrated for tensor in own) else "served"
+        tensors_of_blocks = block_tensors(plan)
+        is_tuned = any(tensor.tuned for tensor in tensors_of_blocks)
+        stream: Stream = "served"
+        if any(tensor.calibrated for tensor in tensors_of_blocks):
+            stream = "mtp"
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
-            work, training = LayerWork.of(plan, bind_block(block, plan)), None
+            work = LayerWork.of(plan, block.binding)
+            training = None
             if is_tuned:  # training chooses the weights, from the released ones on
-                training = Training(plan, backbone, block, work.binding)
+                training = Training(plan, self.backbone, block)
                 work = replace(work, algorithm="minmax")
             found = Calibrated(tensors={}, coverage={})
-            inputs = BlockInputs(backbone=backbone, blocks=blocks[: index + 1], stream=stream)
+            inputs = BlockInputs(backbone=self.backbone, blocks=blocks[: index + 1], stream=stream)
             if work.schemes or work.caches:
                 found = calibrate(block, inputs, work)
             tensors = work.on_disk(found.tensors)
@@ -151,8 +156,8 @@ class PolicyResults:
                     tensors = work.on_disk(found.tensors)
                     serve_scales(block, work, InMemory(tensors))
                 tensors = trained | tensors
-            if backbone.ranks.is_first:
-                backbone.record(file, found, work, tensors)
+            if self.backbone.ranks.is_first:
+                self.backbone.record(file, found, work, tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +203,8 @@ def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
     """The blocks with the released weights, on the skeleton's device."""
     blocks = []
     for index in range(num_blocks(plan)):
-        block = build_block(plan.view, index)
-        skeleton.fill(block, bind_block(block, plan))
+        block = bound_block(plan, index)
+        skeleton.fill(block, block.binding)
         if block.rotary is not None:
             block.rotary.to(skeleton.device)
         blocks.append(block.requires_grad_(False))
@@ -208,7 +213,9 @@ def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
 
 def blocks_that_draft(plan: Plan, blocks: list[MtpBlock]) -> list[MtpBlock]:
     """The blocks that vLLM runs: one a step, or the first one for every step."""
-    return blocks if plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
+    if plan.view.family.model_type in _A_LAYER_A_STEP:
+        return blocks
+    return blocks[:1]
 
 
 def block_tensors(plan: Plan) -> list[TensorPlan]:
@@ -220,8 +227,10 @@ def is_served_changed(plan: Plan) -> bool:
     """Whether a server computes the block otherwise than the release: trained, rounded, FP8
     cache.
     """
-    own = block_tensors(plan)
-    return any(each.fate == "quantize" or each.cache is not None or each.tuned for each in own)
+    for tensor in block_tensors(plan):
+        if tensor.fate == "quantize" or tensor.cache is not None or tensor.tuned:
+            return True
+    return False
 
 
 def num_blocks(plan: Plan) -> int:
@@ -233,12 +242,15 @@ def _key(plan: Plan) -> str:
     """What a policy makes of the block, whatever a recipe calls it; and how it is trained, if it
     is.
     """
-    schemes, caches = {}, []
+    schemes = {}
+    caches = []
     for tensor in block_tensors(plan):
         if tensor.fate == "quantize":
             schemes[tensor.name] = tensor.scheme
         if tensor.cache is not None:
             caches.append(tensor.name)
-    tuned = plan.recipe.mtp_tuned and plan.recipe.mtp_tuned.model_dump(mode="json")
+    tuned = None
+    if plan.recipe.mtp_tuned is not None:
+        tuned = plan.recipe.mtp_tuned.model_dump(mode="json")
     made = json.dumps([sorted(schemes.items()), caches, tuned])
     return hashlib.sha256(made.encode()).hexdigest()[:16]

@@ -7,9 +7,6 @@ at temperature 0, and then the rest of the old sequence.
 
 A server drafts after its own text, and there every slot counts. In a dataset's text only those
 slots count where the model would have written the same, which are the easy ones.
-
-Easy to get wrong: a resumed run must measure on the same text. What was written stays in the
-calibration's folder, also that the dataset's text was used because memory did not hold the model.
 """
 
 from collections import Counter
@@ -55,7 +52,8 @@ def with_own_text(
     """
     path = folder / f"own-text-{fingerprint(plan, data, 1)[:16]}.safetensors"
     if not path.is_file():
-        ids, by = data.held_out_ids.clone(), "dataset"
+        by = "dataset"
+        ids = data.held_out_ids.clone()
         written = torch.zeros_like(ids, dtype=torch.bool)
         places = _places(plan, device)
         if places:
@@ -63,19 +61,21 @@ def with_own_text(
             if skeleton.model.can_generate():  # a checkpoint's own class may be without
                 by = "model"
                 _write(skeleton, places, data, ids, written)
+        # A resumed run must measure on the same text: also that the dataset's was used, because
+        # memory did not hold the model, stays in the folder.
         write_statistics(path, {HFName("ids"): ids, HFName("written"): written}, {"by": by})
     if read_metadata(path)["by"] == "dataset":
         return data
-    found = load_file(path)
+    kept = load_file(path)
     own = {
         "held_out_by": "model",
-        "held_out_ids_sha256": ids_sha256(found["ids"].flatten().tolist()),
-        "held_out_written_tokens": int(found["written"].sum()),
+        "held_out_ids_sha256": ids_sha256(kept["ids"].flatten().tolist()),
+        "held_out_written_tokens": int(kept["written"].sum()),
     }
     return replace(
         data,
-        held_out_ids=found["ids"],
-        held_out_written=found["written"],
+        held_out_ids=kept["ids"],
+        held_out_written=kept["written"],
         provenance={**data.provenance, **own},
     )
 
@@ -89,19 +89,26 @@ def _places(plan: Plan, device: torch.device) -> list[torch.device]:
         is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
         if is_there and tensor.role != "vision":
             sizes[tensor.layer] += int(2 * prod(tensor.shape) * _ROOM)
-    free = {}
+    free: dict[torch.device, int] = {}
     if device.type != "cpu":
-        others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in dict.fromkeys((device, *others))}
+        free[device], _ = torch.cuda.mem_get_info(device)
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.device("cuda", index)
+            if gpu != device:
+                free[gpu], _ = torch.cuda.mem_get_info(gpu)
     free[torch.device("cpu")] = free_host_bytes()
-    free[device] -= sizes.pop(None)
+    free[device] -= sizes.pop(None)  # what is around the layers
+    if free[device] < 0:
+        return []
     places: list[torch.device] = []
     for _, size in sorted(sizes.items()):
-        place = next((each for each, room in free.items() if room >= size), None)
-        if place is None or free[device] < 0:
+        for place, room in free.items():
+            if room >= size:
+                free[place] -= size
+                places.append(place)
+                break
+        else:
             return []
-        free[place] -= size
-        places.append(place)
     return places
 
 
@@ -115,8 +122,12 @@ def _write(
     """Put the model's answers into `ids` [held_out, S], and which tokens these are into
     `written`.
     """
-    ends, length = sorted(end_ids(skeleton.plan)), ids.shape[1]
+    length = ids.shape[1]
+    ends = sorted(end_ids(skeleton.plan))
     pad = min(ends, default=0)
+    stops: dict[str, Any] = {}
+    if ends:
+        stops = {"eos_token_id": ends, "pad_token_id": pad}
     sides: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
     with (
         skeleton.whole(places) as model,
@@ -127,15 +138,18 @@ def _write(
         generate: Any = model.generate
         for start in range(0, len(ids), _AT_A_TIME):
             prompts = []
+            masks = []
             for row in range(start, min(start + _AT_A_TIME, len(ids))):
-                prompts.append(prompt_of(data, row))
-            mask = pad_sequence(list(map(torch.ones_like, prompts)), **sides)
+                prompt = prompt_of(data, row)
+                prompts.append(prompt)
+                masks.append(torch.ones_like(prompt))
+            mask = pad_sequence(masks, **sides)
+            shortest = min(map(len, prompts))
             config = GenerationConfig(
-                max_new_tokens=min(MOST_NEW_TOKENS, length - min(map(len, prompts))),
+                max_new_tokens=min(MOST_NEW_TOKENS, length - shortest),
                 do_sample=False,
                 use_cache=True,
-                eos_token_id=ends or None,
-                pad_token_id=pad if ends else None,
+                **stops,
             )
             answers = generate(
                 pad_sequence(prompts, padding_value=pad, **sides).to(skeleton.device),
@@ -148,7 +162,8 @@ def _write(
                 if is_end.any():
                     answer = answer[: int(is_end.int().argmax()) + 1]
                 last = min(first + len(answer), first + MOST_NEW_TOKENS, length)
-                ids[row, first:last], written[row, first:last] = answer[: last - first], True
+                ids[row, first:last] = answer[: last - first]
+                written[row, first:last] = True
 
 
 def prompt_of(data: CalibrationData, row: int) -> Tensor:

@@ -13,12 +13,8 @@ gradient passes both roundings as if they were not there (Bengio et al., "Estima
 Gradients Through Stochastic Neurons", 2013). Further draft steps weigh less, as in FastMTP (Cai et
 al., 2025).
 
-Easy to get wrong: a run that is resumed must end with the same bytes. So the order of the sequences
-is a function of the seed and the step alone, and weights, moments and the number of steps are kept
-in one file, which is written whole. Processes each take some sequences of a step and sum their
-gradients, in an order of their own: other last bits than those of one process, as with GPTQ's sums.
-And logits of a batch are gigabytes, with 150,000 tokens a vocabulary: they are made for a few slots
-at a time, and only the gradient of hidden states stays.
+Easy to get wrong: a run that is resumed must end with the same bytes. So weights, moments and the
+number of steps are kept in one file, which is written whole.
 
 Source: names and meaning of the losses are those of speculators (docs, "Loss Functions"), for
 drafts of other kinds; Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
@@ -49,8 +45,6 @@ from ...run.statistics import read_metadata, write_statistics
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..layers.served import InMemory, serve_tuned
-from ..model.binding import Binding
-from ..model.skeleton import Batch
 from .acceptance import block_input, head_input
 from .mtp_block import MtpBlock, draft_steps
 
@@ -70,18 +64,19 @@ class Training:
     Args:
         plan: with the tensors that are tuned.
         backbone: a finished pass with the `mtp` stream.
-        block: filled; training begins at the weights that it has now.
-        binding: of the block.
+        block: bound and filled; training begins at the weights that it has now.
     """
 
-    def __init__(self, plan: Plan, backbone: Backbone, block: MtpBlock, binding: Binding):
+    def __init__(self, plan: Plan, backbone: Backbone, block: MtpBlock):
         assert plan.recipe.mtp_tuned is not None
         self.settings: MtpTuned = plan.recipe.mtp_tuned
-        self._plan, self._backbone, self._block = plan, backbone, block
-        self._binding, self._given = binding, InMemory({})
+        self._plan = plan
+        self._backbone = backbone
+        self._block = block
+        self._given = InMemory({})
         self._masters: dict[str, Tensor] = {}
         self._released: dict[str, Tensor] = {}  # where the written weights are not the trained ones
-        for name, pieces in binding.items():
+        for name, pieces in block.binding.items():
             if pieces[0].tensor.tuned:
                 value = block.get_parameter(name).detach()
                 self._masters[name] = value.float().clone()
@@ -106,7 +101,9 @@ class Training:
         Raises:
             RecipeError: a loss or a gradient is not finite.
         """
-        ranks, first, saved = self._backbone.ranks, 0, time.monotonic()
+        ranks = self._backbone.ranks
+        first = 0
+        saved = time.monotonic()
         self._given = given
         for name in self._masters:
             self._block.get_parameter(name).requires_grad_()
@@ -139,20 +136,23 @@ class Training:
         """
         for name, master in self._masters.items():
             self._block.get_parameter(name).data.copy_(master)
-        packed = _plain(self._block, self._binding)
-        for module in serve_tuned(self._block, self._plan, self._binding, self._given):
-            for leaf, value in module.tensors.items():
-                packed[HFName(f"{module.module}.{leaf}")] = value
-        return packed
+        written = _plain(self._block)
+        served = serve_tuned(self._block, self._plan, self._block.binding, self._given)
+        for packed in served:
+            for leaf, value in packed.tensors.items():
+                written[HFName(f"{packed.module}.{leaf}")] = value
+        return written
 
     def _step(self, step: int) -> None:
         """One step of the optimizer, over the sequences of all ranks."""
-        ranks, settings, masters = self._backbone.ranks, self.settings, self._masters
+        ranks = self._backbone.ranks
+        settings = self.settings
         self._serve()
         total = torch.zeros((), device=self._backbone.skeleton.device)
         gradients = {}
-        for name, master in masters.items():
-            master.grad = gradients[name] = torch.zeros_like(master)
+        for name, master in self._masters.items():
+            gradients[name] = torch.zeros_like(master)
+            master.grad = gradients[name]
         rows = rows_of(step, num_rows=len(self._backbone.data.ids), settings=settings)
         for row in rows[ranks.rank :: ranks.size]:
             total += self._backward(row)
@@ -162,9 +162,11 @@ class Training:
                     gradient += parameter.grad
                     parameter.grad = None
         if ranks.size > 1:
+            # Summed in an order of their own: other last bits than those of one process, as with
+            # GPTQ's sums.
             for value in (total, *gradients.values()):
                 dist.all_reduce(value)
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), _LARGEST_GRADIENT)
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), _LARGEST_GRADIENT)
         if not (total + norm).isfinite():
             raise RecipeError(
                 self._plan.recipe.name,
@@ -178,33 +180,36 @@ class Training:
 
     def _backward(self, row: int) -> Tensor:
         """The loss of one sequence; its gradients are added to the block's."""
-        backbone, settings, block = self._backbone, self.settings, self._block
-        skeleton, ids = backbone.skeleton, backbone.data.ids[row : row + 1]
-        state = backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device)
-        batch = Batch(ids=ids, state=state, first=row)
+        settings = self.settings
+        block = self._block
+        skeleton = self._backbone.skeleton
+        batch = self._backbone.batches("mtp").batch(row, row + 1)
         with torch.no_grad():
             hidden = block_input(skeleton, block, batch)
             wanted_SH = head_input(skeleton, batch)[0]
         outputs = draft_steps(
             [block],
             skeleton.model.get_input_embeddings(),
-            ids=ids.to(skeleton.device),
+            ids=batch.ids.to(skeleton.device),
             hidden=hidden,
             num_steps=settings.draft_steps,
         )
         target_head = skeleton.model.get_output_embeddings()
-        heads = block.head or target_head, target_head
+        heads = (block.head or target_head, target_head)
         # Further steps weigh less; the weights of all are 1 in sum.
         weights = [settings.decay**turn for turn in range(settings.draft_steps)]
-        total, gradients = torch.zeros((), device=skeleton.device), []
+        total = torch.zeros((), device=skeleton.device)
+        gradients = []
         for step, (output, weight) in enumerate(zip(outputs, weights, strict=True), start=1):
             # Slot i of step k drafts what the target chooses at slot i + k.
-            num_slots = ids.shape[1] - step
-            found = draft_loss(output[0, :num_slots], wanted_SH[step:], heads, settings.loss)
+            num_slots = batch.ids.shape[1] - step
+            loss, gradient_NH = draft_loss(
+                output[0, :num_slots], wanted_SH[step:], heads, settings.loss
+            )
             scale = weight / sum(weights) / (settings.batch_size * num_slots)
             gradient = torch.zeros_like(output)
-            gradient[0, :num_slots] = found[1] * scale
-            total += found[0] * scale
+            gradient[0, :num_slots] = gradient_NH * scale
+            total += loss * scale
             gradients.append(gradient)
         torch.autograd.backward(outputs, gradients)
         return total
@@ -233,12 +238,13 @@ class Training:
 
 def rows_of(step: int, *, num_rows: int, settings: MtpTuned) -> list[int]:
     """The sequences of one step: each is drawn once before one is drawn again, as the seed says."""
-    found = []
+    rows = []
+    # A function of the seed and the step alone, so that a resumed run draws what a whole one draws.
     for place in range(step * settings.batch_size, (step + 1) * settings.batch_size):
         epoch, index = divmod(place, num_rows)
         rng = torch.Generator().manual_seed((settings.seed + epoch) % 2**63)
-        found.append(int(torch.randperm(num_rows, generator=rng)[index]))
-    return found
+        rows.append(int(torch.randperm(num_rows, generator=rng)[index]))
+    return rows
 
 
 def rates_of(weights: Mapping[str, Tensor], settings: MtpTuned) -> list[float]:
@@ -249,11 +255,10 @@ def rates_of(weights: Mapping[str, Tensor], settings: MtpTuned) -> list[float]:
     """
     if settings.relative_rate is None:
         return [settings.learning_rate or 0.0] * len(weights)
-    sizes = {
-        name: float(weight.norm()) / math.sqrt(weight.numel())
-        for name, weight in weights.items()
-        if weight.ndim > 1
-    }
+    sizes: dict[str, float] = {}  # root mean square of each matrix
+    for name, weight in weights.items():
+        if weight.ndim > 1:
+            sizes[name] = float(weight.norm()) / math.sqrt(weight.numel())
     mean = math.fsum(sizes.values()) / max(1, len(sizes))
     return [settings.relative_rate * sizes.get(name, mean) for name in weights]
 
@@ -264,11 +269,11 @@ def rate_at(step: int, steps: int) -> float:
     return min((step + 1) / warm_up, (steps - step) / max(1, steps - warm_up + 1))
 
 
-def _plain(block: MtpBlock, binding: Binding) -> dict[HFName, Tensor]:
+def _plain(block: MtpBlock) -> dict[HFName, Tensor]:
     """The tuned tensors that are written in floating point, by their names on disk."""
     tensors: dict[HFName, TensorPlan] = {}
     parts: dict[HFName, dict[tuple[int, int], Tensor]] = defaultdict(dict)
-    for name, pieces in binding.items():
+    for name, pieces in block.binding.items():
         tensor = pieces[0].tensor
         if not tensor.tuned or tensor.fate == "quantize":
             continue
@@ -309,6 +314,8 @@ def draft_loss(
     head, target_head = heads
     total = torch.zeros((), device=draft_NH.device)
     gradient_NH = torch.empty_like(draft_NH)
+    # Logits of a batch are gigabytes, with 150,000 tokens a vocabulary: they are there for a few
+    # slots at a time, and only the gradient of hidden states stays.
     for start in range(0, len(draft_NH), SLOTS):
         part = slice(start, start + SLOTS)
         states = draft_NH[part].detach().requires_grad_()
@@ -343,8 +350,10 @@ def losses(loss: str, target_NV: Tensor, draft_NV: Tensor) -> Tensor:
         return 1 - overlap_N
     if loss == "nla":  # NaN has to stay: a clamp would hide it
         return -(overlap_N + torch.finfo(torch.float32).tiny).log()
-    wanted, found = target_NV.log_softmax(dim=-1), draft_NV.log_softmax(dim=-1)
-    divergence_N = F.kl_div(found, wanted, reduction="none", log_target=True).sum(dim=-1)
+    expected_NV = target_NV.log_softmax(dim=-1)
+    predicted_NV = draft_NV.log_softmax(dim=-1)
+    divergence_NV = F.kl_div(predicted_NV, expected_NV, reduction="none", log_target=True)
+    divergence_N = divergence_NV.sum(dim=-1)
     if loss == "kl_div":
         return divergence_N
     share_N = torch.exp(-3 * overlap_N.detach())

@@ -11,11 +11,8 @@ likelihood of tokens that the model itself would draw, the divergence is half th
 to second order, for the mean of g g^T is Fisher's information. (Its first order is zero.) Tokens
 and modules are taken to add up: errors of rounding hardly agree with one another.
 
-Easy to get wrong: d is a small difference of large numbers. So it is never made: the change of the
-weights and that of the inputs are multiplied with the gradient one by one. And a static input scale
-is the largest of the modules that run as one, and of all experts of a layer, as in a calibrated
-checkpoint. It is that of the search's own text, a part of the calibration text: that of the final
-run may be a little larger.
+Easy to get wrong: a static input scale is that of the search's own text, a part of the calibration
+text. That of the final run may be a little larger.
 
 Source: the score of modelopt's AutoQuantize is a squared gradient times a squared error, each
 element for itself; here signs are kept within a token. James Martens, "New Insights and
@@ -158,8 +155,9 @@ class Seen:
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and gradients of a few tokens at a time."""
         for inputs, gradients in zip(self.inputs, self.gradients, strict=True):
-            parts = inputs.split(_TOKENS_AT_ONCE), gradients.split(_TOKENS_AT_ONCE)
-            yield from zip(*parts, strict=True)
+            yield from zip(
+                inputs.split(_TOKENS_AT_ONCE), gradients.split(_TOKENS_AT_ONCE), strict=True
+            )
 
 
 @contextmanager
@@ -194,16 +192,22 @@ def _unit_of(choices: Choices) -> dict[HFName, ChoiceUnit]:
 
 
 def largest_inputs(seen: Mapping[str, Seen], binding: Binding) -> dict[str, float]:
-    """Over all ranks; one value for the first projections of a layer's experts, one for the
-    second.
-    """
-    own = [max(map(float, each.largest), default=0.0) for each in seen.values()]
+    """The largest magnitude that each linear layer has read, over all ranks."""
+    own = []
+    for module in seen.values():
+        own.append(max(map(float, module.largest), default=0.0))
     of_ranks = torch.tensor(gathered(own), dtype=torch.float64)
     found = dict(zip(seen, of_ranks.amax(dim=0).tolist(), strict=True))
-    experts = [each for each in seen if binding[f"{each}.weight"][0].tensor.role == "experts"]
+    # A server gives the experts of a layer one input scale for each of their two projections, as a
+    # calibrated checkpoint has it (`LayerWork.of`).
     for is_second in (False, True):
-        group = [each for each in experts if each.endswith("down_proj") is is_second]
-        found |= dict.fromkeys(group, max((found[each] for each in group), default=0.0))
+        group = []
+        for module in seen:
+            is_expert = binding[f"{module}.weight"][0].tensor.role == "experts"
+            if is_expert and module.endswith("down_proj") is is_second:
+                group.append(module)
+        if group:
+            found |= dict.fromkeys(group, max(found[module] for module in group))
     return found
 
 
@@ -243,10 +247,9 @@ def unit_errors(
             dtype = torch.float32 if weight_NK.device.type == "cpu" else weight_NK.dtype
             place = module, rows.start
             if place not in at_inputs:
-                chunks = seen[module].chunks()
-                at_inputs[place] = [
-                    grads[:, rows].to(dtype) @ weight_NK.to(dtype) for _, grads in chunks
-                ]
+                at_inputs[place] = []
+                for _, grads in seen[module].chunks():
+                    at_inputs[place].append(grads[:, rows].to(dtype) @ weight_NK.to(dtype))
             change_NK = (served.values.float() - weight_NK.float()).to(dtype)
             rounding = rounding_for(served.tensor.scheme, largest[module])
             error = 0.0
@@ -255,6 +258,8 @@ def unit_errors(
             ):
                 rounded_TK = rounding(inputs).to(dtype)
                 grads_TN = grads[:, rows].to(dtype)
+                # g . d, but d is a small difference of large numbers, and is never made: the change
+                # of the weights and that of the inputs are multiplied with g one by one.
                 moved_T = ((grads_TN @ change_NK).float() * rounded_TK).sum(dim=-1)
                 moved_T += (at_inputs_TK.float() * (rounded_TK - inputs.to(dtype))).sum(dim=-1)
                 error += float(moved_T.double().square().sum())

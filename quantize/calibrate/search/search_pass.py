@@ -5,13 +5,10 @@ In: a plan whose recipe leaves groups to a search, and the run's data. Out: the 
 without `auto`, and what was tried. All is in `<pass>/search`; a run with another budget uses its
 sensitivities again.
 
-Measured are the plan that the knapsack found, the best of one word for all units that fits, and,
-where the block is searched, the best plans with the block as large and as small as it can be: each
-on the held-out text, as a server would compute it, a layer at a time. Of those that keep
-`min_acceptance`, the one with the smallest sum is taken: divergence of the answers, and
-`draft_weight` times the logarithm of the acceptance that it is shown to lose, both in nats. What is
-lost is of another plan's, on the same sequences, and at the confidence of the gates: acceptance is
-known to a few percent, divergence to a few percent of itself, and noise would decide otherwise.
+Measured are the plan that the knapsack found and a few others (`plans_to_try`): each on the
+held-out text, as a server would compute it, a layer at a time. Of those that keep `min_acceptance`,
+the one with the smallest sum is taken: divergence of the answers, and `draft_weight` times the
+logarithm of the acceptance that it is shown to lose, both in nats.
 
 Easy to get wrong: the search must find the same again after a kill, or the pass after it would
 refuse its own folder. So what was found is on disk before that pass begins. And these figures
@@ -43,14 +40,13 @@ from ...plan.plan import Plan
 from ...run.progress import ProgressCallback
 from ...run.ranks import Ranks
 from ...write.output import asked
-from ..data.claim import search_fingerprint
+from ..data.claim import left_behind, search_fingerprint
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..model.states import States, Stream
 from ..mtp.acceptance import Acceptance, NothingCounts, Target, acceptance, target
 from ..mtp.facts import DIGITS, SearchFact, TriedPlanFact
-from ..mtp.mtp_block import bind_block
 from .candidates import LargestInputs, as_candidate
 from .sensitivity import SearchRun, Sensitivities
 
@@ -64,6 +60,7 @@ def search(
     folder: Path,
     *,
     ranks: Ranks,
+    can_draft: bool = True,
     progress: ProgressCallback | None = None,
 ) -> tuple[Plan, SearchFact]:
     """Find the plan of a recipe with `backbone: auto`, resuming what an earlier run left in
@@ -74,6 +71,7 @@ def search(
         data: of the run.
         folder: of searches alone; on several nodes one that all of them see.
         ranks: who shares the text.
+        can_draft: whether the model has an MTP block that can be run (`refuse_mtp`).
         progress: called after each layer of each sweep.
 
     Returns: the plan to be calibrated and written, and the record of the search.
@@ -90,9 +88,10 @@ def search(
     key = asked(plan.recipe)[:16]
     stored = folder / f"found-{key}.json"
     plans = folder / f"plans-{key}"
-    found = ranks.of_first(lambda: json.loads(stored.read_text()) if stored.is_file() else None)
+    found = left_behind(stored, ranks)
     if found is None:
-        assignment, fact = _found(SearchRun(choices, data, folder, ranks, progress), plans)
+        run = SearchRun(choices, data, folder, ranks, can_draft=can_draft, progress=progress)
+        assignment, fact = _found(run, plans)
         found = {"assignment": assignment, "fact": fact.model_dump(mode="json")}
         if ranks.is_first:
             write_whole(stored, json.dumps(found, indent=1))
@@ -117,7 +116,12 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
         if drafts is not None and released is not None:
             value, low = drafts.kept_of(released, confidence)
             shares = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
-            at_most = min(max(map(add, *drafts.compared(o, confidence))) for o in others)
+            # What it keeps of another plan's, at most: acceptance is known to a few percent, and
+            # without the limit noise would decide.
+            at_most = math.inf
+            for other in others:
+                values, reaches = drafts.compared(other, confidence)
+                at_most = min(at_most, max(map(add, values, reaches)))
             shares["lost"] = max(0.0, round(-math.log(max(at_most, 1e-9)), 7))
         facts.append(
             TriedPlanFact(
@@ -144,6 +148,7 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
 def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, Assignment]:
     """Title -> plan, each plan once, and only those that fit."""
     wanted: list[tuple[str, Assignment]] = [("found", packed(choices, sensitivities, {}))]
+    # The best of one word for all units.
     uniform = []
     for word in auto_of(choices.recipe).candidates:
         assignment = choices.uniform(word)
@@ -151,6 +156,8 @@ def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, As
             uniform.append((f"{word} for all", assignment))
     if uniform:
         wanted.append(min(uniform, key=lambda each: sensitivities.predicted(each[1])))
+    # Where the block is searched: it as large and as small as it can be, and the best backbone for
+    # that.
     extremes = {"largest block": choices.largest, "smallest block": choices.smallest}
     for title, extreme in extremes.items():
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
@@ -167,23 +174,28 @@ def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
 ) -> dict[str, str]:
     """The best words by sensitivities, with these for some units."""
-    words = {}
-    units = []
+    words: list[list[str]] = []  # of each unit
+    units: list[list[tuple[int, float]]] = []
     for unit in choices.units:
-        own = [o for o in unit.options if fixed.get(unit.name, o.word) == o.word]
-        words[unit.name] = [option.word for option in own]
-        losses = [sensitivities.predicted({unit.name: o.word}) for o in own]
-        units.append([*zip(map(choices.cost, own), losses, strict=True)])
+        own_words = []
+        options = []
+        for option in unit.options:
+            if fixed.get(unit.name, option.word) == option.word:
+                loss = sensitivities.predicted({unit.name: option.word})
+                own_words.append(option.word)
+                options.append((choices.cost(option), loss))
+        words.append(own_words)
+        units.append(options)
+    assignment = {}
     numbers = best_packing(units, choices.room)
-    return {name: words[name][number] for name, number in zip(words, numbers, strict=True)}
+    for unit, own_words, number in zip(choices.units, words, numbers, strict=True):
+        assignment[unit.name] = own_words[number]
+    return assignment
 
 
 def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
     """The choice with the smallest loss that fits, or one that is nearly as good: a multiple-choice
     knapsack, solved by SciPy's HiGHS.
-
-    Its numbers are floating point, and its limits hold up to a tolerance. Costs are whole numbers,
-    so what it chose is added up again, and solved again with less room where it is too much.
 
     Args:
         units: the options of each, with cost and loss; the cheapest of all units together must fit.
@@ -217,6 +229,8 @@ def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> lis
         )
         assert found.x is not None, found.message
         ones = np.flatnonzero(found.x > 0.5)
+        # The solver's limits hold up to a tolerance of floating point. Costs are whole numbers:
+        # what it chose is added up again, and solved again with less room where it is too much.
         if sum(costs[one] for one in ones) <= room:
             return [int(one) - unit_of.index(number) for number, one in enumerate(ones)]
         limit -= 1e-6
@@ -272,9 +286,8 @@ def measure_plans(
         reference = reference or own
         with ExitStack() as stack:
             for number, block in enumerate(blocks):
-                binding = bind_block(block, run.choices.base)
                 seen = largest.get(-1 - number, {})
-                stack.enter_context(as_candidate(block, plan, binding, "", seen))
+                stack.enter_context(as_candidate(block, plan, block.binding, "", seen))
             try:
                 if blocks:
                     drafts = acceptance(own, blocks)

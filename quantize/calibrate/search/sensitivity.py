@@ -1,23 +1,18 @@
-"""How much each unit of a model cares for its words: one sweep forward, one backward, layer by
-layer.
+"""How much a model's answers and drafts change when one unit is rounded by one scheme.
 
-In: the choices of a search, and some of the calibration text. Out: for each unit and word, nats of
-divergence a token, of the answers and, weighted, of the drafts; and the largest input of every
-linear layer.
+In: the choices of a search, and the first part of the calibration text. Out: `Sensitivities`: for
+each unit and scheme the divergence that it is expected to cost, in nats a token; and the largest
+input of every linear layer.
 
-    forward   each layer computes the text once as released; what it returns stays on disk
-    top       head and MTP block: tokens are drawn from their predictions, and the gradient of these
-               tokens' log likelihood goes back to the states after the last layer
-    backward   from the last layer to the first: the gradient goes through, and each layer is judged
-               (`candidates.py`)
+Three sweeps over the layers, one layer in memory at a time:
 
-Answers and drafts need one gradient, not two: drawn apart, the two log likelihoods have gradients
-whose product is zero in the mean, so that the squares of their sum are the sum of their squares.
+    forward    each layer computes the text as released; its outputs stay on disk
+    top        head and MTP block predict; tokens are drawn from the predictions, and the gradient
+               of their log likelihood is taken at the outputs of the last layer
+    backward   from the last layer to the first: the gradient passes through the layer, and each
+               scheme of each unit is judged by it (`candidates.py`)
 
 Every file is whole or not there, so that a killed run goes on at the layer it was in.
-
-Easy to get wrong: what is drawn is from the model's own predictions, never the text's next token.
-The text's gradients say what would improve the model, not what would change it.
 """
 
 import json
@@ -40,12 +35,13 @@ from ...run.progress import ProgressCallback
 from ...run.ranks import Ranks
 from ..data.data import CalibrationData
 from ..layers.forwards import released
+from ..model.batches import Batches
 from ..model.binding import Binding
 from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import LayerState, States, as_state
-from ..mtp.mtp_block import MtpBlock, bind_block, draft_steps
-from ..mtp.mtp_pass import cannot_run, reporter
+from ..mtp.mtp_block import MtpBlock, draft_steps
+from ..mtp.mtp_pass import reporter
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .candidates import Seen, largest_inputs, unit_errors, watching
 
@@ -76,6 +72,7 @@ class SearchRun:
         data: of the run; the sweeps read the first part of its text.
         folder: for what is kept between layers.
         ranks: who shares the text.
+        can_draft: whether the model has an MTP block that can be run (`refuse_mtp`).
         progress: called after each layer of each sweep.
     """
 
@@ -85,6 +82,8 @@ class SearchRun:
         data: CalibrationData,
         folder: Path,
         ranks: Ranks,
+        *,
+        can_draft: bool = True,
         progress: ProgressCallback | None = None,
     ):
         self.choices = choices
@@ -92,6 +91,7 @@ class SearchRun:
         self.data = data
         self.folder = folder
         self.ranks = ranks
+        self._can_draft = can_draft
         # Of the base plan, whose layers have the released weights.
         self.skeleton = Skeleton(choices.base, device=ranks.device)
         self.ids = data.ids[: rows_looked_at(choices.recipe)]
@@ -103,7 +103,7 @@ class SearchRun:
     def blocks(self) -> list[MtpBlock]:
         """The MTP blocks that draft, with the released weights; none where they cannot be run."""
         base = self.choices.base
-        if cannot_run(base) is not None:
+        if not self._can_draft:
             return []
         return blocks_that_draft(base, filled_blocks(base, self.skeleton))
 
@@ -114,8 +114,15 @@ class SearchRun:
         if ranks.is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
         ranks.wait()
-        judged = ranks.of_first(lambda: [i for i in range(last) if self._figures(i).is_file()])
-        todo = min(judged, default=last)
+
+        def first_judged() -> int:
+            """The sweep goes down, so this layer is the last that an earlier run judged."""
+            for index in range(last):
+                if self._figures(index).is_file():
+                    return index
+            return last
+
+        todo = ranks.of_first(first_judged)
         if todo == last and not ranks.of_first(self._gradients.num_done):
             for index in range(ranks.of_first(self._states.num_done), last):
                 self._forward(index)
@@ -125,13 +132,13 @@ class SearchRun:
         for index in reversed(range(todo)):
             self._backward(index)
             self.report(2 * last + 1 - index)
-        # Half of the sums is nats.
         losses = {}
         largest = {}
         for path in (self.folder / "errors").glob("*.json"):
             kept = json.loads(path.read_text())
             largest[int(path.stem)] = kept["largest"]
             for unit, word, value in kept["errors"]:
+                # To second order the divergence is half of the mean square (`candidates.py`).
                 losses[unit, word] = value / (2 * self.ids.numel())
         return Sensitivities(losses, largest)
 
@@ -146,7 +153,7 @@ class SearchRun:
             released(skeleton.model),
             _returned_by(layer) as returned,
         ):
-            for first, arguments, _ in self._batches(index):
+            for batch, arguments in self._batches(index):
                 skeleton.model(**arguments, use_cache=False)
                 state = returned.pop()
                 if not all(value.isfinite().all() for value in state if value is not None):
@@ -157,7 +164,7 @@ class SearchRun:
                         cure="Check the download against the release, or choose the schemes "
                         "yourself",
                     )
-                outputs.put("calibration", first, state)
+                outputs.put("calibration", batch.first, state)
 
     def _top(self) -> None:
         """The gradient at the states after the last layer, and the sums of the block's units."""
@@ -168,20 +175,19 @@ class SearchRun:
             stack.enter_context(self.skeleton.head())
             model.requires_grad_(False)
             for block in blocks:
-                binding = bind_block(block, self.choices.base)
                 stack.enter_context(released(block))
-                seen = stack.enter_context(watching(block, self.choices, binding, ""))
-                sides.append((block, binding, "", seen))
+                seen = stack.enter_context(watching(block, self.choices, block.binding, ""))
+                sides.append((block, seen))
             outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
             stack.enter_context(released(model))
-            for first, arguments, leaves in self._batches(len(self.skeleton)):
-                self._draw(first, arguments, leaves, blocks)
-                outputs.put("calibration", first, _gradients(leaves))
-            for number, side in enumerate(sides):
-                self._judge(-1 - number, *side)
+            for batch, arguments in self._batches(len(self.skeleton)):
+                self._draw(batch, arguments, blocks)
+                outputs.put("calibration", batch.first, _gradients(batch))
+            for number, (block, seen) in enumerate(sides):
+                self._judge(-1 - number, block, block.binding, "", seen)
 
     def _draw(
-        self, row: int, arguments: dict[str, Tensor], leaves: LayerState, blocks: Sequence[MtpBlock]
+        self, sequence: Batch, arguments: dict[str, Tensor], blocks: Sequence[MtpBlock]
     ) -> None:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
         and drafts.
@@ -189,7 +195,8 @@ class SearchRun:
         model = self.skeleton.model
         ids = arguments["input_ids"]
         base = self.choices.base
-        generator = torch.Generator(self.skeleton.device).manual_seed(base.calibration.seed + row)
+        seed = base.calibration.seed + sequence.first
+        generator = torch.Generator(self.skeleton.device).manual_seed(seed)
 
         def drawn(logits_SV: Tensor) -> Tensor:
             """The summed log likelihood of tokens drawn from these predictions."""
@@ -197,9 +204,12 @@ class SearchRun:
             drawn_S = torch.multinomial(wide.detach().softmax(dim=-1), 1, generator=generator)[:, 0]
             return -F.cross_entropy(wide, drawn_S, reduction="sum")
 
+        # Never of the text's next token: its gradient says what would improve the model, not what
+        # would change it.
         likelihood = drawn(model(**arguments, use_cache=False).logits[0])
         if blocks and self.auto.draft_weight:
-            hidden = leaves[0]
+            assert sequence.state is not None
+            hidden = sequence.state[0]
             if blocks[0].draft.reads_normed:
                 hidden = model.get_decoder()(**arguments, use_cache=False).last_hidden_state
             assert hidden is not None
@@ -207,7 +217,9 @@ class SearchRun:
             outputs = draft_steps(blocks, tokens, ids=ids, hidden=hidden, num_steps=len(blocks))
             for step, (block, output) in enumerate(zip(blocks, outputs, strict=True), start=1):
                 head: Any = block.head or model.get_output_embeddings()
-                # The last slots have no next token.
+                # One gradient for answers and drafts: their tokens are drawn apart, so the product
+                # of the two gradients is zero in the mean, and the square of the sum is the sum of
+                # the squares. The last slots have no next token.
                 drafts = drawn(head(output[0, : ids.shape[1] - step]))
                 likelihood = likelihood + math.sqrt(self.auto.draft_weight) * drafts
         if not likelihood.requires_grad:
@@ -226,8 +238,11 @@ class SearchRun:
         path = f"{skeleton.layer_path}.{index}."
         begin = []
         if not index:  # gradients begin at the embedding, whose weights have none
-            embedding = model.get_input_embeddings()
-            begin.append(embedding.register_forward_hook(lambda _m, _a, out: out.requires_grad_()))
+
+            def require(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+                return output.requires_grad_()
+
+            begin.append(model.get_input_embeddings().register_forward_hook(require))
         with skeleton.layer(index, index - 1) as layer:
             model.requires_grad_(False)
             with (
@@ -237,9 +252,10 @@ class SearchRun:
                 hooked(begin),
                 _returned_by(layer) as returned,
             ):
-                for first, arguments, leaves in self._batches(index):
+                for batch, arguments in self._batches(index):
                     model(**arguments, use_cache=False)
-                    last = first + len(arguments["input_ids"])
+                    first = batch.first
+                    last = first + len(batch.ids)
                     above = self._gradients.read(
                         index + 1, "calibration", first, last, skeleton.device
                     )
@@ -250,8 +266,9 @@ class SearchRun:
                             outputs.append(output)
                             gradients.append(gradient)
                     torch.autograd.backward(outputs, gradients)
-                    # The first layer reads no states.
-                    own = _gradients(leaves) or (torch.zeros(last - first, 1),)
+                    own = _gradients(batch)
+                    if not own:  # the first layer reads no states
+                        own = (torch.zeros(last - first, 1),)
                     below.put("calibration", first, own)
             self._judge(index, model, binding, path, seen)
         if self.ranks.is_first:
@@ -286,28 +303,30 @@ class SearchRun:
     def _figures(self, index: int) -> Path:
         return self.folder / "errors" / f"{index}.json"
 
-    def _batches(self, index: int) -> Iterator[tuple[int, dict[str, Tensor], LayerState]]:
-        """This rank's batches: first row, the model's arguments, and the states that layer `index`
-        reads.
+    def _batches(self, index: int) -> Iterator[tuple[Batch, dict[str, Tensor]]]:
+        """This rank's batches as inputs of layer `index`, whose states will have gradients, and the
+        model's arguments for them.
         """
         ids = self.ids
-        skeleton = self.skeleton
         # No more in a batch than leaves some for every rank; drafts are drawn sequence by sequence.
         size = max(1, min(SWEEP_TOKENS // ids.shape[1], math.ceil(len(ids) / self.ranks.size)))
-        if index == len(skeleton):
+        if index == len(self.skeleton):
             size = 1
-        share = self.ranks.share(len(ids), size)
-        for first in range(share.start, share.stop, size):
-            end = min(first + size, share.stop)
-            state = None
-            if index:
-                state = self._states.read(index, "calibration", first, end, skeleton.device)
-                for value in state:
-                    if value is not None and value.is_floating_point():
-                        value.requires_grad_()
-            batch = Batch(ids=ids[first:end], state=state, first=first)
-            for arguments in skeleton.feed(index, [batch]):
-                yield first, arguments, state or ()
+        batches = Batches(
+            skeleton=self.skeleton,
+            states=self._states,
+            stream="calibration",
+            index=index,
+            ids=ids,
+            rows=self.ranks.share(len(ids), size),
+            size=size,
+        )
+        for batch in batches.batches():
+            for value in batch.state or ():
+                if value is not None and value.is_floating_point():
+                    value.requires_grad_()
+            with self.skeleton.fed(index, batch) as arguments:
+                yield batch, arguments
 
 
 @contextmanager
@@ -322,12 +341,14 @@ def _returned_by(layer: nn.Module) -> Iterator[list[LayerState]]:
         yield returned
 
 
-def _gradients(leaves: LayerState) -> LayerState:
-    """Of each state, zero where nothing depends on it."""
-    found = []
-    for leaf in leaves:
+def _gradients(batch: Batch) -> LayerState:
+    """Of each state that the layer has read, zero where nothing depends on it."""
+    gradients = []
+    for value in batch.state or ():
         gradient = None
-        if leaf is not None and leaf.requires_grad:
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        found.append(gradient)
-    return tuple(found)
+        if value is not None and value.requires_grad:
+            gradient = value.grad
+            if gradient is None:
+                gradient = torch.zeros_like(value)
+        gradients.append(gradient)
+    return tuple(gradients)

@@ -16,7 +16,6 @@ from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
 from shipped import shipped_recipes
-from tables import cases
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
@@ -24,11 +23,22 @@ RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.varian
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "model, scheme, algorithm",
+    [
+        ("dsv4-flash", "NVFP4", "minmax"),
+        ("dsv4-flash", "W4A16", "awq"),
+        ("deepseek-v3.1", "W4A16", "awq"),
+        ("qwen3.5-397b", "W4A16", "gptq"),
+        ("qwen3-next-80b", "NVFP4", "minmax"),
+    ],
+)
 def test_the_whole_line(model, scheme, algorithm, tmp_path):
-    folder, recipe = tmp_path / "source", RECIPES[model]
+    folder = tmp_path / "source"
+    recipe = RECIPES[model]
     write_checkpoint(folder, *source_layout(model), data="random")
-    words, mtp = recipe.backbone | {"experts": scheme}, {}
+    words = recipe.backbone | {"experts": scheme}
+    mtp = {}
     for group in words.keys() - {"dense_mlp", "linear_attention"}:
         mtp[group] = scheme if group == "experts" else "bf16"
     block = BLOCK.model_copy(update={"algorithm": algorithm})

@@ -24,7 +24,6 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
-from tables import cases
 from writing import written
 
 TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -88,7 +87,8 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     But for static FP8 where vLLM fuses: the weights there have the largest scale of the group.
     """
     theirs = weights_of(oneshots / scheme)
-    plan, released = planned(TINY, model="tiny-glm4-moe", rest=scheme), weights_of(TINY)
+    plan = planned(TINY, model="tiny-glm4-moe", rest=scheme)
+    released = weights_of(TINY)
     scales = {}
     for name, value in theirs.items():
         if name.endswith(("input_scale", "input_global_scale")):
@@ -112,7 +112,16 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
 
 
-@cases
+@pytest.mark.parametrize(
+    "rest, mtp, algorithm",
+    [
+        ("NVFP4", "NVFP4", "minmax"),
+        ("FP8", "FP8", "minmax"),
+        ("NVFP4", "W4A16", "gptq"),
+        ("W4A16", "bf16", "awq"),
+        ("W8A8", "W8A8", "smoothquant"),
+    ],
+)
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
     assert_copied(plan, tmp_path)
@@ -158,7 +167,8 @@ def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
     for name in made_up(plan):
         made[name] = torch.tensor([100.0 + int(re.findall(r"experts\.(\d+)", name)[0])])
     ours = written(plan, tmp_path / "out", statistics=saved(tmp_path / "statistics", made))
-    source, names = weights_of(tmp_path / "source"), ("gate", "up", "down")
+    source = weights_of(tmp_path / "source")
+    names = ("gate", "up", "down")
     for expert in range(4):
         gate, up, down = (source[f"model.layers.2.moe.{n}_proj.weight"][expert] for n in names)
         packed = pack(SCHEMES["NVFP4"], [gate, up]) + pack(SCHEMES["NVFP4"], [down])
@@ -206,14 +216,16 @@ def test_what_awq_rescaled_is_taken_and_all_else_packed_from_the_source(tmp_path
 
 def test_batches_count_where_something_is_calibrated(tmp_path):
     """Others do not resume, and the provenance tells of them."""
-    plan, out = planned(TINY, model="tiny-glm4-moe"), tmp_path / "out"
+    plan = planned(TINY, model="tiny-glm4-moe")
+    out = tmp_path / "out"
     with claim(plan, out, calibration="these ids"):
         pass
     refuse_output(plan, out, calibration="these ids")
     for other in ("those ids", ""):
         with pytest.raises(RecipeError, match="with the same recipe, source, calibration data"):
             refuse_output(plan, out, calibration=other)
-    told, given = {"dataset": "d", "ids_sha256": "abc"}, saved(tmp_path / "s", made_up(plan))
+    told = {"dataset": "d", "ids_sha256": "abc"}
+    given = saved(tmp_path / "s", made_up(plan))
     written(plan, tmp_path / "made", statistics=given, calibration=told)
     provenance = json_of(tmp_path / "made/keepmtp.json")
     libraries = {"llmcompressor", "compressed-tensors", "transformers", "torch"}

@@ -14,7 +14,6 @@ from keepmtp.quantize.needs.room import calibration_folder
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from killed import small_recipe
 from outputs import digests
-from tables import cases
 
 MODEL = "tiny-glm4-moe"
 
@@ -52,10 +51,22 @@ def damage(how: str, path: Path) -> None:
 
 
 @pytest.mark.few(2)
-@cases
+@pytest.mark.parametrize(
+    "how, pattern",
+    [
+        ("flipped", "statistics/layer-*"),
+        ("truncated", "statistics/layer-*"),
+        ("lost", "statistics/layer-*"),
+        ("flipped", "mtp/*.safetensors"),
+        ("lost", "mtp/*.safetensors"),
+        ("truncated", "states/*/mtp-*"),
+        ("replaced", "*.safetensors"),
+    ],
+)
 def test_the_cure_works(how, pattern, made, tmp_path):
     """Exactly what the cure names is removed; nothing else is needed."""
-    out, folder = tmp_path / "out", made / MODEL
+    out = tmp_path / "out"
+    folder = made / MODEL
     calibration = shutil.copytree(calibration_folder(made / "out"), calibration_folder(out))
     if how != "replaced":
         folder = calibration

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,6 @@ from outputs import digests
 from passes import ALONE
 from safetensors.torch import load_file
 from survivors import until
-from tables import cases
 
 BIN = Path(sys.executable).parent
 TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", IN_F32[-1])
@@ -44,7 +44,8 @@ def test_ranks_share_the_work_and_survive_none_of_them(tmp_path):
     """One is killed, and the other says so and ends; the same command then ends in what one process
     makes.
     """
-    whole, out = tmp_path / "whole" / "out", tmp_path / "two" / "out"
+    whole = tmp_path / "whole" / "out"
+    out = tmp_path / "two" / "out"
     alone = command(whole, sys.executable, *IN_F32)
     process = command(out, *TWO)
     first = out.parent / "out.calibration" / "states" / "00001"
@@ -61,7 +62,8 @@ def test_ranks_share_the_work_and_survive_none_of_them(tmp_path):
     assert "layer 1 of 3" not in told and [path.name for path in out.parent.iterdir()] == ["out"]
     assert alone.communicate()[1] is not None and alone.returncode == 0
     account, known = (json_of(each / "keepmtp.json") for each in (out, whole))
-    made, expected = digests(out), digests(whole)
+    made = digests(out)
+    expected = digests(whole)
     assert made.pop("keepmtp.json") != expected.pop("keepmtp.json") and made == expected
     sizes = [found["calibration"].pop("processes") for found in (account, known)]
     assert sizes == [2, 1] and account == known
@@ -105,7 +107,8 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
     (measured: within 5 %, as after changing batch_size in one process).
     """
     recipe = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}")
-    one, three = tmp_path / "one", tmp_path / "three"
+    one = tmp_path / "one"
+    three = tmp_path / "three"
     assert finished(start(recipe, one)) == [0]
     assert finished(start(recipe, three, size=3)) == [0, 0, 0]
     states = [
@@ -137,10 +140,12 @@ def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
     """
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
     rewrite(recipe, "{backbone: auto, budget: 5 bits, backbone_auto: {candidates: [NVFP4, bf16]}}")
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     assert finished(start(recipe, one, is_whole=True)) == [0]
     assert finished(start(recipe, two, size=2, is_whole=True)) == [0, 0]
-    alone, first = summary(one)["search"], summary(two)["search"]
+    alone = summary(one)["search"]
+    first = summary(two)["search"]
     assert first == summary(two, 1)["search"] and len(alone["plans"]) > 1
     for plan, other in zip(alone["plans"], first["plans"], strict=True):
         for key in ("predicted", "divergence"):
@@ -160,7 +165,8 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     larger = small_recipe(tmp_path / "more", "tiny-glm4-moe.nvfp4", batch_size=4)
     rewrite(recipe, "mtp: NVFP4")
     rewrite(larger, "mtp: NVFP4")
-    one, many = tmp_path / "one", tmp_path / "many"
+    one = tmp_path / "one"
+    many = tmp_path / "many"
     assert finished(start(recipe, one, is_whole=True)) == [0]
     killed = start(recipe, many, size=3, kill=("amid states", 1), killed_rank=2, is_whole=True)
     assert finished(killed, 60) == [2, 2, -9]
@@ -224,8 +230,8 @@ def environment(monkeypatch):
             monkeypatch.delenv(name)
 
     def change(words: str = "", num_gpus: int = 0) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "is_available", Mock(return_value=num_gpus > 0))
+        monkeypatch.setattr(torch.cuda, "device_count", Mock(return_value=num_gpus))
         for word in words.split():
             monkeypatch.setenv(*word.split("=", 1))
 
@@ -263,9 +269,9 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
     so in its words.
     """
     ranks = replace(ALONE, rank=2, size=3, device=torch.device("cuda", 0))
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-2")
+    monkeypatch.setattr(socket, "gethostname", Mock(return_value="node-2"))
     gpu = SimpleNamespace(uuid="b")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=gpu))
     others = ["node-2: GPU a", "node-1: GPU b"]
     monkeypatch.setattr("keepmtp.quantize.run.ranks.gathered", lambda own: [*others, own])
     _refuse_shared_gpu(ranks)
@@ -288,7 +294,15 @@ def test_whose_words_count(given, place, environment):
     assert (found.rank, found.size) == place
 
 
-@cases
+@pytest.mark.parametrize(
+    "kind, error",
+    [
+        ("AcceleratorError", "CUDA error: device-side assert triggered\nCompile with DSA"),
+        ("RuntimeError", "CUDA error: uncorrectable ECC error encountered"),
+        ("RuntimeError", "No CUDA-capable device is detected"),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+    ],
+)
 def test_a_gpu_that_fails_is_a_sentence(kind, error, environment):
     environment()
     with pytest.raises(RecipeError) as refused, joined():
@@ -308,7 +322,18 @@ def test_what_is_no_lost_gpu_stays_as_it_is(error, environment):
         raise error
 
 
-@cases
+@pytest.mark.parametrize(
+    "num_rows, size",
+    [
+        (16, 8),
+        (16, 3),
+        (16, 1),
+        (14, 3),
+        (5, 8),
+        (64, 8),
+        (9, 2),
+    ],
+)
 def test_shares_are_whole_batches_where_all_get_one(num_rows, size):
     ranks = (replace(ALONE, rank=rank, size=size) for rank in range(size))
     shares = [own.share(num_rows, 4) for own in ranks]

@@ -4,6 +4,7 @@ else.
 
 import os
 import re
+from operator import itemgetter
 
 import pytest
 import torch
@@ -30,7 +31,8 @@ def test_what_was_written_is_read(tmp_path):
         HFName("a.scale"): torch.ones(2, 2).to(torch.float8_e4m3fn),
     }
     tensors |= dict.fromkeys(map(HFName, ("b.input_scale", "c.input_scale")), torch.tensor([2.0]))
-    path, metadata = tmp_path / "s" / "layer-0.safetensors", {"fingerprint": "abc", "tokens": "7"}
+    path = tmp_path / "s" / "layer-0.safetensors"
+    metadata = {"fingerprint": "abc", "tokens": "7"}
     write_statistics(path, tensors, metadata)
     statistics = Statistics.open(path.parent, fingerprint="abc")
     assert set(statistics) == set(tensors) and "b.weight" in statistics and "d" not in statistics
@@ -58,7 +60,8 @@ A, B = (HFName(f"model.layers.0.{name}.input_scale") for name in "ab")
 
 def test_a_file_that_changes_after_it_was_opened(tmp_path):
     statistics = saved(tmp_path, dict.fromkeys((A, B), torch.ones(64)))
-    entry, path = statistics.entries[B], tmp_path / "model.layers.0.safetensors"
+    entry = statistics.entries[B]
+    path = tmp_path / "model.layers.0.safetensors"
     raw = bytearray(path.read_bytes())
     raw[entry.start + 9] ^= 1
     path.write_bytes(raw)
@@ -109,9 +112,10 @@ def test_a_plan_without_calibration_needs_none(tmp_path):
 CASES = table("quantize/calibrate/unfit_statistics")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["says"])
+@pytest.mark.parametrize("case", CASES, ids=itemgetter("says"))
 def test_statistics_that_do_not_fit(case, tmp_path):
-    plan, name = planned(tmp_path / "source", **case["plan"]), HFName(case["tensor"])
+    plan = planned(tmp_path / "source", **case["plan"])
+    name = HFName(case["tensor"])
     made = made_up(plan)
     made.pop(name, None)
     if case["holds"]:

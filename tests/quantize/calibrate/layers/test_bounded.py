@@ -1,0 +1,232 @@
+"""What GPTQ and AWQ keep of a layer: one Hessian for each input, and experts in groups that fit;
+bit for bit.
+"""
+
+from functools import cache
+from multiprocessing import get_context
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from keepmtp.quantize.calibrate.layers import awq, gptq
+from keepmtp.quantize.calibrate.layers.awq import _Cache
+from keepmtp.quantize.calibrate.layers.gptq import Hessians
+from keepmtp.quantize.calibrate.layers.layer import Calibrated
+from keepmtp.quantize.needs.memory import awq_cache_bytes, hessian_bytes
+from keepmtp.quantize.plan.tensor_plan import TensorPlan
+from keepmtp.recipes.errors import CheckpointError
+from layerwise import GLM, Skeleton
+from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
+from passes import plan_over
+from seeds import seeded
+from spies import calls_of
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+pytestmark = pytest.mark.usefixtures("in_f32")
+
+
+def moe_layer(
+    scheme: str = "W4A16", algorithm: str = "gptq", *, share: slice = slice(None), **options
+) -> Calibrated:
+    """A layer of four experts and a shared one, on a share of three batches."""
+    generator = seeded(0)
+    ids = [torch.randint(3, 500, (2, 32), generator=generator) for _ in range(3)]
+    hidden = [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(3)]
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, ids[share], hidden[share])
+    return skeleton.calibrated(batches, scheme, algorithm=algorithm, **options)
+
+
+def summed(module: nn.Module, values: list[Tensor]) -> Tensor:
+    """The library's own sum."""
+    matrix = make_empty_hessian(module)
+    for value in values:
+        accumulate_hessian(value, module, matrix, torch.zeros(()))
+    return matrix
+
+
+def hessians_of(modules: list[nn.Linear]) -> Hessians:
+    return Hessians({module: str(number) for number, module in enumerate(modules)})
+
+
+def matrices(found: Hessians) -> dict[int, int]:
+    """Those in memory, and their bytes."""
+    return {id(own): own.matrix.nbytes for own in found.sums.values()}
+
+
+def assert_equal(found: Calibrated, expected: Calibrated) -> None:
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, value in found.tensors.items():
+        assert torch.equal(value, expected.tensors[name]), name
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4"])
+def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, monkeypatch):
+    """q, k, v share one, all gate and up projections share one; o and each of five down projections
+    have their own.
+    """
+    passes = calls_of(monkeypatch, Hessians, "finish")
+    factored = calls_of(monkeypatch, gptq, "factorize_hessian")
+    shared = moe_layer(scheme)
+    # The shared expert reads sequences and the routed ones rows: one sum, divided by two numbers of
+    # samples.
+    assert [len(hessians) for (_, hessians, *_), _ in factored] == [1] * 9
+    with monkeypatch.context() as patch:
+        patch.setattr(gptq, "input_identity", lambda _: (object(),))
+        apart = moe_layer(scheme)
+    num_matrices = [len(matrices(hessians)) for (hessians,), _ in passes]
+    assert num_matrices == [8, 4 + 3 * 5] and len(factored) == 9 + 19
+    assert_equal(shared, apart)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [[0, "b"], [1, "c"]],
+        [[0, "b"]],
+        [[1, "a"]],
+        [[0, "b"], [1, "b"], [1, "b"]],
+    ],
+)
+def test_modules_that_part_are_refused(calls):
+    """Both read one tensor first; afterwards one reads another, or nothing, or once more."""
+    modules = [nn.Linear(8, 4) for _ in range(2)]
+    values = {name: torch.randn(2, 5, 8) for name in "abc"}
+    found = hessians_of(modules)
+    rule = r"^1: GPTQ needs it to read what 0 reads in every batch"
+    with pytest.raises(CheckpointError, match=rule):
+        for number, name in [(0, "a"), (1, "a"), *calls]:
+            found.add(modules[number], (values[name],))
+        found.finish()
+
+
+def test_memory_that_is_used_again_is_another_input():
+    """What the allocator does with the inputs of experts' down projections, and what an operation
+    in place does.
+    """
+    modules = [nn.Linear(64, 4) for _ in range(4)]
+    found = hessians_of(modules)
+    expected = []
+    for index, module in enumerate(modules[:3]):
+        value = torch.full((5, 64), float(index + 1))
+        found.add(module, (value,))
+        expected.append(summed(module, [value]))
+        if index == 2:
+            value.mul_(2)
+            found.add(modules[3], (value,))
+            expected.append(summed(module, [value]))
+        del value
+    for module, matrix in zip(modules, expected, strict=True):
+        assert torch.equal(found.sums[module].matrix, matrix)
+    assert len(matrices(found)) == 4
+
+
+def test_rows_are_the_same_input_whatever_their_batches_are():
+    """As a shared expert reads sequences where the routed ones read rows; the library counts the
+    former as several.
+    """
+    value = torch.randn(3, 5, 8)
+    modules = [nn.Linear(8, 4) for _ in range(3)]
+    found = hessians_of(modules)
+    reads = [value.view(-1, 8), value, value.transpose(0, 1)]
+    for module, read in zip(modules, reads, strict=True):
+        found.add(module, (read,))
+    sums = [found.sums[module] for module in modules]
+    assert sums[0] is sums[1] is not sums[2]
+    assert [own.samples[m] for own, m in zip(sums, modules, strict=True)] == [1, 3, 5]
+    for module, read in zip(modules, reads, strict=True):
+        assert torch.equal(found.sums[module].matrix, summed(module, [read]))
+
+
+# --- experts in groups ----------------------------------------------------------------------------
+
+
+@cache
+def unbounded() -> Calibrated:
+    """AWQ where everything fits, as it does here."""
+    return moe_layer(algorithm="awq")
+
+
+PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("room, groups", [(0, 4), (2 * PAIR, 2), (4 * PAIR, 1)])
+def test_awq_searches_experts_in_groups_that_fit(room, groups, monkeypatch):
+    expected = unbounded()
+    monkeypatch.setattr(awq, "host_room", Mock(return_value=room))
+    found = calls_of(monkeypatch, awq.BoundedAWQ, "_groups")
+    assert_equal(moe_layer(algorithm="awq"), expected)
+    assert [len(own) for _, own in found] == [groups]
+
+
+# --- counted from headers -------------------------------------------------------------------------
+
+
+def tensors_of_layer(variant: str) -> list[TensorPlan]:
+    plan = plan_over(GLM, f"tiny-glm4-moe.{variant}")
+    return [tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.layer == 1]
+
+
+def test_hessians_are_as_large_as_counted(monkeypatch):
+    passes = calls_of(monkeypatch, Hessians, "finish")
+    moe_layer()
+    (((hessians,), _),) = passes
+    assert sum(matrices(hessians).values()) == hessian_bytes(tensors_of_layer("w4a16-gptq"))
+
+
+def test_awqs_caches_are_as_large_as_counted(monkeypatch):
+    """But for the mask and the positions, which attention is handed with its input."""
+    kept = []
+    append = _Cache.append
+
+    def measured(self, values):
+        append(self, values)
+        if self.is_open:
+            kept.extend(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+    monkeypatch.setattr(_Cache, "append", measured)
+    moe_layer(algorithm="awq")
+    tensors = tensors_of_layer("w4a16-awq")
+    counted = awq_cache_bytes(tensors, 3 * 64, one_turn=False)
+    assert 0.8 < counted / sum(kept) < 1.25
+    assert counted - awq_cache_bytes(tensors, 3 * 64, one_turn=True) == 3 * PAIR
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, store: str) -> None:
+    """Two modules share an input, and a third does not; then AWQ in groups and at once."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    modules = [nn.Linear(8, 4) for _ in range(3)]
+    a, b, c, d = torch.randn(4, 2, 5, 8, generator=seeded(0))
+    found = hessians_of(modules)
+    for number, value in zip((0, 1, 2), ([a, a, b], [c, c, d])[rank], strict=True):
+        found.add(modules[number], (value,))
+    found.finish()
+    assert len(matrices(found)) == 2
+    for module, values in zip(modules, ([a, c], [a, c], [b, d]), strict=True):
+        torch.testing.assert_close(found.sums[module].matrix, summed(module, values))
+        assert found.sums[module].samples[module] == 4
+    results = []
+    for size in (2**40, 1):
+        awq.host_room = Mock(return_value=size)
+        results.append(moe_layer(algorithm="awq", share=slice(rank, None, 2)))
+    assert_equal(*results)
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_ranks_agree(tmp_path):
+    forks = get_context("fork")
+    processes = [forks.Process(target=on_rank, args=(rank, str(tmp_path / "s"))) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]

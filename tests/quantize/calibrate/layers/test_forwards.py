@@ -1,0 +1,72 @@
+"""Model code under `torch.inference_mode` computes under `no_grad` meanwhile: llm-compressor #2745."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from decorated_model import write_foreign
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers import forwards
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.layers.forwards import adapted
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.run.statistics import Statistics
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
+from passes import ALONE
+from seeds import seeded
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("in_f32")
+
+IDS = torch.randint(0, 512, (4, 32), generator=seeded(0))
+DATA = CalibrationData(ids=IDS, held_out_ids=IDS[:2], provenance={})
+
+
+def calibrated(source: Path, folder: Path) -> dict[str, str]:
+    """Sums of what GPTQ makes of a checkpoint whose own Python builds it."""
+    block = find_recipe("tiny-glm4-moe.w4a16-gptq")[0].calibration.model_dump()
+    block |= {"batch_size": 2, "model_code": "checkpoint"}
+    words = find_recipe("mimo-7b", scheme="W4A16")[0].model_dump()
+    recipe = Recipe.model_validate(words | {"mtp": "bf16", "calibration": block})
+    plan = make_plan(recipe, open_source(source))
+    calibrate_backbone(plan, DATA, folder, device=ALONE.device, ranks=ALONE)
+    return dict(Statistics.open(folder / "statistics").sums)
+
+
+@pytest.mark.parametrize("form", ["decorated", "with"])
+def test_decorated_code_of_a_checkpoint_calibrates_as_plain_code(form, tmp_path, monkeypatch):
+    # Not "with" alone: the folder's name becomes that of a Python package.
+    plain, own = (write_foreign(tmp_path / f"mimo_{each}", each) for each in ("plain", form))
+    expected = calibrated(plain, tmp_path / "plain")
+    assert calibrated(own, tmp_path / "own") == expected and len(expected) == 42
+    monkeypatch.setattr(forwards, "adapted", nullcontext)
+    with pytest.raises(RuntimeError, match="nference tensor"):
+        calibrated(own, tmp_path / "twin")
+
+
+class Decorated(nn.Linear):
+    forward = torch.inference_mode()(nn.Linear.forward)
+
+
+class Kept(nn.Linear):
+    context = torch.inference_mode()
+
+    def forward(self, x):
+        with self.context:
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Decorated, Kept])
+def test_each_way_to_begin_it(cls):
+    model = cls(4, 4)
+    x = torch.ones(1, 4)
+    wanted = model(x)
+    assert wanted.is_inference()
+    with torch.no_grad(), adapted():
+        result = model(x)
+        assert not result.is_inference() and not result.requires_grad
+        assert torch.equal(result, wanted)
+    assert model(x).is_inference(), "restored"
