@@ -18,17 +18,15 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
     ValidationError,
-    model_serializer,
 )
 
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, plain_rule
 from .family import QUANTIZABLE_ROLES
-from .frozen import Json, Raw, without
+from .frozen import Json, Raw
 from .knobs import (
     KNOBS,
     AutoRoundKnobs,
@@ -265,18 +263,6 @@ class Calibration(Texts):
         first = TextsOfMix.model_construct(**own, share=1 - sum(part.share for part in self.also))
         return (first, *self.also)
 
-    @model_serializer(mode="wrap")
-    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> Json:
-        """A recipe without knobs or another back-end is written, and hashed, as before there were
-        any.
-        """
-        absent = {**dict.fromkeys(KNOBS), "backend": "llmcompressor"}
-        return {
-            key: value
-            for key, value in handler(self).items()
-            if key not in absent or value != absent[key]
-        }
-
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
         algorithm = self.algorithm
@@ -365,13 +351,6 @@ class MtpTuned(Frozen):
     frozen: tuple[Group, ...] = ()
     guard: tuple[Texts, ...] = ()
     share: Annotated[float, Field(gt=0, le=1)] | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> Json:
-        """A recipe without them is written, and hashed, as before there were any."""
-        optional = {"learning_rate", "relative_rate", "guard", "share"}
-        own = handler(self).items()
-        return {key: value for key, value in own if value or key not in optional}
 
     def contradictions(self) -> Iterator[Contradiction]:
         if (self.learning_rate is None) == (self.relative_rate is None):
@@ -471,13 +450,6 @@ class Recipe(Frozen):
     requantize: bool = False
     evaluation: Evaluations = Evaluation()
     gates: Gates = Gates()
-
-    @model_serializer(mode="wrap")
-    def _without_absent_search(self, handler: SerializerFunctionWrapHandler) -> Json:
-        """A recipe without these keys is written, and hashed, as before there were any."""
-        optional = ("budget", "backbone_auto", "requantize")
-        absent = {key for key in optional if not getattr(self, key)}
-        return without(handler(self), *absent)
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
