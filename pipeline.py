@@ -204,7 +204,9 @@ def quantize(
         GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not
             pass its own check, of headers and of values, and keeps its partial name.
     """
-    refuse(plan, out)
+    refuse(plan, out, install=progress.install)
+    if progress.accepted is not None:
+        progress.accepted()
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
     from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
@@ -299,7 +301,8 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     plan = plan_before_measuring(
         plan.recipe, local, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
     )
-    refuse(plan, out)
+    # What was downloaded may have taken the room of the output.
+    refuse_output(plan, out, calibration=None if plan.needs_batches else "")
     return plan
 
 
@@ -318,13 +321,11 @@ def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks"
     """The partial folder. The first process holds it against other runs, for all processes of this
     one.
     """
-    salt = run.salt if run else ""
-    refuse_output(plan, out, calibration=salt)
-    with (
-        claim(plan, out, calibration=salt)
-        if ranks.is_first
-        else nullcontext(partial_path(out)) as partial
-    ):
+    claimed: AbstractContextManager[Path] = nullcontext(partial_path(out))
+    if ranks.is_first:
+        salt = "" if run is None else run.salt
+        claimed = claim(plan, out, calibration=salt)
+    with claimed as partial:
         ranks.wait()
         yield partial
 

@@ -40,6 +40,8 @@ class RunProgress:
     """Who is called while a checkpoint is made; None for nobody.
 
     Attributes:
+        install: brings the packages of the extra that the run needs, before they are asked for.
+        accepted: called once nothing refuses the run, before anything is fetched or computed.
         calibration: called after each step.
         packing: called with the number of source bytes when packing begins.
         values: called with the number of bytes of the output whose values are read, before it gets
@@ -47,6 +49,8 @@ class RunProgress:
         download: brings a source to this machine, and shows how far it is.
     """
 
+    install: Callable[[str], None] | None = None
+    accepted: Callable[[], None] | None = None
     calibration: ProgressCallback | None = None
     packing: Bar | None = None
     values: Bar | None = None
