@@ -24,7 +24,7 @@ from pydantic import (
 
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
-from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, plain_rule
+from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, folded, plain_rule
 from .family import QUANTIZABLE_ROLES
 from .frozen import Json, Raw
 from .knobs import (
@@ -56,6 +56,8 @@ raise acceptance.
 """
 
 
+# What a recipe loses when a search has chosen, or a scheme is named instead.
+_NO_SEARCH: Json = {"budget": None, "backbone_auto": None}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -125,9 +127,18 @@ _IN_GROUPS = _one_of(
     QUANTIZABLE_ROLES, "must be one of the module groups", otherwise="Name one of them"
 )
 Group = Annotated[str, AfterValidator(_IN_GROUPS)]
-# The tags choose one branch by the value's type, so that an error is about the written value, not
-# the other branch.
-_BY_TYPE = Discriminator(lambda value: "groups" if isinstance(value, dict) else "word")
+
+
+def _branch(value: object) -> str:
+    """The tag of the branch that a value's type chooses, so that an error is about the written
+    value, not about the other branch.
+    """
+    if isinstance(value, dict):
+        return "groups"
+    return "word"
+
+
+_BY_TYPE = Discriminator(_branch)
 _ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
 Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
 BackbonePolicy = Annotated[dict[Group, _Policy], BeforeValidator(_all_groups)]
@@ -250,18 +261,29 @@ class Calibration(Texts):
     @property
     def knobs(self) -> Json:
         """What the recipe says to the algorithm's modifier; empty for its own defaults."""
-        if self.algorithm == "autoround":
-            return (self.autoround or AutoRoundKnobs()).model_dump()
-        own = {"gptq": self.gptq, "awq": self.awq}.get(self.algorithm)
-        return own.model_dump() if own else {}
+        knobs: Frozen | None = None
+        match self.algorithm:
+            case "gptq":
+                knobs = self.gptq
+            case "awq":
+                knobs = self.awq
+            case "autoround":  # whose defaults are ours
+                knobs = self.autoround or AutoRoundKnobs()
+        if knobs is None:
+            return {}
+        return knobs.model_dump()
 
     @property
     def mix(self) -> tuple[TextsOfMix, ...]:
         """Every dataset with its share; a single one with all of it."""
         own = self.model_dump(include={*Texts.model_fields})
         # Not validated: a single dataset has the share 1.
-        first = TextsOfMix.model_construct(**own, share=1 - sum(part.share for part in self.also))
+        first = TextsOfMix.model_construct(**own, share=1 - self._other_shares)
         return (first, *self.also)
+
+    @property
+    def _other_shares(self) -> float:
+        return sum(part.share for part in self.also)
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
@@ -276,9 +298,9 @@ class Calibration(Texts):
         if self.backend != "modelopt" and algorithm in SWEEPS:
             cure = "Set backend: modelopt, or use another algorithm"
             yield f"{algorithm} is modelopt's", f"backend: {self.backend}", cure
-        if (others := sum(part.share for part in self.also)) >= 1:
+        if self._other_shares >= 1:
             rule = "the shares in also must leave some for the first dataset"
-            yield rule, f"{others:g}", "Lower one"
+            yield rule, f"{self._other_shares:g}", "Lower one"
 
 
 class MtpAuto(Frozen):
@@ -358,10 +380,16 @@ class MtpTuned(Frozen):
             if self.learning_rate is None:
                 got = "neither"
             yield "one of learning_rate and relative_rate must be given", got, "Give one"
-        words = [self.mtp] if isinstance(self.mtp, str) else self.mtp.values()
-        if "source" in words:
+        if "source" in words_of(self.mtp):
             cure = "Use bf16, which is the same for a BF16 release, or a scheme"
             yield "a tuned block is written anew", "mtp: source", cure
+
+
+def words_of(policy: str | Mapping[str, str]) -> set[str]:
+    """The words of a policy, which is one word or a mapping by group."""
+    if isinstance(policy, str):
+        return {policy}
+    return {*policy.values()}
 
 
 DEFAULT_AUTO = MtpAuto.model_validate(USUAL_AUTO)
@@ -377,15 +405,16 @@ def candidates_for(
     One list is for every family. A mapping loses the groups that the block lacks. If it then has
     one word for all of the block's groups, it becomes that word.
     """
-    found: list[Candidate] = []
+    different = list[Candidate]()
     for candidate in candidates:
         if not isinstance(candidate, str):
-            narrowed = {group: word for group, word in candidate.items() if group in groups}
-            whole = set(narrowed.values()) if set(groups) <= set(narrowed) else set()
-            candidate = whole.pop() if len(whole) == 1 else narrowed
-        if candidate and candidate not in found:
-            found.append(candidate)
-    return tuple(found)
+            candidate = {group: word for group, word in candidate.items() if group in groups}
+            words = words_of(candidate)
+            if len(words) == 1 and candidate.keys() == {*groups}:
+                candidate = words.pop()
+        if candidate and candidate not in different:
+            different.append(candidate)
+    return tuple(different)
 
 
 class Recipe(Frozen):
@@ -486,21 +515,27 @@ class Recipe(Frozen):
         """With one word for all that a search decides about, its block included; not validated
         again.
         """
-        changed: Json = {
-            "backbone": {
-                group: word if own == AUTO else own for group, own in self.backbone.items()
-            }
-        }
+        changed: Json = {"backbone": self._replaced({AUTO}, word)} | _NO_SEARCH
         if self.mtp == AUTO:
             changed |= {"mtp": word, "mtp_auto": None}
-        return self.model_copy(update=changed | {"budget": None, "backbone_auto": None})
+        return self.model_copy(update=changed)
+
+    def _replaced(self, words: Collection[str], other: str) -> dict[str, str]:
+        """The backbone with another word for the groups that have one of these."""
+        backbone = dict(self.backbone)
+        for group, word in self.backbone.items():
+            if word in words:
+                backbone[group] = other
+        return backbone
 
     @property
     def mtp_policy(self) -> str | dict[str, str]:
         """The schemes of the MTP block: its word or mapping, under `mtp: tuned` those that it is
         trained for.
         """
-        return self.mtp_tuned.mtp if self.mtp_tuned else self.mtp
+        if self.mtp_tuned is not None:
+            return self.mtp_tuned.mtp
+        return self.mtp
 
     @property
     def measures_mtp(self) -> bool:
@@ -509,24 +544,25 @@ class Recipe(Frozen):
 
     def decisions(self) -> set[str]:
         """Every word that this recipe uses for a scheme, also those of the candidates of `auto`."""
-        return ({*self.backbone.values()} - {AUTO}) | self._searched_words() | self.mtp_decisions()
+        words = {*self.backbone.values(), *self._searched_words()} - {AUTO}
+        return words | self.mtp_decisions()
 
     def mtp_decisions(self) -> set[str]:
         """The same for the MTP block alone; an override may name its modules, too."""
         words = {override.scheme for override in self.overrides}
         policies: tuple[Candidate, ...] = (self.mtp_policy,)
-        if self.mtp_auto:
+        if self.mtp_auto is not None:
             policies = self.mtp_auto.candidates
         for policy in policies:
-            words.update([policy] if isinstance(policy, str) else policy.values())
+            words |= words_of(policy)
         if self.mtp == AUTO:
-            words |= self._searched_words()
+            words.update(self._searched_words())
         return words - {AUTO}
 
-    def _searched_words(self) -> set[str]:
+    def _searched_words(self) -> tuple[str, ...]:
         if self.backbone_auto is None:
-            return set()
-        return {*self.backbone_auto.candidates}
+            return ()
+        return self.backbone_auto.candidates
 
     def calibrated_schemes(self) -> list[str]:
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten
@@ -536,64 +572,65 @@ class Recipe(Frozen):
 
     def calibrated_among(self, words: set[str]) -> list[str]:
         """Those among some words, such as `mtp_decisions`."""
-        found = {name for name in words & SCHEMES.keys() if SCHEMES[name].needs_calibration}
-        if self.calibration:
-            found |= words & REWRITES[self.calibration.algorithm]
+        calibrated = {name for name in words & SCHEMES.keys() if SCHEMES[name].needs_calibration}
+        if self.calibration is not None:
+            calibrated |= words & REWRITES[self.calibration.algorithm]
         if self.search == "imatrix":
-            found |= words & SEARCHES["imatrix"]
-        return sorted(found)
+            calibrated |= words & SEARCHES["imatrix"]
+        return sorted(calibrated)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Blocks without their word and words without their block; then what has no meaning."""
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
             yield "mtp_auto must be left out where backbone is auto", "both", cure
-        of_backbone = f"backbone: {', '.join({*self.backbone.values()})}"
+        written = f"mtp: {self.mtp}"
         chooses = self.mtp == AUTO and not self.is_searched
-        example = (
-            "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
-        )
-        for key, is_wanted, where, cure in (
-            ("mtp_auto", chooses, "mtp is auto", "It holds min_acceptance and candidates"),
-            ("budget", self.is_searched, "backbone is auto", example),
-            ("backbone_auto", self.is_searched, "backbone is auto", example),
-            (
-                "mtp_tuned",
-                self.mtp == TUNED,
-                "mtp is tuned",
-                "It holds mtp, steps, learning_rate and loss",
-            ),
-        ):
-            if is_wanted and getattr(self, key) is None:
-                yield f"{key} must be given where {where}", "nothing", cure
-            if not is_wanted and getattr(self, key) is not None:
-                got = of_backbone if where.startswith("backbone") else f"mtp: {self.mtp}"
-                rule = f"{key} must be left out where {where.replace(' is ', ' is not ')}"
-                yield rule, got, "Remove it"
+        cure = "It holds min_acceptance and candidates"
+        yield from self._belongs("mtp_auto", chooses, "mtp", AUTO, written, cure)
+        cure = "It holds mtp, steps, learning_rate and loss"
+        yield from self._belongs("mtp_tuned", self.mtp == TUNED, "mtp", TUNED, written, cure)
+        written = f"backbone: {', '.join({*self.backbone.values()})}"
+        cure = "`budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
+        for key in ("budget", "backbone_auto"):
+            yield from self._belongs(
+                key, self.is_searched, "backbone", AUTO, written, f"Such as {cure}"
+            )
         yield from self._against_search()
         words = sorted(self.decisions() & SCHEMES.keys())
-        if self.format == "modelopt" and (wordless := {*words} - ALGORITHMS.keys()):
+        wordless = {*words} - ALGORITHMS.keys()
+        if self.format == "modelopt" and wordless:
             cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
             yield f"format: modelopt is for {', '.join(ALGORITHMS)}", ", ".join(wordless), cure
         yield from self._against_calibration(words)
 
+    def _belongs(
+        self, block: str, is_wanted: bool, key: str, word: str, written: str, cure: str
+    ) -> Iterator[Contradiction]:
+        """What is wrong with a block that belongs to one word of a key: it is missing, or one too
+        many.
+        """
+        is_there = getattr(self, block) is not None
+        if is_wanted and not is_there:
+            yield f"{block} must be given where {key} is {word}", "nothing", cure
+        if is_there and not is_wanted:
+            yield f"{block} must be left out where {key} is not {word}", written, "Remove it"
+
     def _against_search(self) -> Iterator[Contradiction]:
         if self.search is None:
             return
-        if self.calibration and self.calibration.algorithm != "minmax":
-            rule = (
-                f"search: {self.search} chooses the scales of weights that are rounded to nearest"
-            )
+        if self.calibration is not None and self.calibration.algorithm != "minmax":
+            rule = f"search: {self.search} chooses the scales of weights that are rounded"
+            rule += " to nearest"
             got = f"calibration.algorithm {self.calibration.algorithm}, which has scales of its own"
             yield rule, got, "Remove search, or set algorithm: minmax"
         if self.search == "imatrix" and self.is_searched:
             rule = "search: imatrix must come with a word for every group"
             cure = "Use search: mse, or imatrix in the recipe that is found, OUT/recipe.yaml"
             yield rule, "backbone: auto", cure
-        if not self.is_searched and not SEARCHES[self.search] & self.decisions():
-            rule = (
-                f"search: {self.search} must come with {', '.join(sorted(SEARCHES[self.search]))}"
-            )
+        schemes = SEARCHES[self.search]
+        if not self.is_searched and not schemes & self.decisions():
+            rule = f"search: {self.search} must come with {', '.join(sorted(schemes))}"
             got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
             yield rule, got, "Use one of these schemes, or remove search"
 
@@ -653,19 +690,18 @@ class Recipe(Frozen):
         """
         changed: Json = {}
         variant = self.variant
+        options = list[str]()
         if scheme is not None:
-            variant = scheme.lower().replace("_", "-")
-            chosen = {*SCHEMES, AUTO}
-            changed["backbone"] = {
-                group: scheme if word in chosen else word for group, word in self.backbone.items()
-            }
-            changed |= {"budget": None, "backbone_auto": None}
-            if self.calibration:
-                changed["calibration"] = self.calibration.model_copy(
-                    update={"algorithm": "minmax", **dict.fromkeys(KNOBS)}
-                )
+            options.append(f"--scheme {scheme}")
+            variant = folded(scheme)
+            changed["backbone"] = self._replaced({*SCHEMES, AUTO}, scheme)
+            changed |= _NO_SEARCH
+            if self.calibration is not None:
+                nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
+                changed["calibration"] = self.calibration.model_copy(update=nearest)
         if mtp is not None:
-            variant += f"-mtp-{mtp.lower().replace('_', '-')}"
+            options.append(f"--mtp {mtp}")
+            variant += f"-mtp-{folded(mtp)}"
             changed["mtp"] = mtp
             if mtp != TUNED:
                 changed["mtp_tuned"] = None
@@ -681,8 +717,8 @@ class Recipe(Frozen):
         elif made.calibration is None:
             made = made.model_copy(update={"calibration": batches})
         summary = summary_of(made.backbone, made.mtp, is_calibrated=made.calibration is not None)
-        words = [f"--scheme {scheme}"] * bool(scheme) + [f"--mtp {mtp}"] * bool(mtp)
-        return validated(made.model_dump() | {"summary": summary}, " ".join(words) or self.name)
+        where = " ".join(options) or self.name
+        return validated(made.model_dump() | {"summary": summary}, where)
 
     def uses_batches(self) -> bool:
         """Whether a run of this recipe computes with text."""
@@ -714,6 +750,8 @@ def validated(raw: Raw, where: object) -> Recipe:
     return read_as(Recipe, raw, where)
 
 
+# What pydantic adds to the path of a value: branches, and keys of mappings.
+_TAGS = ("word", "groups", "number", "[key]")
 _Part = TypeVar("_Part", bound=BaseModel)
 
 
@@ -732,23 +770,27 @@ def read_as(kind: type[_Part], raw: Raw, where: object) -> _Part:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
+        faults = error.errors()
+    first = faults[0]
+    for fault in faults:
         # A misspelled key shows up as unknown and as missing; the first says more.
-        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    aside = ("word", "groups", "number", "[key]")
-    is_unknown = first["type"] == "extra_forbidden"  # its last part may be any word
-    end = len(first["loc"]) - is_unknown
-    loc = [str(part) for at, part in enumerate(first["loc"]) if at >= end or part not in aside]
-    key = ".".join(loc) or "recipe"
-    if is_unknown:
+        if fault["type"] == "extra_forbidden":
+            first = fault
+            break
+    if first["type"] == "extra_forbidden":
+        *outer, unknown = first["loc"]  # it may be called as a tag is
+        path = [str(part) for part in outer if part not in _TAGS]
         owner: type[BaseModel] = kind
-        for part in loc[:-1]:
+        for part in path:
             owner = _PARTS.get(part, owner)
         raise RecipeError(
             where,
-            f"{key} is not a key of a recipe",
+            f"{'.'.join([*path, str(unknown)])} is not a key of a recipe",
             got=repr(first["input"]),
-            cure=cure_of_key(loc[-1], owner.model_fields),
+            cure=cure_of_key(str(unknown), owner.model_fields),
         )
+    path = [str(part) for part in first["loc"] if part not in _TAGS]
+    key = ".".join(path) or "recipe"
     if first["type"] == "missing":
         raise RecipeError(
             where,
@@ -756,7 +798,8 @@ def read_as(kind: type[_Part], raw: Raw, where: object) -> _Part:
             got="nothing",
             cure="Add it: nothing that changes numbers has a default",
         )
-    if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
-        raise fault.at(f"{where}: {key}")
+    refusal = first.get("ctx", {}).get("error")
+    if isinstance(refusal, RecipeError):
+        raise refusal.at(f"{where}: {key}")
     cure = did_you_mean(first["input"], allowed_words(first), otherwise="Correct it")
     raise RecipeError(where, f"{key}: {plain_rule(first)}", got=repr(first["input"]), cure=cure)

@@ -83,14 +83,14 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
     Raises:
         RecipeError: an unknown card.
     """
-    free = None
+    free = None  # of another machine it is not known
     if gpu_memory is not None:
         title, size = card_of(gpu_memory)
     else:
         free = free_host_bytes()
         if not here:
             return Machine(
-                title="this machine's CPU", has_gpu=False, device_bytes=free or 0, host_bytes=free
+                title="this machine's CPU", has_gpu=False, device_bytes=free, host_bytes=free
             )
         title = f"this machine's {here[0].name}"
         size = int(here[0].memory_gib * 2**30)
@@ -109,19 +109,22 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
         found.backbone = why_not_calibrated(family, plan.recipe.model)
     found.mtp = found.backbone or family.no_draft
     found.batch_size = calibration.batch_size
-    # Without a GPU main memory holds everything.
-    on_host = {}
+    found.host = 0
+    found.host_there = machine.host_bytes
+    if machine.has_gpu:
+        found.device = 0
+        found.device_there = machine.device_bytes
     for station in stations(plan):
-        on_host[station.name] = station.host_bytes
         device = int(station.device_bytes * FRAGMENTS)
-        if not machine.has_gpu:
-            on_host[station.name] += device
-        elif device > (found.device or 0):
+        host = station.host_bytes
+        if found.device is None:
+            host += device  # without a GPU main memory holds everything
+        elif device > found.device:
             found.device = device
             found.device_station = station.name
-            found.device_there = machine.device_bytes
-    found.host_station, found.host = max(on_host.items(), key=lambda item: item[1])
-    found.host_there = machine.host_bytes
+        if host > found.host:
+            found.host = host
+            found.host_station = station.name
     return found
 
 
@@ -131,30 +134,32 @@ def lines(found: Needs) -> list[str]:
     if found.batch_size is not None:
         said = [f"Needs, counted for {found.machine}, in batches of {found.batch_size}:"]
         for part, why_not in (("backbone", found.backbone), ("MTP block", found.mtp)):
-            said.append(
-                f"  {part:<10} "
-                f"{f'cannot be calibrated: {why_not}' if why_not else 'can be calibrated'}"
-            )
-    if found.device is not None and found.device_there is not None:
-        there = (
-            f"{size_in_words(found.device_there)} there{_fits(found.device, found.device_there)}"
-        )
-        said.append(
-            f"  GPU        {size_in_words(found.device)} at most, {found.device_station}; {there}"
-        )
+            says = "can be calibrated"
+            if why_not:
+                says = f"cannot be calibrated: {why_not}"
+            said.append(f"  {part:<10} {says}")
+    if found.device is not None:
+        line = f"  GPU        {size_in_words(found.device)} at most, {found.device_station}"
+        said.append(line + _there(found.device, found.device_there, "there"))
     if found.host is not None:
         line = f"  memory     {size_in_words(found.host)} a process, {found.host_station}"
-        if found.host_there is not None:
-            line += f"; {size_in_words(found.host_there)} free{_fits(found.host, found.host_there)}"
-        said.append(line)
-    states = f"{size_in_words(found.states)} for states, " if found.states else ""
-    return [*said, f"  disk       {states}{size_in_words(found.output)} for the output"]
+        said.append(line + _there(found.host, found.host_there, "free"))
+    disk = f"{size_in_words(found.output)} for the output"
+    if found.states:
+        disk = f"{size_in_words(found.states)} for states, {disk}"
+    return [*said, f"  disk       {disk}"]
 
 
-def _fits(needed: int, there: int) -> str:
-    if needed <= there:
+def _there(needed: int, there: int | None, called: str) -> str:
+    """What is there of what is needed, and whether that is too little."""
+    if there is None:
         return ""
-    return ": may not fit" if needed / SURE <= there else ": does not fit"
+    says = f"; {size_in_words(there)} {called}"
+    if needed / SURE > there:
+        return f"{says}: does not fit"
+    if needed > there:
+        return f"{says}: may not fit"
+    return says
 
 
 def refuse_too_large(plan: Plan, machine: Machine) -> None:
