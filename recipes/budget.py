@@ -20,14 +20,11 @@ _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 @frozen
 class Budget:
-    """A limit, of one of two kinds.
+    """A limit, of one of two kinds."""
 
-    Attributes:
-        num_bytes: of the finished checkpoint; None where bits are given.
-        bits: for each weight that the search decides about; None where bytes are given.
-    """
-
+    # Of the finished checkpoint; None where bits are given.
     num_bytes: int | None = None
+    # For each weight that the search decides about; None where bytes are given.
     bits: float | None = None
 
 

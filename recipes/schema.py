@@ -176,28 +176,23 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class Texts(Frozen):
-    """Where texts to calibrate on are from.
+    """Where texts to calibrate on are from."""
 
-    Attributes:
-        dataset: Hub id, a local .jsonl, .json or .parquet file, or a folder with a copy of a Hub
-            dataset.
-        dataset_revision: Hub revision; "local" for files and folders.
-        subset: the configuration of a dataset that has several; null for its default.
-        split: of the dataset; "train" for a single file.
-        column: texts, or conversations as lists of {role, content}, which go through the model's
-            chat template.
-        prompt_column: texts that users wrote; each comes directly before its text of `column`.
-            Calibration uses them, but acceptance counts only what a model writes. Null where a text
-            is not an answer.
-        chat: whether prompt and text become two turns, which go through the model's chat template.
-    """
-
+    # Hub id, a local .jsonl, .json or .parquet file, or a folder with a copy of a Hub dataset.
     dataset: _Text
+    # Hub revision; "local" for files and folders.
     dataset_revision: _Text
+    # The configuration of a dataset that has several; null for its default.
     subset: _Text | None = None
+    # Of the dataset; "train" for a single file.
     split: _Text
+    # Texts, or conversations as lists of {role, content}, which go through the model's chat
+    # template.
     column: _Text
+    # Texts that users wrote; each comes directly before its text of `column`. Calibration uses
+    # them, but acceptance counts only what a model writes. Null where a text is not an answer.
     prompt_column: _Text | None = None
+    # Whether prompt and text become two turns, which go through the model's chat template.
     chat: bool = False
 
     @property
@@ -219,41 +214,35 @@ class TextsOfMix(Texts):
 
 
 class Calibration(Texts):
-    """Everything that is needed to repeat a calibrated run.
+    """Everything that is needed to repeat a calibrated run."""
 
-    Attributes:
-        backend: whose code observes activations and chooses scales, for either `format`:
-            llm-compressor's, or NVIDIA's modelopt, which needs the extra `modelopt`.
-        algorithm: minmax observes activations only; the others also rewrite the weights of the
-            schemes in `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
-        gptq, awq, autoround: the algorithm's knobs; without them, its defaults.
-        also: other datasets, with their shares; what they leave is the first one's.
-        samples: sequences to calibrate on.
-        held_out: other sequences, from other rows, to measure acceptance and perplexity on.
-        held_out_by: who writes the held-out answers: `dataset`, or `model`, the released model
-            itself, if memory holds all of it. On its own text every slot counts for acceptance, as
-            on a server.
-        sequence_length: tokens in each sequence; rows follow each other without padding.
-        batch_size: sequences in one batch, on each rank.
-        seed: for the order of the rows.
-        model_code: `checkpoint` lets the checkpoint's own Python build the model and encode
-            conversations.
-    """
-
+    # Whose code observes activations and chooses scales, for either `format`: llm-compressor's, or
+    # NVIDIA's modelopt, which needs the extra `modelopt`.
     backend: Literal["llmcompressor", "modelopt"] = "llmcompressor"
+    # `minmax` observes activations only; the others also rewrite the weights of the schemes in
+    # `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
     algorithm: Literal[
         "minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"
     ]
+    # Other datasets, with their shares; what they leave is the first one's.
     also: tuple[TextsOfMix, ...] = ()
+    # Sequences to calibrate on.
     samples: Positive
+    # Other sequences, from other rows, to measure acceptance and perplexity on.
     held_out: Positive
+    # Who writes the held-out answers: `dataset`, or `model`, the released model itself, if memory
+    # holds all of it. On its own text every slot counts for acceptance, as on a server.
     held_out_by: Literal["dataset", "model"] = "dataset"
-    # The last position has no next token to judge: one token alone gives neither perplexity nor
-    # acceptance.
+    # Tokens in each sequence; rows follow each other without padding. The last position has no next
+    # token to judge: one token alone gives neither perplexity nor acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
+    # Sequences in one batch, on each rank.
     batch_size: Positive
+    # For the order of the rows.
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+    # `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
     model_code: Literal["transformers", "checkpoint"] = "transformers"
+    # The algorithm's knobs; without them, its defaults.
     gptq: GPTQKnobs | None = None
     awq: AWQKnobs | None = None
     autoround: AutoRoundKnobs | None = None
@@ -304,74 +293,59 @@ class Calibration(Texts):
 
 
 class MtpAuto(Frozen):
-    """How `mtp: auto` chooses.
+    """How `mtp: auto` chooses."""
 
-    Attributes:
-        min_acceptance: part of the released model's acceptance that the block must keep on held-out
-            text, at the confidence of the recipe's gates. No text shows that all of it is kept.
-        candidates: policies, tried in this order. The smallest that is shown to keep enough
-            acceptance is chosen.
-    """
-
+    # Part of the released model's acceptance that the block must keep on held-out text, at the
+    # confidence of the recipe's gates. No text shows that all of it is kept.
     min_acceptance: Fraction
+    # Policies, tried in this order. The smallest that is shown to keep enough acceptance is chosen.
     candidates: Annotated[tuple[Candidate, ...], Field(min_length=1), AfterValidator(_different)]
 
 
 class BackboneAuto(Frozen):
-    """What the search of `backbone: auto` may choose, and what counts.
+    """What the search of `backbone: auto` may choose, and what counts."""
 
-    Attributes:
-        candidates: words for a unit: schemes, `source` or `bf16`.
-        draft_weight: how much a nat by which the drafts' distribution moves counts against a nat of
-            the answers' one.
-        min_acceptance: part of the released model's acceptance that the plan must keep on held-out
-            text, as for `mtp_auto`; without it none is asked for.
-        tokens: of the calibration text, on which sensitivities are measured.
-    """
-
+    # Words for a unit: schemes, `source` or `bf16`.
     candidates: Annotated[tuple[Decision, ...], Field(min_length=1), AfterValidator(_different)]
+    # How much a nat by which the drafts' distribution moves counts against a nat of the answers'
+    # one.
     draft_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    # Part of the released model's acceptance that the plan must keep on held-out text, as for
+    # `mtp_auto`; without it none is asked for.
     min_acceptance: Fraction | None = None
+    # Of the calibration text, on which sensitivities are measured.
     tokens: Positive = 8192
 
 
 class MtpTuned(Frozen):
-    """How `mtp: tuned` trains the block.
+    """How `mtp: tuned` trains the block."""
 
-    Attributes:
-        mtp: how the block is stored and computed with, while it is trained and afterwards: a word
-            or a mapping by group. Without `source`: a tuned block has no stored form of the
-            release's.
-        steps: of the optimizer.
-        batch_size: sequences of the calibration text in each step, those of all processes together.
-        learning_rate: AdamW's highest; it rises over the first tenth of the steps and falls to 0 at
-            the last.
-        relative_rate: in place of it, as a part of each matrix's root mean square. 1.0e-3 is 0.014
-            of a spread of 0.07.
-        seed: of the order of the sequences.
-        loss: of a draft against the target's distribution; `tuning.losses` says what each is.
-        draft_steps: how many tokens ahead the block is run, each step on what the one before
-            computed.
-        decay: the weight of each further draft step, as a part of the one before.
-        frozen: module groups that are not trained, such as experts where memory is short.
-        guard: datasets that it is judged on besides the held-out text, one by one, and never
-            trained on.
-        share: how far the written weights are on the way from the released ones to the trained
-            ones. null: as far as is best over all kinds of held-out text, and all the way where
-            there is one kind.
-    """
-
+    # How the block is stored and computed with, while it is trained and afterwards: a word or a
+    # mapping by group. Without `source`: a tuned block has no stored form of the release's.
     mtp: Candidate
+    # Steps of the optimizer.
     steps: Positive
+    # Sequences of the calibration text in each step, those of all processes together.
     batch_size: Positive
+    # AdamW's highest; it rises over the first tenth of the steps and falls to 0 at the last.
     learning_rate: Fraction | None = None
+    # In place of it, as a part of each matrix's root mean square. 1.0e-3 is 0.014 of a spread of
+    # 0.07.
     relative_rate: Fraction | None = None
+    # Of the order of the sequences.
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+    # Of a draft against the target's distribution; `tuning.losses` says what each is.
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
+    # How many tokens ahead the block is run, each step on what the one before computed.
     draft_steps: Annotated[int, Field(ge=1, le=3, strict=True)]
+    # The weight of each further draft step, as a part of the one before.
     decay: Annotated[float, Field(gt=0, le=1)]
+    # Module groups that are not trained, such as experts where memory is short.
     frozen: tuple[Group, ...] = ()
+    # Datasets that it is judged on besides the held-out text, one by one, and never trained on.
     guard: tuple[Texts, ...] = ()
+    # How far the written weights are on the way from the released ones to the trained ones. null:
+    # as far as is best over all kinds of held-out text, and all the way where there is one kind.
     share: Annotated[float, Field(gt=0, le=1)] | None = None
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -418,66 +392,58 @@ def candidates_for(
 
 
 class Recipe(Frozen):
-    """What a person decides about one checkpoint.
+    """What a person decides about one checkpoint."""
 
-    Attributes:
-        model: the model's name on the command line, the same in all its recipes.
-        variant: name of this recipe among those of the model.
-        default: whether the bare model name means this recipe.
-        summary: one line for `keepmtp ls MODEL`.
-        family: model_type of the family table.
-        source: Hub id or local folder of the released checkpoint.
-        revision: Hub revision; "local" for folders.
-        backbone: module group -> scheme, `source`, `bf16` or `auto`; every group that the model has
-            must be named. The word `auto` alone is that for every group.
-        mtp: the same for the MTP block: one word for all of it, a mapping by group, `auto` or
-            `tuned`.
-        mtp_auto: how `auto` chooses; only with `mtp: auto`, and where no group of the backbone is
-            `auto`.
-        mtp_tuned: how the block is trained, and its schemes; only with `mtp: tuned`.
-        budget: with groups that are `auto`: how large the checkpoint may become (`budget.py`).
-        backbone_auto: with them: what the search may choose.
-        overrides: exceptions; the first match wins, and each must match something.
-        keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as
-            they are.
-        calibration: how batches are chosen; null for data-free recipes.
-        mtp_source: where the MTP block is, for a release that has none of its own; only its MTP
-            tensors are read.
-        format: whose names, scales and config the checkpoint has; the packed bytes are the same.
-        kv_cache: FP8 gives each attention layer scales for an FP8 cache, from calibration; null
-            leaves the cache alone.
-        search: how scales of weights are chosen: `mse` takes those of least squared error,
-            `four-over-six` the better of two for each NVFP4 group, `imatrix` is `mse` with errors
-            that count by the mean square of their input channels; null takes what the largest
-            magnitude asks for.
-        requantize: weights that a tool has quantized may be rounded again, into another scheme.
-        evaluation: how the result is scored: one protocol, or a list with one for each task;
-            `protocol.Evaluation` has the defaults.
-        gates: what the result must keep of its source; `protocol.Gates` has the defaults.
-    """
-
+    # The model's name on the command line, the same in all its recipes.
     model: Name
+    # Name of this recipe among those of the model.
     variant: Name
+    # Whether the bare model name means this recipe.
     default: bool
+    # One line for `keepmtp ls MODEL`.
     summary: str
+    # Model_type of the family table.
     family: Name
+    # Hub id or local folder of the released checkpoint.
     source: str
+    # Hub revision; "local" for folders.
     revision: str
+    # Module group -> scheme, `source`, `bf16` or `auto`; every group that the model has must be
+    # named. The word `auto` alone is that for every group.
     backbone: BackbonePolicy
+    # The same for the MTP block: one word for all of it, a mapping by group, `auto` or `tuned`.
     mtp: MtpPolicy
+    # How batches are chosen; null for data-free recipes.
     calibration: Calibration | None
+    # How `auto` chooses; only with `mtp: auto`, and where no group of the backbone is `auto`.
     mtp_auto: MtpAuto | None = None
+    # With groups that are `auto`: how large the checkpoint may become (`budget.py`).
     budget: Annotated[str, AfterValidator(_budget)] | None = None
+    # With them: what the search may choose.
     backbone_auto: BackboneAuto | None = None
+    # How the block is trained, and its schemes; only with `mtp: tuned`.
     mtp_tuned: MtpTuned | None = None
+    # Exceptions; the first match wins, and each must match something.
     overrides: tuple[Override, ...] = ()
+    # Names (or `re:` regexes) of tensors outside the family table that keepmtp copies as they are.
     keep: tuple[NameOrRegex, ...] = ()
+    # Where the MTP block is, for a release that has none of its own; only its MTP tensors are read.
     mtp_source: MtpSource | None = None
+    # Whose names, scales and config the checkpoint has; the packed bytes are the same.
     format: Format = "compressed-tensors"
+    # FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the
+    # cache alone.
     kv_cache: Literal["FP8"] | None = None
+    # How scales of weights are chosen: `mse` takes those of least squared error, `four-over-six`
+    # the better of two for each NVFP4 group, `imatrix` is `mse` with errors that count by the mean
+    # square of their input channels; null takes what the largest magnitude asks for.
     search: Literal["mse", "four-over-six", "imatrix"] | None = None
+    # Weights that a tool has quantized may be rounded again, into another scheme.
     requantize: bool = False
+    # How the result is scored: one protocol, or a list with one for each task;
+    # `protocol.Evaluation` has the defaults.
     evaluation: Evaluations = Evaluation()
+    # What the result must keep of its source; `protocol.Gates` has the defaults.
     gates: Gates = Gates()
 
     @property

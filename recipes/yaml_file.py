@@ -46,10 +46,14 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     except RecipeError as error:
         raise error.at(path) from None
     except (yaml.YAMLError, ValueError) as error:
-        cure = "Indent with spaces, not with tabs" if "\t" in text else "Mend that line"
+        cure = "Mend that line"
+        if "\t" in text:
+            cure = "Indent with spaces, not with tabs"
         raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure=cure) from error
     if not isinstance(found, dict):
-        got = "nothing" if found is None else type(found).__name__
+        got = type(found).__name__
+        if found is None:
+            got = "nothing"
         raise RecipeError(
             path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit"
         )
@@ -95,7 +99,9 @@ class _OneOfEachKey(SafeLoader):
         for key, _ in node.value:
             where = f"line {key.start_mark.line + 1}"
             if key.tag != _TEXT:
-                got = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                got = "a list or a mapping"
+                if isinstance(key, yaml.ScalarNode):
+                    got = key.value
                 raise RecipeError(where, "a key must be a text", got=got, cure="Put it in quotes")
             if key.value in keys:
                 raise RecipeError(

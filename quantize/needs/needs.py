@@ -30,49 +30,41 @@ SURE = 1.3
 
 @frozen
 class Machine:
-    """Where a run would be.
+    """Where a run would be."""
 
-    Attributes:
-        title: for people.
-        has_gpu: or the CPU calibrates.
-        device_bytes: free for tensors on one device.
-        host_bytes: free main memory; None where another machine is meant.
-    """
-
+    # For people.
     title: str
+    # Or the CPU calibrates.
     has_gpu: bool = True
+    # Free for tensors on one device.
     device_bytes: int
+    # Free main memory; None where another machine is meant.
     host_bytes: int | None
 
 
 @dataclass(slots=True, kw_only=True)
 class Needs:
-    """What a run needs, in bytes.
+    """What a run needs, in bytes."""
 
-    Attributes:
-        machine: for which machine it is said.
-        backbone: why the backbone cannot be calibrated; "" if it can, None where it is not
-            calibrated.
-        mtp: why the MTP block can be neither calibrated nor measured; likewise.
-        batch_size: of each process; None without calibration.
-        device, device_station: the most that one GPU holds, and when; None without calibration.
-        device_there: the memory of a GPU.
-        host, host_station: the most that one process takes of main memory; None without
-            calibration.
-        host_there: free now; None where another machine is meant.
-        states, output: on the disk: until the output is whole, and afterwards.
-    """
-
+    # For which machine it is said.
     machine: str
+    # Why the backbone cannot be calibrated; "" if it can, None where it is not calibrated.
     backbone: str | None = None
+    # Why the MTP block can be neither calibrated nor measured; likewise.
     mtp: str | None = None
+    # Of each process; None without calibration.
     batch_size: int | None = None
+    # The most that one GPU holds, and when; None without calibration.
     device: int | None = None
     device_station: str = ""
+    # The memory of a GPU.
     device_there: int | None = None
+    # The most that one process takes of main memory; None without calibration.
     host: int | None = None
     host_station: str = ""
+    # Free now; None where another machine is meant.
     host_there: int | None = None
+    # On the disk: until the output is whole, and afterwards.
     states: int
     output: int
 

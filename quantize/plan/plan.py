@@ -62,23 +62,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will happen, before it does.
-
-    Attributes:
-        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the
-            output.
-        recipe_text: the recipe as the checkpoint will carry it; "" where only the decisions are
-            asked for.
-        file_stem: how the names of the output files start.
-    """
+    """Everything that will happen, before it does."""
 
     recipe: Recipe
     source: Source
     view: FamilyView
     tensors: tuple[TensorPlan, ...]
     shard_bytes: int = SHARD_BYTES
+    # The user lets the checkpoint's own Python run, and travel with the output.
     trust_remote_code: bool = False
+    # The recipe as the checkpoint will carry it; "" where only the decisions are asked for.
     recipe_text: str = ""
+    # How the names of the output files start.
     file_stem: str = "model"
 
     @property

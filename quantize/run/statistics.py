@@ -39,16 +39,13 @@ _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 @frozen
 class Statistics:
-    """The headers of a folder of statistics; no tensor is held in memory.
+    """The headers of a folder of statistics; no tensor is held in memory."""
 
-    Attributes:
-        folder: the folder of the files.
-        entries: every tensor, by its name in the finished checkpoint.
-        sums: SHA-256 of their bytes, as calibration wrote them.
-    """
-
+    # The folder of the files.
     folder: Path
+    # Every tensor, by its name in the finished checkpoint.
     entries: Mapping[HFName, Entry]
+    # SHA-256 of their bytes, as calibration wrote them.
     sums: Mapping[HFName, str] = field(default_factory=dict)
 
     @classmethod
