@@ -22,9 +22,9 @@ _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 class Budget:
     """A limit, of one of two kinds."""
 
-    # Of the finished checkpoint; None where bits are given.
+    # Bytes of the finished checkpoint; None where bits are given.
     num_bytes: int | None = None
-    # For each weight that the search decides about; None where bytes are given.
+    # Bits for each weight that the search decides about; None where bytes are given.
     bits: float | None = None
 
 

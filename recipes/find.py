@@ -33,7 +33,7 @@ _POLICIES = (*KEEP_WORDS, AUTO, TUNED, *SCHEMES)
 class RecipeFile:
     """A recipe file, parsed; a recipe is validated when it is asked for."""
 
-    # The file.
+    # Where the file is.
     path: Path
     # The variant that is meant where none is named.
     default: str

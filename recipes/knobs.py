@@ -75,7 +75,7 @@ class AutoRoundKnobs(Frozen):
 
     # Steps for each layer.
     iters: Positive = 200
-    # Of the offsets and of the clipping; null for 1 / iters.
+    # The learning rate of the offsets and of the clipping; null for 1 / iters.
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     # Sequences in a step. It is not `calibration.batch_size`, which says how many a forward
     # computes.

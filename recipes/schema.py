@@ -184,7 +184,7 @@ class Texts(Frozen):
     dataset_revision: _Text
     # The configuration of a dataset that has several; null for its default.
     subset: _Text | None = None
-    # Of the dataset; "train" for a single file.
+    # The split of the dataset; "train" for a single file.
     split: _Text
     # Texts, or conversations as lists of {role, content}, which go through the model's chat
     # template.
@@ -238,7 +238,7 @@ class Calibration(Texts):
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
     # Sequences in one batch, on each rank.
     batch_size: Positive
-    # For the order of the rows.
+    # The seed for the order of the rows.
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     # `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
     model_code: Literal["transformers", "checkpoint"] = "transformers"
@@ -332,7 +332,7 @@ class MtpTuned(Frozen):
     # In place of it, as a part of each matrix's root mean square. 1.0e-3 is 0.014 of a spread of
     # 0.07.
     relative_rate: Fraction | None = None
-    # Of the order of the sequences.
+    # The seed of the order of the sequences.
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     # Of a draft against the target's distribution; `tuning.losses` says what each is.
     loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
@@ -402,7 +402,7 @@ class Recipe(Frozen):
     default: bool
     # One line for `keepmtp ls MODEL`.
     summary: str
-    # Model_type of the family table.
+    # The model_type of the family table.
     family: Name
     # Hub id or local folder of the released checkpoint.
     source: str
@@ -419,7 +419,7 @@ class Recipe(Frozen):
     mtp_auto: MtpAuto | None = None
     # With groups that are `auto`: how large the checkpoint may become (`budget.py`).
     budget: Annotated[str, AfterValidator(_budget)] | None = None
-    # With them: what the search may choose.
+    # With groups that are `auto`: what the search may choose.
     backbone_auto: BackboneAuto | None = None
     # How the block is trained, and its schemes; only with `mtp: tuned`.
     mtp_tuned: MtpTuned | None = None

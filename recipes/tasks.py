@@ -36,9 +36,9 @@ TaskName = Literal[
 class TaskRow:
     """One task."""
 
-    # Lm-eval's, below its folder of tasks, without ".yaml".
+    # The task's file, below lm-eval's folder of tasks, without ".yaml".
     file: str
-    # Where another one asks through a chat template.
+    # The file, where another one asks through a chat template.
     chat_file: str = ""
     # The dataset's repository, and `subset` in it.
     hub: str
@@ -51,7 +51,7 @@ class TaskRow:
     headline: str
     # Fields of `Evaluation`, where a recipe does not say otherwise.
     protocol: Raw = field(default_factory=dict)
-    # That this task needs beyond the other tasks.
+    # Packages that this task needs beyond the other tasks.
     packages: Sequence[str] = ()
     # The column that says which of lm-eval's sub-tasks a row belongs to; "" where the task is one.
     group: str = ""

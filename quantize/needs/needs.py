@@ -32,13 +32,13 @@ SURE = 1.3
 class Machine:
     """Where a run would be."""
 
-    # For people.
+    # What people read of it.
     title: str
-    # Or the CPU calibrates.
+    # Without a GPU the CPU calibrates.
     has_gpu: bool = True
-    # Free for tensors on one device.
+    # Bytes that are free for tensors on one device.
     device_bytes: int
-    # Free main memory; None where another machine is meant.
+    # Bytes of free main memory; None where another machine is meant.
     host_bytes: int | None
 
 
@@ -46,13 +46,13 @@ class Machine:
 class Needs:
     """What a run needs, in bytes."""
 
-    # For which machine it is said.
+    # The machine that this is said of.
     machine: str
     # Why the backbone cannot be calibrated; "" if it can, None where it is not calibrated.
     backbone: str | None = None
     # Why the MTP block can be neither calibrated nor measured; likewise.
     mtp: str | None = None
-    # Of each process; None without calibration.
+    # Sequences in a batch of each process; None without calibration.
     batch_size: int | None = None
     # The most that one GPU holds, and when; None without calibration.
     device: int | None = None
@@ -62,9 +62,9 @@ class Needs:
     # The most that one process takes of main memory; None without calibration.
     host: int | None = None
     host_station: str = ""
-    # Free now; None where another machine is meant.
+    # Main memory that is free now; None where another machine is meant.
     host_there: int | None = None
-    # On the disk: until the output is whole, and afterwards.
+    # Bytes on the disk: until the output is whole, and afterwards.
     states: int
     output: int
 

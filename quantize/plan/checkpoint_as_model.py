@@ -31,13 +31,13 @@ _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 class Fit:
     """A variant that can be made of a checkpoint."""
 
-    # Its name.
+    # The name of the variant.
     variant: str
     # The name of its calibration block, "its own"; "" without data.
     data: str
-    # Of the source's tensors.
+    # Bytes of the source's tensors.
     num_bytes_before: int
-    # Of the output's.
+    # Bytes of the output's tensors.
     num_bytes: int
 
 
@@ -56,9 +56,9 @@ class ModelWord:
 
     # A recipe's name or file, or a checkpoint's folder or Hub id.
     name: str
-    # Which of the two.
+    # Whether it is a recipe.
     is_recipe: bool
-    # What the address of a page says; else None.
+    # The revision that the address of a page names; else None.
     revision: str | None = None
 
 

@@ -57,11 +57,11 @@ Assignment = Mapping[str, str]
 class Option:
     """One word for a unit."""
 
-    # As a recipe has it.
+    # The word as a recipe has it.
     word: str
-    # Of its tensors on disk.
+    # Bytes of its tensors on disk.
     num_bytes: int
-    # Of their lines in headers and index; a little more than they take.
+    # Bytes of their lines in headers and index; a little more than they take.
     line_bytes: int
     # What the plan says of each of its weights then.
     tensors: tuple[TensorPlan, ...]
@@ -71,12 +71,12 @@ class Option:
 class ChoiceUnit:
     """Modules that vLLM gives one scheme."""
 
-    # In vLLM, with its part before it.
+    # Its name in vLLM, with its part before it.
     name: str
     part: Part
     role: Role
     layer: int | None
-    # Elements of its matrices.
+    # Elements of all of its matrices.
     num_weights: int
     # At least one; words that do the same are there once.
     options: tuple[Option, ...]
@@ -93,13 +93,13 @@ class ChoiceUnit:
 class Choices:
     """Everything that a search may choose from."""
 
-    # With `auto` for groups that the model has.
+    # The recipe, with `auto` for groups that the model has.
     recipe: Recipe
     # The plan with BF16 for every unit.
     base: Plan
-    # In the order of the plan.
+    # All units, in the order of the plan.
     units: tuple[ChoiceUnit, ...]
-    # Of all that no choice changes.
+    # Bytes of all that no choice changes.
     fixed_bytes: int
 
     @cached_property

@@ -44,7 +44,7 @@ class Spelled(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """What happens to one weight with its scales, or to one other tensor. A tuple, as `Output` is."""
+    """What happens to one weight with its scales, or to one other tensor; a tuple, as `Output` is."""
 
     # The weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
     name: HFName
@@ -52,9 +52,9 @@ class TensorPlan(NamedTuple):
     inputs: tuple[HFName, ...]
     # Quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`; drop.
     fate: Fate
-    # Why, for people.
+    # Why this fate, for people.
     reason: str
-    # Logical shape.
+    # The logical shape, also of a packed weight.
     shape: Shape
     outputs: tuple[Output, ...]
     # What it is on disk and in vLLM.
@@ -74,7 +74,7 @@ class TensorPlan(NamedTuple):
     # algorithm rewrites the weight. "cache": a scale of the KV cache, which no source tensor is the
     # origin of.
     calibrated: Literal["", "scales", "weights", "cache"] = ""
-    # Of the projection of keys, where the attention has an FP8 cache: the names of its scales, of
+    # For the projection of keys, where the attention has an FP8 cache: the names of its scales, of
     # keys and of values; () where no loader takes them, and they are 1. None for all other tensors.
     cache: tuple[HFName, ...] | None = None
     # The scales of the weight are searched by the importance of its input channels.

@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # it imports pydantic, which a progress bar does not need
 class ProcessPlace:
     """This process among all."""
 
-    # Counted over all nodes.
+    # Its number over all nodes.
     rank: int = 0
     # Processes in all.
     size: int = 1
-    # Counted on this node.
+    # Its number on this node.
     local: int = 0
     # Processes on this node.
     local_size: int = 1

@@ -101,14 +101,14 @@ class Step:
     role: str
     # What else than asking is going on; "" while it is asked.
     doing: str
-    # In `unit`.
+    # How many are done and how many there are, counted in `unit`.
     done: int
     total: int
-    # Of this sitting: generated, or read as a prompt.
+    # Of this sitting alone: generated, or read as a prompt.
     tokens_per_second: float = 0.0
-    # At this sitting's rate; None where there is none yet.
+    # Time that is left, at this sitting's rate; None where there is none yet.
     eta_seconds: float | None = None
     # What is asked one at a time.
     unit: str = "question"
-    # That is asked; "" where a station has but one.
+    # The task that is asked; "" where a station has but one.
     task: str = ""

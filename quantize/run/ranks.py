@@ -46,7 +46,7 @@ _T = TypeVar("_T")
 class Ranks:
     """This process among `size`."""
 
-    # Counted over all nodes.
+    # Its number over all nodes.
     rank: int
     # Processes in all; 1 without a launcher.
     size: int
