@@ -44,7 +44,7 @@ class Spelled(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """What happens to one weight with its scales, or to one other tensor; a tuple, as `Output` is."""
+    """What happens to a weight with its scales, or to another tensor; a tuple, as `Output` is."""
 
     # The weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
     name: HFName
