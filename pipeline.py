@@ -201,29 +201,23 @@ def quantize(
 
     Raises:
         RecipeError, CheckpointError: before a byte is written.
-        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not
-            pass its own check, of headers and of values, and keeps its partial name.
+        GateError: no MTP policy of `mtp: auto` is good enough; or the checkpoint does not pass its
+            own check, and keeps its partial name.
     """
     refuse(plan, out, install=progress.install)
-    if progress.accepted is not None:
-        progress.accepted()
+    progress.accepted()
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
     from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
     from .quantize.write.writer import write
 
-    refuse_too_large(plan, machine_of(here=gpus_here()))
     plan = _downloaded(plan, out, progress)
     num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
-        statistics = None
-        summary = None
         if run is not None:
             plan = run.plan
             recipe_text = run.recipe_text or recipe_text
-            statistics = run.statistics
-            summary = run.summary
         with _claimed(plan, out, run, ranks) as partial:
             with _packing_bar(plan, ranks, progress) as packed:
                 write(
@@ -232,8 +226,8 @@ def quantize(
                     recipe_text=recipe_text,
                     threads=threads or num_cores,
                     progress=packed,
-                    statistics=statistics,
-                    calibration=summary,
+                    statistics=run and run.statistics,
+                    calibration=run and run.summary,
                     ranks=ranks,
                 )
             report = _checked(partial, plan, reads=ranks.is_first, progress=progress)
@@ -294,9 +288,10 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk; what transformers cannot build is refused before it is
-    downloaded.
+    """The plan over files on this disk; what does not fit this machine, and what transformers
+    cannot build, is refused before it is downloaded.
     """
+    refuse_too_large(plan, machine_of(here=gpus_here()))
     if plan.source.folder is None and plan.needs_batches:
         from .quantize.calibrate.model.skeleton import backbone_refusal
 

@@ -32,6 +32,10 @@ class CalibrationStep:
     memory_gib: float
 
 
+def _nothing() -> None:
+    """What nobody asked for."""
+
+
 ProgressCallback = Callable[[CalibrationStep], None]
 
 
@@ -42,7 +46,7 @@ class RunProgress:
     # Brings the packages of the extra that the run needs, before they are asked for.
     install: Callable[[str], None] | None = None
     # Called once nothing refuses the run, before anything is fetched or computed.
-    accepted: Callable[[], None] | None = None
+    accepted: Callable[[], None] = _nothing
     # Called after each step.
     calibration: ProgressCallback | None = None
     # Called with the number of source bytes when packing begins.
