@@ -20,7 +20,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 from tables import table
 
-FULL_SIZE = table("quantize/test_fullsize")["FULL_SIZE"]
+FULL_SIZE = table("quantize/plan/test_fullsize")["FULL_SIZE"]
 
 
 @pytest.fixture(scope="module", params=FULL_SIZE)
@@ -104,7 +104,7 @@ def test_planning_takes_little_memory(plan):
     done = captured(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
         check=True,
-        cwd=Path(__file__).parent.parent / "helpers",
+        cwd=Path(__file__).parents[2] / "helpers",
     )
     measured = json.loads(done.stdout)
     assert measured["tensors"] == len(plan.tensors)
