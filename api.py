@@ -271,10 +271,10 @@ def check_all(
     from .validate.facts.vllm_env import find_vllm
 
     progress = progress or (lambda doing: None)
-    found, missing = had_vllms(vllms, find_vllm(), progress=progress)
+    chosen, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
         paths,
-        vllms=found,
+        vllms=chosen,
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,

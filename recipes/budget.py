@@ -34,16 +34,16 @@ def read_budget(written: str) -> Budget:
     Raises:
         RecipeError: it has no unit, or is nothing.
     """
-    found = _WRITTEN.fullmatch(written)
-    if found is None or not float(found["amount"]):
+    match = _WRITTEN.fullmatch(written)
+    if match is None or not float(match["amount"]):
         raise RecipeError(
             "",
             "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits",
             got=repr(written),
             cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
         )
-    amount = float(found["amount"])
-    unit = found["unit"]
+    amount = float(match["amount"])
+    unit = match["unit"]
     if unit == "bits":
         return Budget(bits=amount)
     thousand = 1024 if "i" in unit else 1000

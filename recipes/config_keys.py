@@ -116,17 +116,17 @@ def _kinds() -> Mapping[str, _Kind]:
     """The kind of every key, those that the families' tables name too; an object comes before what
     is in it.
     """
-    found: dict[str, _Kind] = {}
+    kinds: dict[str, _Kind] = {}
     for family in families().values():
         for key in family.mtp_count_keys:
             if "." in key:
-                found[key.partition(".")[0]] = _OBJECT
-            found[key] = _whole(_MAX_MTP_LAYERS)
-        found |= dict.fromkeys(
+                kinds[key.partition(".")[0]] = _OBJECT
+            kinds[key] = _whole(_MAX_MTP_LAYERS)
+        kinds |= dict.fromkeys(
             (*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS)
         )
         if family.draft and family.draft.streams:
-            found[family.draft.streams] = _whole(_MAX_LAYERS)
+            kinds[family.draft.streams] = _whole(_MAX_LAYERS)
         if family.num_layers_key:
-            found[family.num_layers_key] = _whole(_MAX_LAYERS)
-    return found | _KINDS
+            kinds[family.num_layers_key] = _whole(_MAX_LAYERS)
+    return kinds | _KINDS

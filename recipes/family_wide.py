@@ -129,13 +129,13 @@ def shipped_variants(family: str) -> Mapping[str, Raw]:
     """The flat recipes of a family by variant, the first file's first; not those of the models that
     keepmtp ships.
     """
-    found: dict[str, Raw] = {}
+    variants: dict[str, Raw] = {}
     for path in model_files():
         raw = load_shipped(path)
         if raw["family"] == family and raw["revision"] != "local":
             for name, flat in flat_recipes(raw, path).items():
-                found.setdefault(name, flat)
-    return found
+                variants.setdefault(name, flat)
+    return variants
 
 
 def _variant(

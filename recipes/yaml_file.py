@@ -42,7 +42,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     text = _text_of(path)
     try:
         _look_through(text)
-        found = yaml.load(text, Loader=_OneOfEachKey)  # noqa: S506 - a safe loader
+        content = yaml.load(text, Loader=_OneOfEachKey)  # noqa: S506 - a safe loader
     except RecipeError as error:
         raise error.at(path) from None
     except (yaml.YAMLError, ValueError) as error:
@@ -50,15 +50,15 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
         if "\t" in text:
             cure = "Indent with spaces, not with tabs"
         raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure=cure) from error
-    if not isinstance(found, dict):
-        got = type(found).__name__
-        if found is None:
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        if content is None:
             got = "nothing"
         raise RecipeError(
             path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit"
         )
-    _refuse_odd_numbers(found, "", path)
-    return found, text
+    _refuse_odd_numbers(content, "", path)
+    return content, text
 
 
 def on_one_line(value: object) -> str:

@@ -126,11 +126,13 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
     tokens = (batch_size or plan.calibration.batch_size) * length
     # Two batches of states: one is read, one is written.
     states = 2 * tokens * channels(plan) * BF16
-    found = list[StationMemory]()
+    counted = list[StationMemory]()
 
     def add(name: str, tensors: Sequence[TensorPlan], device: int, host: int) -> None:
         device += BF16 * (_elements(around) + _elements(tensors))
-        found.append(StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host))
+        counted.append(
+            StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host)
+        )
 
     device, host = _of_algorithm(plan, layer)
     device += _computed(plan, layer, tokens, length)
@@ -151,7 +153,7 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
         for step in range(1, tuned.draft_steps + 1):
             device += _kept_for_gradients(plan, block, length, step * length)
         add("training of the MTP block", [*head, *block], device, states)
-    return found
+    return counted
 
 
 def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:

@@ -91,54 +91,54 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
 
 def needs_of(plan: Plan, machine: Machine) -> Needs:
     """What a plan needs on a machine."""
-    found = Needs(machine=machine.title, states=calibration_bytes(plan), output=output_bytes(plan))
+    needs = Needs(machine=machine.title, states=calibration_bytes(plan), output=output_bytes(plan))
     calibration = plan.recipe.calibration
     family = plan.view.family
     if not plan.needs_batches or calibration is None:
-        return found
-    found.backbone = ""
+        return needs
+    needs.backbone = ""
     if calibration.model_code != "checkpoint":
-        found.backbone = why_not_calibrated(family, plan.recipe.model)
-    found.mtp = found.backbone or family.no_draft
-    found.batch_size = calibration.batch_size
-    found.host = 0
-    found.host_there = machine.host_bytes
+        needs.backbone = why_not_calibrated(family, plan.recipe.model)
+    needs.mtp = needs.backbone or family.no_draft
+    needs.batch_size = calibration.batch_size
+    needs.host = 0
+    needs.host_there = machine.host_bytes
     if machine.has_gpu:
-        found.device = 0
-        found.device_there = machine.device_bytes
+        needs.device = 0
+        needs.device_there = machine.device_bytes
     for station in stations(plan):
         device = int(station.device_bytes * FRAGMENTS)
         host = station.host_bytes
-        if found.device is None:
+        if needs.device is None:
             host += device  # without a GPU main memory holds everything
-        elif device > found.device:
-            found.device = device
-            found.device_station = station.name
-        if host > found.host:
-            found.host = host
-            found.host_station = station.name
-    return found
+        elif device > needs.device:
+            needs.device = device
+            needs.device_station = station.name
+        if host > needs.host:
+            needs.host = host
+            needs.host_station = station.name
+    return needs
 
 
-def lines(found: Needs) -> list[str]:
+def lines(needs: Needs) -> list[str]:
     """For people, each shorter than a terminal is wide."""
-    said = [f"Needs, counted for {found.machine}:"]
-    if found.batch_size is not None:
-        said = [f"Needs, counted for {found.machine}, in batches of {found.batch_size}:"]
-        for part, why_not in (("backbone", found.backbone), ("MTP block", found.mtp)):
+    said = [f"Needs, counted for {needs.machine}:"]
+    if needs.batch_size is not None:
+        said = [f"Needs, counted for {needs.machine}, in batches of {needs.batch_size}:"]
+        for part, why_not in (("backbone", needs.backbone), ("MTP block", needs.mtp)):
             says = "can be calibrated"
             if why_not:
                 says = f"cannot be calibrated: {why_not}"
             said.append(f"  {part:<10} {says}")
-    if found.device is not None:
-        line = f"  GPU        {size_in_words(found.device)} at most, {found.device_station}"
-        said.append(line + _there(found.device, found.device_there, "there"))
-    if found.host is not None:
-        line = f"  memory     {size_in_words(found.host)} a process, {found.host_station}"
-        said.append(line + _there(found.host, found.host_there, "free"))
-    disk = f"{size_in_words(found.output)} for the output"
-    if found.states:
-        disk = f"{size_in_words(found.states)} for states, {disk}"
+    if needs.device is not None:
+        line = f"  GPU        {size_in_words(needs.device)} at most, {needs.device_station}"
+        said.append(line + _there(needs.device, needs.device_there, "there"))
+    if needs.host is not None:
+        line = f"  memory     {size_in_words(needs.host)} a process, {needs.host_station}"
+        said.append(line + _there(needs.host, needs.host_there, "free"))
+    disk = f"{size_in_words(needs.output)} for the output"
+    if needs.states:
+        disk = f"{size_in_words(needs.states)} for states, {disk}"
     return [*said, f"  disk       {disk}"]
 
 
@@ -161,15 +161,15 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     Raises:
         RecipeError: names the station, and a batch size that fits or a scheme without batches.
     """
-    found = needs_of(plan, machine)
+    needs = needs_of(plan, machine)
     for what, station, needed, there in (
-        ("a GPU", found.device_station, found.device, found.device_there),
-        ("main memory", found.host_station, found.host, found.host_there),
+        ("a GPU", needs.device_station, needs.device, needs.device_there),
+        ("main memory", needs.host_station, needs.host, needs.host_there),
     ):
         if needed is None or there is None or needed / SURE <= there:
             continue
         cure = "Lower calibration.sequence_length"
-        size = found.batch_size or 1
+        size = needs.batch_size or 1
         smaller = largest_batch_size(plan, there, at_most=size)
         if 0 < smaller < size:
             cure = f"Set calibration.batch_size: {smaller}, lower calibration.sequence_length"

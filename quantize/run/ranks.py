@@ -94,11 +94,11 @@ class Ranks:
             except KeepMTPError as error:
                 sent[1] = type(error), str(error.where), error.rule, str(error.got), error.cure
         dist.broadcast_object_list(sent, src=0)
-        found, refused = sent
+        value, refused = sent
         if refused is not None:
             refusal, where, rule, got, cure = refused
             raise refusal(where, rule, got=got, cure=cure)
-        return found
+        return value
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The same values summed over the ranks, on the CPU."""

@@ -137,9 +137,9 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    found = dict(_read(path).metadata)
-    found.pop(_SUMS, None)
-    return found
+    metadata = dict(_read(path).metadata)
+    metadata.pop(_SUMS, None)
+    return metadata
 
 
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -122,13 +122,13 @@ def _descendants() -> list[int]:
         with suppress(OSError):  # it has ended since
             _, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
             children.setdefault(int(rest.split()[1]), []).append(int(folder.name))
-    found = list[int]()
+    descendants = list[int]()
     waiting = [os.getpid()]
     while waiting:
         own = children.get(waiting.pop(), [])
-        found += own
+        descendants += own
         waiting += own
-    return found
+    return descendants
 
 
 if __name__ == "__main__":
