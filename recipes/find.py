@@ -17,10 +17,11 @@ from dataclasses import field
 from functools import cache
 from pathlib import Path
 
+from .blocks import KEEP_WORDS
 from .errors import RecipeError, did_you_mean, folded
 from .frozen import Json, frozen
 from .model_file import CALIBRATIONS, calibrations, flat_recipes, flat_text, model_files
-from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, read_as, validated
+from .schema import AUTO, TUNED, Calibration, Recipe, read_as, validated
 from .schemes import SCHEMES, meant_scheme
 from .yaml_file import load_shipped, read_yaml
 
