@@ -69,13 +69,18 @@ MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
 
-# What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize: `keepmtp extra` says which.
+# What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize. The run itself says which, once
+# its plan is made and nothing refuses it; torchrun is one of the packages, so with NPROC `keepmtp extra` says it before.
+INSTALL = env -u MAKEFLAGS $(MAKE) -s --no-print-directory -f "$(firstword $(MAKEFILE_LIST))" "PYTHON=$(PYTHON)" "VENV=$(VENV)" "$(VENV)/."
+
 quantize: $(VENV)/.base
-ifeq ($(DRY_RUN),)
+ifneq ($(DRY_RUN),)
+	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") --dry-run
+else ifneq ($(NPROC),)
 	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
 	@$(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
 else
-	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") --dry-run
+	@KEEPMTP_INSTALL='$(INSTALL)' $(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
 endif
 
 plan: $(VENV)/.base

@@ -236,7 +236,9 @@ def check(
     require_extra("check", "quantize")
     from .validate.check.values import with_values
 
-    return with_values(checked, values, source=None if source is None else str(source)).data
+    if source is not None:
+        source = str(source)
+    return with_values(checked, values, source=source).data
 
 
 def check_all(
@@ -262,17 +264,18 @@ def check_all(
 
     paths = [str(place) for place in places]
     if not gpus:
-        yield from (_with_commands(examine(path, runtimes=runtimes)) for path in paths)
+        for path in paths:
+            yield _with_commands(examine(path, runtimes=runtimes))
         return
     from .validate.dryload.check_on import check_on
     from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
     progress = progress or (lambda doing: None)
-    found, missing = had_vllms(vllms, find_vllm(), progress=progress)
+    chosen, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
         paths,
-        vllms=found,
+        vllms=chosen,
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,
@@ -308,7 +311,9 @@ def report(path: str | Path) -> "Report":
 
     _refuse_other("path", path)
     results = results_of(Path(path))
-    return read_json(Path(path)) if results is None else refresh(results)
+    if results is None:
+        return read_json(Path(path))
+    return refresh(results)
 
 
 def report_page(full: "Report", folder: str | Path) -> Path:
@@ -357,12 +362,17 @@ def card(
     from .validate.report import card as cards
 
     _refuse_other("checkpoint", checkpoint)
+    made_from = folder_it_was_made_from(Path(checkpoint))
+    if source is not None:
+        made_from = Path(source)
+    if out is not None:
+        out = Path(out)
     return cards.build(
         Path(checkpoint),
-        source=Path(source) if source else folder_it_was_made_from(Path(checkpoint)),
+        source=made_from,
         base_model=base_model,
         license_id=license_id,
-        out=None if out is None else Path(out),
+        out=out,
         watch=progress,
     )
 

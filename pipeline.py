@@ -33,7 +33,7 @@ from .checkpoints.source import Source, download, open_source, uncollected
 from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
 from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint
-from .quantize.plan.choices import choices_of, narrowed, refuse_budget
+from .quantize.plan.choices import choices_of, refuse_budget
 from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
 from .quantize.run.progress import SILENT, RunProgress
 from .quantize.write.output import claim, is_finished, publish, refuse_output, tidy
@@ -55,20 +55,17 @@ if TYPE_CHECKING:  # these import torch and llm-compressor, which planning does 
 
 @frozen
 class FinishedRun:
-    """A finished run.
+    """A finished run."""
 
-    Attributes:
-        plan: what was written. Its MTP policy is the one that `mtp: auto` chose.
-        out: the checkpoint's folder.
-        report: what its check found.
-        calibration: what the batches gave; None for a run without batches, or one that was there.
-        was_there: an earlier run had finished it.
-    """
-
+    # What was written. Its MTP policy is the one that `mtp: auto` chose.
     plan: Plan
+    # The checkpoint's folder.
     out: Path
+    # What its check found.
     report: CheckData
+    # What the batches gave; None for a run without batches, or one that was there.
     calibration: "CalibrationRun | None" = None
+    # An earlier run had finished it.
     was_there: bool = False
 
 
@@ -105,10 +102,11 @@ def plan_for(
         where = source or recipe.source
         # The recipe's revision belongs to the recipe's source. Another repository has a history of
         # its own.
-        revision = "main" if where != recipe.source else word.revision or recipe.revision
-        opened = _with_mtp(
-            open_source(where, revision=revision), recipe, is_named=mtp_source is not None
-        )
+        revision = "main"
+        if where == recipe.source:
+            revision = word.revision or recipe.revision
+        opened = open_source(where, revision=revision)
+        opened = _with_mtp(opened, recipe, is_named=mtp_source is not None)
     else:
         _refuse_two_sources(source)
         recipe, text, opened = recipe_of_checkpoint(
@@ -149,7 +147,9 @@ def _named(
         changed["requantize"] = True
     known = recipe.mtp_source
     if mtp_source is not None and (known is None or known.source != mtp_source):
-        revision = "local" if find_path(mtp_source) else "main"
+        revision = "main"
+        if find_path(mtp_source) is not None:
+            revision = "local"
         changed["mtp_source"] = {"source": mtp_source, "revision": revision}
     if not changed:
         return recipe, text
@@ -201,31 +201,33 @@ def quantize(
 
     Raises:
         RecipeError, CheckpointError: before a byte is written.
-        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not
-            pass its own check, of headers and of values, and keeps its partial name.
+        GateError: no MTP policy of `mtp: auto` is good enough; or the checkpoint does not pass its
+            own check, and keeps its partial name.
     """
-    refuse(plan, out)
+    refuse(plan, out, install=progress.install)
+    progress.accepted()
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
     from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
     from .quantize.write.writer import write
 
-    refuse_too_large(plan, machine_of(here=gpus_here()))
     plan = _downloaded(plan, out, progress)
     num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
-        plan = run.plan if run else plan
+        if run is not None:
+            plan = run.plan
+            recipe_text = run.recipe_text or recipe_text
         with _claimed(plan, out, run, ranks) as partial:
             with _packing_bar(plan, ranks, progress) as packed:
                 write(
                     plan,
                     partial,
-                    recipe_text=(run.recipe_text if run else "") or recipe_text,
+                    recipe_text=recipe_text,
                     threads=threads or num_cores,
                     progress=packed,
-                    statistics=run.statistics if run else None,
-                    calibration=run.summary if run else None,
+                    statistics=run and run.statistics,
+                    calibration=run and run.summary,
                     ranks=ranks,
                 )
             report = _checked(partial, plan, reads=ranks.is_first, progress=progress)
@@ -251,8 +253,9 @@ def plan_before_measuring(
         RecipeError, CheckpointError: see `make_plan`; or nothing fits the recipe's budget.
     """
     if recipe.is_searched:
-        recipe = narrowed(recipe, source)
-        refuse_budget(choices_of(recipe, source, trust_remote_code=trust_remote_code))
+        choices = choices_of(recipe, source, trust_remote_code=trust_remote_code)
+        refuse_budget(choices)
+        return replace(choices.base, recipe=choices.recipe, shard_bytes=shard_bytes)
     made = make_plan(
         recipe.before_measuring,
         source,
@@ -285,13 +288,15 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk; what transformers cannot build is refused before it is
-    downloaded.
+    """The plan over files on this disk; what does not fit this machine, and what transformers
+    cannot build, is refused before it is downloaded.
     """
+    refuse_too_large(plan, machine_of(here=gpus_here()))
     if plan.source.folder is None and plan.needs_batches:
         from .quantize.calibrate.model.skeleton import backbone_refusal
 
-        if refusal := backbone_refusal(plan):
+        refusal = backbone_refusal(plan)
+        if refusal is not None:
             raise refusal
     local = (progress.download or download)(plan.source)
     if local is plan.source:
@@ -299,7 +304,8 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     plan = plan_before_measuring(
         plan.recipe, local, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
     )
-    refuse(plan, out)
+    # What was downloaded may have taken the room of the output.
+    refuse_output(plan, out, calibration=None if plan.needs_batches else "")
     return plan
 
 
@@ -318,13 +324,13 @@ def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks"
     """The partial folder. The first process holds it against other runs, for all processes of this
     one.
     """
-    salt = run.salt if run else ""
-    refuse_output(plan, out, calibration=salt)
-    with (
-        claim(plan, out, calibration=salt)
-        if ranks.is_first
-        else nullcontext(partial_path(out)) as partial
-    ):
+    claimed: AbstractContextManager[Path] = nullcontext(partial_path(out))
+    if ranks.is_first:
+        salt = ""  # of a plan without batches
+        if run is not None:
+            salt = run.salt
+        claimed = claim(plan, out, calibration=salt)
+    with claimed as partial:
         ranks.wait()
         yield partial
 

@@ -6,11 +6,17 @@ error. Of `init` a recipe to edit, of `where` the name of a folder.
 """
 
 import glob
+import importlib
+import os
+import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console, RenderableType
 
 from ..recipes.errors import RecipeError, folded, printable
@@ -29,6 +35,8 @@ from .tables import drawn, print_json, say, show
 if TYPE_CHECKING:
     from ..quantize.calibrate.mtp.facts import CalibrationFact
 
+# A command to which an extra's name is added: it installs what that extra needs.
+_INSTALL = "KEEPMTP_INSTALL"
 _NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")  # of a checkpoint
 
 
@@ -76,7 +84,6 @@ def quantize(
     from .. import api, pipeline
     from ..quantize.needs import needs
     from ..quantize.run.processes import place_of_process
-    from ..quantize.write import refusals
     from ..validate.facts.vllm_env import gpus_here
     from ..validate.report.check_data import calibration_fact
     from . import plan_tables
@@ -91,14 +98,25 @@ def quantize(
             plan_tables.show(made, needed, as_json=as_json)
         return
     target = out or pipeline.default_out(made.recipe)
-    refusals.refuse(made, target)
     err = Console(stderr=True, quiet=as_json or bool(rank))
-    if not rank and (
-        line := plan_tables.commits_line(made)
-    ):  # which refuses a dataset that is out of reach
-        say(err, line)
-    say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
+
+    @cache
+    def commits() -> str:
+        return plan_tables.commits_line(made)
+
+    def accepted() -> None:
+        if not rank and commits():
+            say(err, commits())
+        say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
+
+    def install(extra: str) -> None:
+        commits()  # which refuses a dataset that is out of reach
+        _installed(extra)
+
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
+        progress = replace(progress, accepted=accepted)
+        if _INSTALL in os.environ:
+            progress = replace(progress, install=install)
         result = api.quantize(
             made, target, threads=threads, keep_calibration=keep_calibration, progress=progress
         )
@@ -125,6 +143,21 @@ def quantize(
     if fact is not None:
         value["calibration"] = fact.model_dump(mode="json")
     print_json(value)
+
+
+def _installed(extra: str) -> None:
+    """The packages of an extra, brought by the command that `make quantize` names: the plan that
+    this process has made need not be made again.
+    """
+    from ..quantize.run.child import Child, environment
+
+    *command, stamp = shlex.split(os.environ[_INSTALL])
+    own = environment(reaches_hub=True, is_ours=True)
+    with Child([*command, stamp + extra], environment=own) as child:
+        status = child.process.wait()
+    if status:
+        raise typer.Exit(status)
+    importlib.invalidate_caches()
 
 
 def extra(choices: ModelOptions) -> None:

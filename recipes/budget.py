@@ -20,14 +20,11 @@ _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 @frozen
 class Budget:
-    """A limit, of one of two kinds.
+    """A limit, of one of two kinds."""
 
-    Attributes:
-        num_bytes: of the finished checkpoint; None where bits are given.
-        bits: for each weight that the search decides about; None where bytes are given.
-    """
-
+    # Bytes of the finished checkpoint; None where bits are given.
     num_bytes: int | None = None
+    # Bits for each weight that the search decides about; None where bytes are given.
     bits: float | None = None
 
 
@@ -37,16 +34,16 @@ def read_budget(written: str) -> Budget:
     Raises:
         RecipeError: it has no unit, or is nothing.
     """
-    found = _WRITTEN.fullmatch(written)
-    if found is None or not float(found["amount"]):
+    match = _WRITTEN.fullmatch(written)
+    if match is None or not float(match["amount"]):
         raise RecipeError(
             "",
             "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits",
             got=repr(written),
             cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits",
         )
-    amount = float(found["amount"])
-    unit = found["unit"]
+    amount = float(match["amount"])
+    unit = match["unit"]
     if unit == "bits":
         return Budget(bits=amount)
     thousand = 1024 if "i" in unit else 1000

@@ -17,7 +17,8 @@ from .errors import CheckpointError
 from .families import families
 
 CURE = "Take config.json from the original release"
-_TEXT_CONFIG, _LLM_CONFIG = "text_config", "llm_config"
+_TEXT_CONFIG = "text_config"
+_LLM_CONFIG = "llm_config"
 _MAX_LAYERS = 2_000
 _MAX_MTP_LAYERS = 100
 _MAX_EXPERTS = 20_000
@@ -30,29 +31,33 @@ _Kind = tuple[str, Callable[[Any], bool]]
 
 
 def _whole(most: int = _MAX_SIZE) -> _Kind:
-    return (
-        f"a whole number from 0 to {most}",
-        lambda value: type(value) is int and 0 <= value <= most,
-    )
+    def fits(value: object) -> bool:
+        return type(value) is int and 0 <= value <= most
+
+    return f"a whole number from 0 to {most}", fits
 
 
 def _list_of(kind: _Kind, words: str, most: int = _MAX_SIZE) -> _Kind:
-    fits = kind[1]
-    return (
-        words,
-        lambda value: isinstance(value, list) and len(value) <= most and all(map(fits, value)),
-    )
+    _, item_fits = kind
+
+    def fits(value: object) -> bool:
+        return isinstance(value, list) and len(value) <= most and all(map(item_fits, value))
+
+    return words, fits
 
 
 def _either(one: _Kind, other: _Kind) -> _Kind:
-    return f"{one[0]} or {other[0]}", lambda value: one[1](value) or other[1](value)
+    words, fits = one
+    other_words, other_fits = other
+    return f"{words} or {other_words}", lambda value: fits(value) or other_fits(value)
+
+
+def _is_short(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_TEXT
 
 
 _OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
-_TEXT: _Kind = (
-    "a short text",
-    lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT,
-)
+_TEXT: _Kind = ("a short text", _is_short)
 _TEXTS = _list_of(_TEXT, "a list of short texts")
 _LAYERS = _list_of(_TEXT, f"a list of at most {_MAX_LAYERS} short texts", _MAX_LAYERS)
 _EXPERTS = _whole(_MAX_EXPERTS)
@@ -90,11 +95,16 @@ def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
     Raises:
         CheckpointError: names the key.
     """
-    holders = {"": config} | {f"{key}.": config.get(key) for key in (_TEXT_CONFIG, _LLM_CONFIG)}
+    holders: dict[str, Any] = {"": config}
+    for key in (_TEXT_CONFIG, _LLM_CONFIG):
+        holders[f"{key}."] = config.get(key)
     for key, (words, fits) in _kinds().items():
         for prefix, value in holders.items():
             for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
+                if not isinstance(value, dict):
+                    value = None
+                    break
+                value = value.get(part)
             if value is not None and not fits(value):
                 raise CheckpointError(
                     where, f"{prefix}{key} must be {words}", got=repr(value), cure=CURE
@@ -106,17 +116,17 @@ def _kinds() -> Mapping[str, _Kind]:
     """The kind of every key, those that the families' tables name too; an object comes before what
     is in it.
     """
-    found: dict[str, _Kind] = {}
+    kinds: dict[str, _Kind] = {}
     for family in families().values():
         for key in family.mtp_count_keys:
             if "." in key:
-                found[key.partition(".")[0]] = _OBJECT
-            found[key] = _whole(_MAX_MTP_LAYERS)
-        found |= dict.fromkeys(
+                kinds[key.partition(".")[0]] = _OBJECT
+            kinds[key] = _whole(_MAX_MTP_LAYERS)
+        kinds |= dict.fromkeys(
             (*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS)
         )
         if family.draft and family.draft.streams:
-            found[family.draft.streams] = _whole(_MAX_LAYERS)
+            kinds[family.draft.streams] = _whole(_MAX_LAYERS)
         if family.num_layers_key:
-            found[family.num_layers_key] = _whole(_MAX_LAYERS)
-    return found | _KINDS
+            kinds[family.num_layers_key] = _whole(_MAX_LAYERS)
+    return kinds | _KINDS

@@ -38,9 +38,12 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
+    shown = ""
+    for char in text:
+        if not char.isprintable():
+            char = char.encode("unicode_escape").decode()
+        shown += char
+    return shown
 
 
 def shortened(text: str, limit: int = MAX_GOT) -> str:
@@ -72,23 +75,25 @@ class KeepMTPError(ValueError):
 
     def __str__(self) -> str:
         """The house form: `<where>: <rule>; got <got>. <cure>.`"""
-        rule = shortened(": ".join(map(str, filter(None, (self.where, self.rule)))), _MAX_PART)
+        rule = self.rule
+        if self.where:
+            rule = f"{self.where}: {rule}"
+        rule = shortened(rule, _MAX_PART)
         cure = shortened(self.way_out, _MAX_PART)
         return f"{rule}; got {shortened(str(self.got))}. {cure}"
 
     @property
     def way_out(self) -> str:
         """The cure as a sentence."""
-        return self.cure if self.cure.endswith(("?", ".")) else f"{self.cure}."
+        if self.cure.endswith(("?", ".")):
+            return self.cure
+        return f"{self.cure}."
 
     def at(self, where: object) -> Self:
         """The same refusal, with a place in front of its own."""
-        return type(self)(
-            f"{where}: {self.where}" if self.where else where,
-            self.rule,
-            got=self.got,
-            cure=self.cure,
-        )
+        if self.where:
+            where = f"{where}: {self.where}"
+        return type(self)(where, self.rule, got=self.got, cure=self.cure)
 
     def with_cure(self, cure: str) -> Self:
         """The same refusal, with another cure."""
@@ -127,12 +132,12 @@ def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
     said = folded(str(word))
     names = {folded(str(name)): name for name in known}
     near = get_close_matches(said, names, n=1, cutoff=0.75)
-    near = (
-        near
-        or [name for name in sorted(names, key=len) if said and said.startswith(f"{name}-")][-1:]
-    )
-    near = near or [name for name in names if said and name.startswith(f"{said}-")][:1]
-    near = near or [name for name in names if said and name.endswith(f"-{said}")][:1]
+    if said and not near:
+        longer = [name for name in names if name.startswith(f"{said}-")]
+        longer += [name for name in names if name.endswith(f"-{said}")]
+        shorter = [name for name in names if said.startswith(f"{name}-")]
+        # The longest part of the word; else a name that it is a part of.
+        near = [*sorted(shorter, key=len, reverse=True)[:1], *longer]
     if not near:
         return otherwise
     return f"Did you mean {names[near[0]]}?"
@@ -147,12 +152,15 @@ def first_fault(error: "ValidationError") -> str:
     """The first error of a validation, after its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
     says = getattr(first.get("ctx", {}).get("error"), "rule", plain_rule(first))
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {says}"
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where or 'the whole'}: {says}"
 
 
 def allowed_words(fault: Mapping[str, Any]) -> list[str]:
     """The words that pydantic or typer would take; none where it is not about a choice."""
-    words = fault.get("ctx", {}).get("expected") or fault["msg"].partition(" is not one of ")[2]
+    words = fault.get("ctx", {}).get("expected")
+    if not words:
+        words = fault["msg"].partition(" is not one of ")[2]
     return re.findall("'([^']+)'", words)
 
 
@@ -160,11 +168,15 @@ def plain_rule(fault: Mapping[str, Any]) -> str:
     """What pydantic asks for, in the words of a person who has not read its types: `must be a
     list`.
     """
-    if words := allowed_words(fault):
-        return f"must be {'one of ' * (len(words) > 1)}{', '.join(words)}"
+    words = allowed_words(fault)
+    if len(words) == 1:
+        return f"must be {words[0]}"
+    if words:
+        return f"must be one of {', '.join(words)}"
     if fault["type"].endswith("too_short"):
         return "must not be empty"
-    if kind := _KINDS.get(fault["type"].partition("_")[0]):
+    kind = _KINDS.get(fault["type"].partition("_")[0])
+    if kind is not None:
         return f"must be {kind}"
     return fault["msg"].replace("Input should", "must")
 

@@ -54,7 +54,8 @@ def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
     Raises:
         RecipeError: names the missing packages and the command that installs them.
     """
-    if absent := missing(extra):
+    absent = missing(extra)
+    if absent:
         cure = f"Run {install_command(extra)}"
         if otherwise:
             cure += f", or {otherwise}"

@@ -96,25 +96,29 @@ def model_mapping(
     Returns: the keys of a shipped file. Not every variant need fit: a width may be wrong for a
     scheme.
     """
-    found: dict[Part, set[str]] = {"backbone": set(), "mtp": set()}
-    for place in map(view.place, names):
+    roles: dict[Part, set[str]] = {"backbone": set(), "mtp": set()}
+    for name in names:
+        place = view.place(name)
         if place is not None and not place.row.why_kept:
-            found[place.part].add(place.role)
-    is_draft = not found["backbone"]  # a draft of its own
-    chosen = found["backbone"] or found["mtp"]
+            roles[place.part].add(place.role)
+    is_draft = not roles["backbone"]  # a draft of its own
+    chosen = roles["backbone"] or roles["mtp"]
     groups = [role for role in QUANTIZABLE_ROLES if role in chosen]
     is_plain = "quantization_config" not in {*view.config, *view.text_config}
     shipped = shipped_variants(view.family.model_type)
     variants: Json = {}
     for name in dict.fromkeys([*COMMON, *shipped]):
-        if variant := _variant(name, groups, shipped, is_plain=is_plain, is_draft=is_draft):
+        variant = _variant(name, groups, shipped, is_plain=is_plain, is_draft=is_draft)
+        if variant is not None:
             variants[name] = variant
+    if is_draft:  # its groups are those of the block
+        groups = []
     return {
         "model": model,
         "family": view.family.model_type,
         "source": source,
         "revision": revision,
-        "groups": [] if is_draft else groups,
+        "groups": groups,
         "default": next(iter(variants)),
         "variants": variants,
     }
@@ -125,13 +129,13 @@ def shipped_variants(family: str) -> Mapping[str, Raw]:
     """The flat recipes of a family by variant, the first file's first; not those of the models that
     keepmtp ships.
     """
-    found: dict[str, Raw] = {}
+    variants: dict[str, Raw] = {}
     for path in model_files():
         raw = load_shipped(path)
         if raw["family"] == family and raw["revision"] != "local":
             for name, flat in flat_recipes(raw, path).items():
-                found.setdefault(name, flat)
-    return found
+                variants.setdefault(name, flat)
+    return variants
 
 
 def _variant(
@@ -145,7 +149,11 @@ def _variant(
     """One line of the model file, with a summary that says each word; None where the variant says
     nothing about this checkpoint's heavy group.
     """
-    heavy = next((group for group in ("experts", "dense_mlp", *groups) if group in groups), "")
+    heavy = ""
+    for group in ("experts", "dense_mlp", *groups):
+        if group in groups:
+            heavy = group
+            break
     own = shipped.get(name)
     if own is not None and heavy not in own["backbone"] and not is_draft:
         own = None
@@ -154,8 +162,11 @@ def _variant(
     base = own or shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), _USUAL)
     counts: Counter[str] = Counter()
     for group, word in base["backbone"].items():
-        counts[word] += group != "experts" and word != "bf16"
-    usual = next((word for word, count in counts.most_common(1) if count), "FP8_DYNAMIC")
+        if group != "experts" and word != "bf16":
+            counts[word] += 1
+    usual = "FP8_DYNAMIC"
+    if counts:
+        usual = counts.most_common(1)[0][0]
     scheme, rest = COMMON.get(name, ("", ""))
     words: dict[str, str] = {}
     for group in groups:
@@ -171,9 +182,9 @@ def _variant(
         words[group] = word
     # A recipe with batches may rewrite weights, also where no scheme needs them.
     needs_batches = own is not None and own["calibration"] is not None
-    needs_batches |= any(
-        word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values()
-    )
+    for word in words.values():
+        if word in SCHEMES and SCHEMES[word].needs_calibration:
+            needs_batches = True
     backbone = words
     mtp = base["mtp"]
     if is_draft:
@@ -182,8 +193,11 @@ def _variant(
     summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
     block: object = None
     if needs_batches:
-        named = [known for known, each in calibrations().items() if each == base["calibration"]]
-        block = [*named, base["calibration"] or DEFAULT_CALIBRATION][0]
+        block = base["calibration"] or DEFAULT_CALIBRATION
+        for name, known in calibrations().items():
+            if known == block:
+                block = name
+                break
     return {**backbone, "mtp": mtp, "calibration": block, "summary": summary}
 
 

@@ -17,10 +17,11 @@ from dataclasses import field
 from functools import cache
 from pathlib import Path
 
+from .blocks import KEEP_WORDS
 from .errors import RecipeError, did_you_mean, folded
 from .frozen import Json, frozen
 from .model_file import CALIBRATIONS, calibrations, flat_recipes, flat_text, model_files
-from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, read_as, validated
+from .schema import AUTO, TUNED, Calibration, Recipe, read_as, validated
 from .schemes import SCHEMES, meant_scheme
 from .yaml_file import load_shipped, read_yaml
 
@@ -31,20 +32,17 @@ _POLICIES = (*KEEP_WORDS, AUTO, TUNED, *SCHEMES)
 
 @frozen
 class RecipeFile:
-    """A recipe file, parsed; a recipe is validated when it is asked for.
+    """A recipe file, parsed; a recipe is validated when it is asked for."""
 
-    Attributes:
-        path: the file.
-        default: the variant that is meant where none is named.
-        flat: the flat mapping of each variant.
-        text: the file's own text if it is a flat recipe, else None.
-        calibrations: its own named blocks.
-    """
-
+    # Where the file is.
     path: Path
+    # The variant that is meant where none is named.
     default: str
+    # The flat mapping of each variant.
     flat: Mapping[str, Json]
+    # The file's own text if it is a flat recipe, else None.
     text: str | None
+    # Its own named blocks.
     calibrations: Mapping[str, Json] = field(default_factory=dict)
 
     def recipe(self, variant: str) -> Recipe:
@@ -125,8 +123,9 @@ def named_file(model: str) -> tuple[RecipeFile, str]:
             )
         file = read_file(Path(model))
         return file, file.default
-    if found := _lookup(model):
-        return found
+    shipped = _lookup(model)
+    if shipped is not None:
+        return shipped
     rule = "must be a model's name, a recipe's full name or a recipe file"
     cure = "See `keepmtp ls`"
     if Path(model).is_dir():
@@ -162,13 +161,20 @@ def choose(
     variant = named
     override = None
     block = None
-    if scheme is not None and (own := _spelled(scheme, file.flat)):
+    own = None
+    if scheme is not None:
+        own = _spelled(scheme, file.flat)
+    if own is not None:
         variant = own
     elif scheme is not None:
-        rule = f"must be a variant of {file.flat[named]['model']} ({', '.join(file.flat)}) or a "
-        rule += f"scheme ({', '.join(SCHEMES)})"
-        cure = meant_scheme(scheme, [*file.flat, *SCHEMES], otherwise="See `keepmtp ls schemes`")
-        if not (override := _spelled(scheme, SCHEMES)):
+        override = _spelled(scheme, SCHEMES)
+        if override is None:
+            rule = (
+                f"must be a variant of {file.flat[named]['model']} ({', '.join(file.flat)}) or a "
+            )
+            rule += f"scheme ({', '.join(SCHEMES)})"
+            words = [*file.flat, *SCHEMES]
+            cure = meant_scheme(scheme, words, otherwise="See `keepmtp ls schemes`")
             raise RecipeError("--scheme", rule, got=repr(scheme), cure=cure)
     if calibration is not None:
         blocks = {**calibrations(), **file.calibrations}
@@ -193,9 +199,11 @@ def choose(
         if flat.get("calibration"):
             usual = flat["calibration"]
             break
+    if mtp is not None:
+        mtp = _spelled(mtp, _POLICIES) or mtp
     changed = recipe.with_choices(
         scheme=override,
-        mtp=mtp and (_spelled(mtp, _POLICIES) or mtp),
+        mtp=mtp,
         calibration=block,
         batches=Calibration.model_validate({**usual, "algorithm": "minmax"}),
     )
@@ -211,15 +219,26 @@ def choose(
 
 def data_free_alternative(recipe: Recipe) -> str:
     """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
-    free = {name: scheme.data_free for name, scheme in SCHEMES.items() if scheme.data_free}
-    wanted = {(group, free.get(word, word)) for group, word in recipe.backbone.items()}
-    others: list[Recipe] = []
+    wanted = dict(recipe.backbone)
+    for group, word in recipe.backbone.items():
+        if word in SCHEMES and SCHEMES[word].data_free:
+            wanted[group] = SCHEMES[word].data_free
+    nearest = ""
+    most = -1  # groups with the wanted word
     if recipe.model in _shipped_files():
         file = _shipped_file(recipe.model)
-        others = [other for other in map(file.recipe, file.flat) if other.calibration is None]
-    if others:
-        return max(others, key=lambda other: len(other.backbone.items() & wanted)).variant
-    return next((free[name] for name in recipe.calibrated_schemes() if name in free), "W4A16")
+        for variant in file.flat:
+            other = file.recipe(variant)
+            in_common = len(other.backbone.items() & wanted.items())
+            if other.calibration is None and in_common > most:
+                nearest = variant
+                most = in_common
+    if nearest:
+        return nearest
+    for name in recipe.calibrated_schemes():
+        if SCHEMES[name].data_free:
+            return SCHEMES[name].data_free
+    return "W4A16"
 
 
 def unknown_model(name: str) -> RecipeError:
@@ -236,7 +255,10 @@ def _spelled(word: str, known: Iterable[str]) -> str | None:
     names = list(known)
     if word in names:
         return word
-    return next((name for name in names if folded(name) == folded(word)), None)
+    for name in names:
+        if folded(name) == folded(word):
+            return name
+    return None
 
 
 def _names_near(name: str) -> list[str]:

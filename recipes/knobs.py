@@ -41,33 +41,24 @@ class Frozen(BaseModel):
 
 
 class GPTQKnobs(Frozen):
-    """How GPTQ goes through the columns of a weight. No choice changes which tensors are stored.
-
-    Attributes:
-        actorder: the order of the columns. `static`, or `weight`, its other name: those with the
-            largest inputs come first, each with the scale of the group that it is stored in. null:
-            as they are stored.
-        dampening_frac: of the mean of the Hessian's diagonal, added to the diagonal before it is
-            inverted.
-        block_size: columns whose errors are spread at a time.
-    """
+    """How GPTQ goes through the columns of a weight. No choice changes which tensors are stored."""
 
     # No order that needs a g_idx tensor: compressed-tensors 0.19 and vLLM 0.32 have removed them.
+    # The order of the columns. `static`, or `weight`, its other name: those with the largest inputs
+    # come first, each with the scale of the group that it is stored in. null: as they are stored.
     actorder: Literal["static", "weight"] | None = "static"
+    # Of the mean of the Hessian's diagonal, added to the diagonal before it is inverted.
     dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    # Columns whose errors are spread at a time.
     block_size: Positive = 128
 
 
 class AWQKnobs(Frozen):
-    """The grid that AWQ searches for each smoothing.
+    """The grid that AWQ searches for each smoothing."""
 
-    Attributes:
-        n_grid: scales that are tried.
-        duo_scaling: whether a scale is made of inputs and weights, or of inputs alone; `both` tries
-            half of each.
-    """
-
+    # Scales that are tried.
     n_grid: Positive = 20
+    # Whether a scale is made of inputs and weights, or of inputs alone; `both` tries half of each.
     duo_scaling: Annotated[bool, Field(strict=True)] | Literal["both"] = True
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -80,19 +71,16 @@ class AWQKnobs(Frozen):
 
 
 class AutoRoundKnobs(Frozen):
-    """How AutoRound learns the rounding of a layer.
+    """How AutoRound learns the rounding of a layer."""
 
-    Attributes:
-        iters: steps for each layer.
-        lr: of the offsets and of the clipping; null for 1 / iters.
-        batch_size: sequences in a step. It is not `calibration.batch_size`, which says how many a
-            forward computes.
-        enable_torch_compile: compiled layers are faster on a GPU, and have other last bits.
-    """
-
+    # Steps for each layer.
     iters: Positive = 200
+    # The learning rate of the offsets and of the clipping; null for 1 / iters.
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    # Sequences in a step. It is not `calibration.batch_size`, which says how many a forward
+    # computes.
     batch_size: Positive = 8
+    # Compiled layers are faster on a GPU, and have other last bits.
     enable_torch_compile: Annotated[bool, Field(strict=True)] = False
 
 

@@ -103,7 +103,9 @@ def find_path(name: str | Path) -> Path | None:
     if path.exists():
         return path
     shipped = _HOME / path
-    return shipped if path.parts[:1] == (_SHIPPED,) and shipped.exists() else None
+    if path.parts[:1] == (_SHIPPED,) and shipped.exists():
+        return shipped
+    return None
 
 
 @cache
@@ -161,8 +163,10 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
         )
     _refuse_unknown(f"{where}: default", "must be a variant", raw["default"], variants)
     flat = {name: _flat(raw, name, f"{where}: variants.{name}") for name in variants}
+    used = set[str]().union(*flat.values())
     for word in ("auto", "tuned"):
-        if (key := f"mtp_{word}") in raw and not any(key in recipe for recipe in flat.values()):
+        key = f"mtp_{word}"
+        if key in raw and key not in used:
             raise RecipeError(
                 where,
                 f"{key} must be left out where mtp is not {word}",
@@ -244,18 +248,25 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         "mtp": variant["mtp"],
     }
     is_searched = "auto" in flat["backbone"].values()
-    chooses = variant["mtp"] == "auto" and not is_searched
-    applies = (chooses, variant["mtp"] == "tuned", is_searched, is_searched)
-    for key, is_for_all in zip(_OF_A_WORD, applies, strict=True):
+    # Which blocks of the file are for this variant: they belong to one of its words.
+    of_words = list[str]()
+    if is_searched:
+        of_words += _OF_A_SEARCH
+    elif variant["mtp"] == "auto":
+        of_words.append("mtp_auto")
+        flat["mtp_auto"] = USUAL_AUTO
+    if variant["mtp"] == "tuned":
+        of_words.append("mtp_tuned")
+    for key in _OF_A_WORD:
         if key in variant:
             flat[key] = variant[key]
-        elif is_for_all and key in raw:
+        elif key in of_words and key in raw:
             flat[key] = raw[key]
-    if chooses:
-        flat.setdefault("mtp_auto", USUAL_AUTO)
     flat["calibration"] = calibration
     for holder in (raw, variant):
-        flat |= {key: holder[key] for key in BLOCKS if key in holder and key not in _OF_A_WORD}
+        for key in BLOCKS:
+            if key in holder and key not in _OF_A_WORD:
+                flat[key] = holder[key]
     return flat
 
 
@@ -299,9 +310,12 @@ def summary_of(
     backbone: Mapping[str, str], mtp: str | Mapping[str, str], *, is_calibrated: bool
 ) -> str:
     """The summary of a recipe with these words; groups with the same word stand together."""
-    parts = [*filter(None, [_said(backbone)]), f"MTP block {_said(mtp)}"]
-    summary = ", ".join(parts)
-    return summary if is_calibrated else f"{summary}; no calibration"
+    summary = f"MTP block {_said(mtp)}"
+    if backbone:
+        summary = f"{_said(backbone)}, {summary}"
+    if not is_calibrated:
+        summary += "; no calibration"
+    return summary
 
 
 def _said(words: str | Mapping[str, str]) -> str:
@@ -346,7 +360,7 @@ def listed() -> list[Listed]:
                 local.append(recipe["source"])
             if calibration.get("dataset_revision") == _LOCAL:
                 local.append(calibration["dataset"])
-            if not all(map(find_path, local)):
+            if None in [find_path(name) for name in local]:
                 continue
             row = Listed(
                 model=recipe["model"],

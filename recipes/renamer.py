@@ -45,16 +45,21 @@ class Renamer:
         return entry
 
     def _mapped(self, entry: str) -> str:
-        return entry if self.renames is None else self.renames.read(entry)
+        if self.renames is None:
+            return entry
+        return self.renames.read(entry)
 
     def before(self, name: str, others: Iterable[str] = ()) -> str | None:
         """A spelling that becomes `name`: itself, one of `others`, or one that a rule turns into
         it, or None.
         """
-        found = [name, *others]
+        spellings = [name, *others]
         if self.renames is not None:
-            found += self.renames.sources(name)
-        return next((word for word in found if self.name(word) == name), None)
+            spellings += self.renames.sources(name)
+        for spelling in spellings:
+            if self.name(spelling) == name:
+                return spelling
+        return None
 
     def path(self, entry: str) -> str:
         """compressed-tensors renames paths, but no regexes and no class names."""
@@ -87,6 +92,8 @@ def renamer(config: Raw, part: Part = "backbone", vllm: str = NEWEST) -> Renamer
         return Renamer()
     view = FamilyView(family=family, config=config)
     if part == "mtp" and view.layout.draft_reads_afresh:
-        offset = view.num_layers if view.layout.draft_renumbers else 0
+        offset = 0
+        if view.layout.draft_renumbers:
+            offset = view.num_layers
         return Renamer(renames=view.layout.draft_renames, mtp_offset=offset)
     return Renamer(renames=view.layout.renames)

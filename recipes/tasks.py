@@ -34,42 +34,40 @@ TaskName = Literal[
 
 @frozen
 class TaskRow:
-    """One task.
+    """One task."""
 
-    Attributes:
-        file: lm-eval's, below its folder of tasks, without ".yaml".
-        chat_file: where another one asks through a chat template.
-        hub: the dataset's repository, and `subset` in it.
-        fields: of a row that lm-eval reads, each with what it must be (measure/dataset.py).
-        scores: name of each score: lm-eval's metric and filter.
-        headline: the score that cards show and gates judge.
-        protocol: fields of `Evaluation`, where a recipe does not say otherwise.
-        packages: that this task needs beyond the other tasks.
-        group: the column that says which of lm-eval's sub-tasks a row belongs to; "" where the task
-            is one.
-        max_shots: solved examples, at most; None: as many as there are rows to draw from.
-        shown_by: the column that is filled only in rows that are shots; "" where each row may be
-            one.
-        runs_code: answers are programs, and are run.
-    """
-
+    # The task's file, below lm-eval's folder of tasks, without ".yaml".
     file: str
+    # The file, where another one asks through a chat template.
     chat_file: str = ""
+    # The dataset's repository, and `subset` in it.
     hub: str
     subset: str | None = None
+    # Of a row that lm-eval reads, each with what it must be (measure/dataset.py).
     fields: Mapping[str, str]
+    # Name of each score: lm-eval's metric and filter.
     scores: Mapping[str, Sequence[str]]
+    # The score that cards show and gates judge.
     headline: str
+    # Fields of `Evaluation`, where a recipe does not say otherwise.
     protocol: Raw = field(default_factory=dict)
+    # Packages that this task needs beyond the other tasks.
     packages: Sequence[str] = ()
+    # The column that says which of lm-eval's sub-tasks a row belongs to; "" where the task is one.
     group: str = ""
+    # Solved examples, at most; None: as many as there are rows to draw from.
     max_shots: int | None = 0
+    # The column that is filled only in rows that are shots; "" where each row may be one.
     shown_by: str = ""
+    # Answers are programs, and are run.
     runs_code: bool = False
 
     def lm_eval_file(self, api: str, group: str = "") -> str:
         """The file's name for one way to ask, and for one sub-task."""
-        return (self.chat_file if self.chat_file and api == "chat" else self.file).format(group)
+        file = self.file
+        if self.chat_file and api == "chat":
+            file = self.chat_file
+        return file.format(group)
 
 
 _RAW = load_shipped(Path(__file__).with_suffix(".yaml"))

@@ -42,19 +42,23 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     text = _text_of(path)
     try:
         _look_through(text)
-        found = yaml.load(text, Loader=_OneOfEachKey)  # noqa: S506 - a safe loader
+        content = yaml.load(text, Loader=_OneOfEachKey)  # noqa: S506 - a safe loader
     except RecipeError as error:
         raise error.at(path) from None
     except (yaml.YAMLError, ValueError) as error:
-        cure = "Indent with spaces, not with tabs" if "\t" in text else "Mend that line"
+        cure = "Mend that line"
+        if "\t" in text:
+            cure = "Indent with spaces, not with tabs"
         raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure=cure) from error
-    if not isinstance(found, dict):
-        got = "nothing" if found is None else type(found).__name__
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        if content is None:
+            got = "nothing"
         raise RecipeError(
             path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit"
         )
-    _refuse_odd_numbers(found, "", path)
-    return found, text
+    _refuse_odd_numbers(content, "", path)
+    return content, text
 
 
 def on_one_line(value: object) -> str:
@@ -95,7 +99,9 @@ class _OneOfEachKey(SafeLoader):
         for key, _ in node.value:
             where = f"line {key.start_mark.line + 1}"
             if key.tag != _TEXT:
-                got = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                got = "a list or a mapping"
+                if isinstance(key, yaml.ScalarNode):
+                    got = key.value
                 raise RecipeError(where, "a key must be a text", got=got, cure="Put it in quotes")
             if key.value in keys:
                 raise RecipeError(

@@ -75,6 +75,14 @@ def test_no_target_guesses_a_folder(target, checkout):
     )
 
 
+def test_a_run_installs_what_its_plan_needs(checkout):
+    """The run itself asks for it: no other command makes the plan before."""
+    (checkout / ".venv" / ".quantize").unlink()
+    done = make("quantize", cwd=checkout, status=2)
+    assert "installing torch" in done.stdout and "tiny-glm4-moe" not in done.stderr
+    assert not (checkout / "out").exists()
+
+
 @pytest.mark.full
 def test_the_line_of_a_fine_tune(checkout):
     """MODEL is a folder in every target; no other word names what was made."""

@@ -30,49 +30,41 @@ SURE = 1.3
 
 @frozen
 class Machine:
-    """Where a run would be.
+    """Where a run would be."""
 
-    Attributes:
-        title: for people.
-        has_gpu: or the CPU calibrates.
-        device_bytes: free for tensors on one device.
-        host_bytes: free main memory; None where another machine is meant.
-    """
-
+    # What people read of it.
     title: str
+    # Without a GPU the CPU calibrates.
     has_gpu: bool = True
+    # Bytes that are free for tensors on one device.
     device_bytes: int
+    # Bytes of free main memory; None where another machine is meant.
     host_bytes: int | None
 
 
 @dataclass(slots=True, kw_only=True)
 class Needs:
-    """What a run needs, in bytes.
+    """What a run needs, in bytes."""
 
-    Attributes:
-        machine: for which machine it is said.
-        backbone: why the backbone cannot be calibrated; "" if it can, None where it is not
-            calibrated.
-        mtp: why the MTP block can be neither calibrated nor measured; likewise.
-        batch_size: of each process; None without calibration.
-        device, device_station: the most that one GPU holds, and when; None without calibration.
-        device_there: the memory of a GPU.
-        host, host_station: the most that one process takes of main memory; None without
-            calibration.
-        host_there: free now; None where another machine is meant.
-        states, output: on the disk: until the output is whole, and afterwards.
-    """
-
+    # The machine that this is said of.
     machine: str
+    # Why the backbone cannot be calibrated; "" if it can, None where it is not calibrated.
     backbone: str | None = None
+    # Why the MTP block can be neither calibrated nor measured; likewise.
     mtp: str | None = None
+    # Sequences in a batch of each process; None without calibration.
     batch_size: int | None = None
+    # The most that one GPU holds, and when; None without calibration.
     device: int | None = None
     device_station: str = ""
+    # The memory of a GPU.
     device_there: int | None = None
+    # The most that one process takes of main memory; None without calibration.
     host: int | None = None
     host_station: str = ""
+    # Main memory that is free now; None where another machine is meant.
     host_there: int | None = None
+    # Bytes on the disk: until the output is whole, and afterwards.
     states: int
     output: int
 
@@ -83,14 +75,14 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
     Raises:
         RecipeError: an unknown card.
     """
-    free = None
+    free = None  # of another machine it is not known
     if gpu_memory is not None:
         title, size = card_of(gpu_memory)
     else:
         free = free_host_bytes()
         if not here:
             return Machine(
-                title="this machine's CPU", has_gpu=False, device_bytes=free or 0, host_bytes=free
+                title="this machine's CPU", has_gpu=False, device_bytes=free, host_bytes=free
             )
         title = f"this machine's {here[0].name}"
         size = int(here[0].memory_gib * 2**30)
@@ -99,62 +91,67 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
 
 def needs_of(plan: Plan, machine: Machine) -> Needs:
     """What a plan needs on a machine."""
-    found = Needs(machine=machine.title, states=calibration_bytes(plan), output=output_bytes(plan))
+    needs = Needs(machine=machine.title, states=calibration_bytes(plan), output=output_bytes(plan))
     calibration = plan.recipe.calibration
     family = plan.view.family
     if not plan.needs_batches or calibration is None:
-        return found
-    found.backbone = ""
+        return needs
+    needs.backbone = ""
     if calibration.model_code != "checkpoint":
-        found.backbone = why_not_calibrated(family, plan.recipe.model)
-    found.mtp = found.backbone or family.no_draft
-    found.batch_size = calibration.batch_size
-    # Without a GPU main memory holds everything.
-    on_host = {}
+        needs.backbone = why_not_calibrated(family, plan.recipe.model)
+    needs.mtp = needs.backbone or family.no_draft
+    needs.batch_size = calibration.batch_size
+    needs.host = 0
+    needs.host_there = machine.host_bytes
+    if machine.has_gpu:
+        needs.device = 0
+        needs.device_there = machine.device_bytes
     for station in stations(plan):
-        on_host[station.name] = station.host_bytes
         device = int(station.device_bytes * FRAGMENTS)
-        if not machine.has_gpu:
-            on_host[station.name] += device
-        elif device > (found.device or 0):
-            found.device = device
-            found.device_station = station.name
-            found.device_there = machine.device_bytes
-    found.host_station, found.host = max(on_host.items(), key=lambda item: item[1])
-    found.host_there = machine.host_bytes
-    return found
+        host = station.host_bytes
+        if needs.device is None:
+            host += device  # without a GPU main memory holds everything
+        elif device > needs.device:
+            needs.device = device
+            needs.device_station = station.name
+        if host > needs.host:
+            needs.host = host
+            needs.host_station = station.name
+    return needs
 
 
-def lines(found: Needs) -> list[str]:
+def lines(needs: Needs) -> list[str]:
     """For people, each shorter than a terminal is wide."""
-    said = [f"Needs, counted for {found.machine}:"]
-    if found.batch_size is not None:
-        said = [f"Needs, counted for {found.machine}, in batches of {found.batch_size}:"]
-        for part, why_not in (("backbone", found.backbone), ("MTP block", found.mtp)):
-            said.append(
-                f"  {part:<10} "
-                f"{f'cannot be calibrated: {why_not}' if why_not else 'can be calibrated'}"
-            )
-    if found.device is not None and found.device_there is not None:
-        there = (
-            f"{size_in_words(found.device_there)} there{_fits(found.device, found.device_there)}"
-        )
-        said.append(
-            f"  GPU        {size_in_words(found.device)} at most, {found.device_station}; {there}"
-        )
-    if found.host is not None:
-        line = f"  memory     {size_in_words(found.host)} a process, {found.host_station}"
-        if found.host_there is not None:
-            line += f"; {size_in_words(found.host_there)} free{_fits(found.host, found.host_there)}"
-        said.append(line)
-    states = f"{size_in_words(found.states)} for states, " if found.states else ""
-    return [*said, f"  disk       {states}{size_in_words(found.output)} for the output"]
+    said = [f"Needs, counted for {needs.machine}:"]
+    if needs.batch_size is not None:
+        said = [f"Needs, counted for {needs.machine}, in batches of {needs.batch_size}:"]
+        for part, why_not in (("backbone", needs.backbone), ("MTP block", needs.mtp)):
+            says = "can be calibrated"
+            if why_not:
+                says = f"cannot be calibrated: {why_not}"
+            said.append(f"  {part:<10} {says}")
+    if needs.device is not None:
+        line = f"  GPU        {size_in_words(needs.device)} at most, {needs.device_station}"
+        said.append(line + _there(needs.device, needs.device_there, "there"))
+    if needs.host is not None:
+        line = f"  memory     {size_in_words(needs.host)} a process, {needs.host_station}"
+        said.append(line + _there(needs.host, needs.host_there, "free"))
+    disk = f"{size_in_words(needs.output)} for the output"
+    if needs.states:
+        disk = f"{size_in_words(needs.states)} for states, {disk}"
+    return [*said, f"  disk       {disk}"]
 
 
-def _fits(needed: int, there: int) -> str:
-    if needed <= there:
+def _there(needed: int, there: int | None, called: str) -> str:
+    """What is there of what is needed, and whether that is too little."""
+    if there is None:
         return ""
-    return ": may not fit" if needed / SURE <= there else ": does not fit"
+    says = f"; {size_in_words(there)} {called}"
+    if needed / SURE > there:
+        return f"{says}: does not fit"
+    if needed > there:
+        return f"{says}: may not fit"
+    return says
 
 
 def refuse_too_large(plan: Plan, machine: Machine) -> None:
@@ -164,15 +161,15 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     Raises:
         RecipeError: names the station, and a batch size that fits or a scheme without batches.
     """
-    found = needs_of(plan, machine)
+    needs = needs_of(plan, machine)
     for what, station, needed, there in (
-        ("a GPU", found.device_station, found.device, found.device_there),
-        ("main memory", found.host_station, found.host, found.host_there),
+        ("a GPU", needs.device_station, needs.device, needs.device_there),
+        ("main memory", needs.host_station, needs.host, needs.host_there),
     ):
         if needed is None or there is None or needed / SURE <= there:
             continue
         cure = "Lower calibration.sequence_length"
-        size = found.batch_size or 1
+        size = needs.batch_size or 1
         smaller = largest_batch_size(plan, there, at_most=size)
         if 0 < smaller < size:
             cure = f"Set calibration.batch_size: {smaller}, lower calibration.sequence_length"

@@ -3,8 +3,7 @@ keeps until the end.
 
 In: a plan and a folder. Out: a number of bytes, or a refusal.
 
-Easy to get wrong: what a killed run left is counted once: it is on the disk already, and is written
-over or kept.
+Easy to get wrong: what a killed run left is counted once.
 """
 
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from ...checkpoints.files import partial_path, refuse_small_disk
 from ...checkpoints.safetensors_file import total_bytes
 from ..plan.plan import Plan
+from .memory import channels
 
 # A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits
 # and quotes.
@@ -37,9 +37,11 @@ def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
     Raises:
         RecipeError: says how much is needed and how much is free.
     """
+    # What a killed run left is on the disk already, and is written over or kept.
     needed = output_bytes(plan) - _bytes_in(partial_path(out))
     if with_calibration:
-        needed += max(0, calibration_bytes(plan) - _bytes_in(calibration_folder(out)))
+        states = calibration_bytes(plan) - _bytes_in(calibration_folder(out))
+        needed += max(0, states)
     refuse_small_disk(out, needed, cure="Choose another OUT, or make room")
 
 
@@ -47,7 +49,9 @@ def output_bytes(plan: Plan) -> int:
     """Of the finished folder, and of the hashes that an unfinished one has; a little more than
     it will be.
     """
-    num_names = sum(len(tensor.inputs) + len(tensor.outputs) for tensor in plan.tensors)
+    num_names = plan.num_outputs
+    for tensor in plan.tensors:
+        num_names += len(tensor.inputs)
     return plan.num_bytes_after + plan.num_bytes_beside + num_names * _BYTES_A_NAME + _FIXED_BYTES
 
 
@@ -62,16 +66,19 @@ def calibration_bytes(plan: Plan) -> int:
     calibration = plan.recipe.calibration
     if calibration is None or not plan.needs_batches:
         return 0
-    tuned, held_out = plan.recipe.mtp_tuned, calibration.held_out
+    held_out = calibration.held_out
+    tuned = plan.recipe.mtp_tuned
     if tuned is not None:  # each guard gives as many sequences
         held_out *= 1 + len(tuned.guard)
-    sequences = 2 * held_out + calibration.samples * (1 + plan.may_calibrate_mtp)
+    sequences = 2 * held_out + calibration.samples
+    if plan.may_calibrate_mtp:
+        sequences += calibration.samples
     if plan.recipe.is_searched:
         # It keeps what every layer returns for a part of the text, and then four plans on the
         # held-out text.
         sequences += calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
-    width = plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
-    total = 4 * sequences * calibration.sequence_length * width
+    # States are in BF16, before a layer and after it.
+    total = 2 * 2 * sequences * calibration.sequence_length * channels(plan)
     for tensor in plan.tensors:
         if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned:
             total += total_bytes(tensor.outputs)

@@ -29,18 +29,15 @@ _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 @frozen
 class Fit:
-    """A variant that can be made of a checkpoint.
+    """A variant that can be made of a checkpoint."""
 
-    Attributes:
-        variant: its name.
-        data: the name of its calibration block, "its own"; "" without data.
-        num_bytes_before: of the source's tensors.
-        num_bytes: of the output's.
-    """
-
+    # The name of the variant.
     variant: str
+    # The name of its calibration block, "its own"; "" without data.
     data: str
+    # Bytes of the source's tensors.
     num_bytes_before: int
+    # Bytes of the output's tensors.
     num_bytes: int
 
 
@@ -55,16 +52,13 @@ class NoSchemeError(RecipeError):
 
 @frozen
 class ModelWord:
-    """What MODEL means.
+    """What MODEL means."""
 
-    Attributes:
-        name: a recipe's name or file, or a checkpoint's folder or Hub id.
-        is_recipe: which of the two.
-        revision: what the address of a page says; else None.
-    """
-
+    # A recipe's name or file, or a checkpoint's folder or Hub id.
     name: str
+    # Whether it is a recipe.
     is_recipe: bool
+    # The revision that the address of a page names; else None.
     revision: str | None = None
 
 
@@ -74,8 +68,10 @@ def model_word(model: str) -> ModelWord:
     Raises:
         RecipeError: neither a recipe nor a checkpoint.
     """
-    if page := page_of(model):
-        return ModelWord(name=page[0], is_recipe=is_recipe_name(page[0]), revision=page[1])
+    page = page_of(model)
+    if page is not None:
+        name, revision = page
+        return ModelWord(name=name, is_recipe=is_recipe_name(name), revision=revision)
     if is_recipe_name(model):
         return ModelWord(name=model, is_recipe=True)
     if model.startswith(_PATH_STARTS) or (model and find_path(model) is not None):
@@ -107,7 +103,12 @@ def recipe_of_checkpoint(
         where = f"{source.where} ({raw['family']})"
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
         fits = tuple(fitting(source, raw))
-        words = [fit.variant + " (calibrated)" * bool(fit.data) for fit in fits]
+        words = list[str]()
+        for fit in fits:
+            word_of_fit = fit.variant
+            if fit.data:
+                word_of_fit += " (calibrated)"
+            words.append(word_of_fit)
         if not words:
             refuse_unfit(source, raw, raw["default"])  # which says why
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
@@ -145,7 +146,8 @@ def family_mapping(source: Source) -> Json:
         source=source.where,
         revision=source.revision,
     )
-    if (other := source.mtp_source) is not None:
+    other = source.mtp_source
+    if other is not None:
         raw["mtp_source"] = {"source": other.where, "revision": other.revision}
     return raw
 
@@ -158,9 +160,11 @@ def fitting(source: Source, raw: Json) -> Iterator[Fit]:
         except RecipeError:
             continue
         data = raw["variants"][variant]["calibration"] or ""
+        if not isinstance(data, str):
+            data = "its own"
         yield Fit(
             variant=variant,
-            data=data if isinstance(data, str) else "its own",
+            data=data,
             num_bytes_before=plan.num_bytes_before,
             num_bytes=plan.num_bytes_after,
         )
@@ -193,6 +197,7 @@ def model_name(where: str) -> str:
     if folder.is_dir():
         folder = folder.resolve()
     name = folder.name
-    if cached := _CACHED.search(folder.as_posix()):
+    cached = _CACHED.search(folder.as_posix())
+    if cached is not None:
         name = cached[1]
     return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-.") or "model"

@@ -38,15 +38,16 @@ from .tensor_plan import TensorPlan
 
 # Of a tensor's two lines, in the index and in the header of its file, besides its name.
 _BYTES_OF_LINES = 150
-# Of config.json (which names modules that stay plain), record, recipe, and the headers of files.
-_BYTES_OF_A_MODULE, _BYTES_OF_SMALL_FILES = 120, 100_000
+# Of config.json, which names modules that stay plain.
+_BYTES_OF_A_MODULE = 120
+# Of record, recipe, and the headers of files.
+_BYTES_OF_SMALL_FILES = 100_000
 
 SWEEP_TOKENS = 2_048
 """Tokens of a batch that a search sends forward and back."""
-_SHARE, _FEWEST = (
-    8,
-    4,
-)  # of the calibration text, at most one of so many sequences is looked at, but so many at least
+# Of the calibration text, at most one of so many sequences is looked at; but so many at least.
+_SHARE = 8
+_FEWEST = 4
 
 Assignment = Mapping[str, str]
 """Unit -> word."""
@@ -54,58 +55,51 @@ Assignment = Mapping[str, str]
 
 @frozen
 class Option:
-    """One word for a unit.
+    """One word for a unit."""
 
-    Attributes:
-        word: as a recipe has it.
-        num_bytes: of its tensors on disk.
-        line_bytes: of their lines in headers and index; a little more than they take.
-        tensors: what the plan says of each of its weights then.
-    """
-
+    # The word as a recipe has it.
     word: str
+    # Bytes of its tensors on disk.
     num_bytes: int
+    # Bytes of their lines in headers and index; a little more than they take.
     line_bytes: int
+    # What the plan says of each of its weights then.
     tensors: tuple[TensorPlan, ...]
 
 
 @frozen
 class ChoiceUnit:
-    """Modules that vLLM gives one scheme.
+    """Modules that vLLM gives one scheme."""
 
-    Attributes:
-        name: in vLLM, with its part before it.
-        num_weights: elements of its matrices.
-        options: at least one; words that do the same are there once.
-    """
-
+    # Its name in vLLM, with its part before it.
     name: str
     part: Part
     role: Role
     layer: int | None
+    # Elements of all of its matrices.
     num_weights: int
+    # At least one; words that do the same are there once.
     options: tuple[Option, ...]
 
     def option(self, word: str) -> Option:
         """The option of a word; where the word is left out, the one with the most bytes."""
-        largest = max(self.options, key=lambda option: option.num_bytes)
-        return next((each for each in self.options if each.word == word), largest)
+        for option in self.options:
+            if option.word == word:
+                return option
+        return max(self.options, key=_num_bytes)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Everything that a search may choose from.
+    """Everything that a search may choose from."""
 
-    Attributes:
-        recipe: with `auto` for groups that the model has.
-        base: the plan with BF16 for every unit.
-        units: in the order of the plan.
-        fixed_bytes: of all that no choice changes.
-    """
-
+    # The recipe, with `auto` for groups that the model has.
     recipe: Recipe
+    # The plan with BF16 for every unit.
     base: Plan
+    # All units, in the order of the plan.
     units: tuple[ChoiceUnit, ...]
+    # Bytes of all that no choice changes.
     fixed_bytes: int
 
     @cached_property
@@ -119,7 +113,8 @@ class Choices:
         limit = self.recipe.size_limit
         if limit.num_bytes is not None:
             return limit.num_bytes - self.fixed_bytes
-        return int((limit.bits or 0) * self.num_weights / 8)
+        assert limit.bits is not None
+        return int(limit.bits * self.num_weights / 8)
 
     def cost(self, option: Option) -> int:
         """What an option takes of the budget: under bits its tensors, under bytes their lines in
@@ -139,19 +134,19 @@ class Choices:
         """The words that cost most."""
         return {unit.name: max(unit.options, key=self.cost).word for unit in self.units}
 
-    def _chosen(self, assignment: Assignment) -> Iterator[Option]:
-        for unit in self.units:
-            yield unit.option(assignment[unit.name])
+    def _chosen(self, assignment: Assignment) -> list[Option]:
+        return [unit.option(assignment[unit.name]) for unit in self.units]
 
     def fits(self, assignment: Assignment) -> bool:
         """Whether these words keep to the budget."""
-        return sum(map(self.cost, self._chosen(assignment))) <= self.room
+        return sum(self.cost(option) for option in self._chosen(assignment)) <= self.room
 
     def num_bytes(self, assignment: Assignment) -> int:
         """Bytes of all files of the checkpoint with these words; a little more than they are."""
-        return self.fixed_bytes + sum(
-            each.num_bytes + each.line_bytes for each in self._chosen(assignment)
-        )
+        total = self.fixed_bytes
+        for option in self._chosen(assignment):
+            total += option.num_bytes + option.line_bytes
+        return total
 
     def bits(self, assignment: Assignment) -> float:
         """Bits of weights and scales for each weight of the units."""
@@ -163,13 +158,16 @@ class Choices:
 
     def plan(self, assignment: Assignment) -> Plan:
         """The plan with these words, as far as weights go: for measuring, not for writing."""
-        chosen = {
-            tensor.name: tensor for each in self._chosen(assignment) for tensor in each.tensors
-        }
-        return replace(
-            self.base,
-            tensors=tuple(chosen.get(tensor.name, tensor) for tensor in self.base.tensors),
-        )
+        chosen = dict[HFName, TensorPlan]()
+        for option in self._chosen(assignment):
+            for tensor in option.tensors:
+                chosen[tensor.name] = tensor
+        tensors = tuple(chosen.get(tensor.name, tensor) for tensor in self.base.tensors)
+        return replace(self.base, tensors=tensors)
+
+
+def _num_bytes(option: Option) -> int:
+    return option.num_bytes
 
 
 def auto_of(recipe: Recipe) -> BackboneAuto:
@@ -193,20 +191,22 @@ def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = Fals
     recipe = narrowed(recipe, source)
     base = make_plan(recipe.before_measuring, source, trust_remote_code=trust_remote_code)
     weights, _ = stored_weights(with_separate_mtp(source, base.view).values())
-    words = {
-        word: Decisions(recipe.with_words(word), source, base.view)
-        for word in auto_of(recipe).candidates
-    }
+    words = dict[str, Decisions]()
+    for word in auto_of(recipe).candidates:
+        words[word] = Decisions(recipe.with_words(word), source, base.view)
     members: dict[str, list[TensorPlan]] = defaultdict(list)
-    num_modules = sum(len(tensor.shape) > 1 for tensor in base.tensors)
-    fixed = base.num_bytes_beside + num_modules * _BYTES_OF_A_MODULE + _BYTES_OF_SMALL_FILES
+    fixed = base.num_bytes_beside + _BYTES_OF_SMALL_FILES
     with matching_limit():
         for tensor in base.tensors:
+            if len(tensor.shape) > 1:
+                fixed += _BYTES_OF_A_MODULE
             if _is_searched(tensor, recipe, words):
                 members[f"{tensor.part}:{tensor.runtime}"].append(tensor)
             else:
                 fixed += base.num_bytes_of(tensor) + _line_bytes(tensor)
-        units = [_unit(name, tensors, words, weights, base) for name, tensors in members.items()]
+        units = list[ChoiceUnit]()
+        for name, tensors in members.items():
+            units.append(_unit(name, tensors, words, weights, base))
     return Choices(recipe, base, tuple(units), fixed)
 
 
@@ -245,18 +245,23 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """Without the groups that the model lacks, where `backbone: auto` means `auto` for every group
     there may be.
     """
-    if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
+    if recipe.backbone != dict.fromkeys(QUANTIZABLE_ROLES, AUTO):
         return recipe
-    places = filter(None, map(view_of(source).place, source.entries))
-    have = {place.role for place in places if place.part == "backbone"}
-    return recipe.model_copy(
-        update={"backbone": {group: AUTO for group in recipe.backbone if group in have}}
-    )
+    view = view_of(source)
+    there = set[Role]()
+    for name in source.entries:
+        place = view.place(name)
+        if place is not None and place.part == "backbone":
+            there.add(place.role)
+    groups = [group for group in recipe.backbone if group in there]
+    return recipe.model_copy(update={"backbone": dict.fromkeys(groups, AUTO)})
 
 
 def _is_searched(tensor: TensorPlan, recipe: Recipe, words: Mapping[str, Decisions]) -> bool:
     """Whether the search chooses the word of this weight: the recipe's own overrides come first."""
-    word = recipe.mtp if tensor.part == "mtp" else recipe.backbone.get(tensor.role)
+    word = recipe.backbone.get(tensor.role)
+    if tensor.part == "mtp":
+        word = recipe.mtp
     if word != AUTO or tensor.place.row.why_kept or len(tensor.shape) < 2 or tensor.slices:
         return False
     if tensor.fate not in ("keep", "dequantize"):
@@ -273,34 +278,31 @@ def _unit(
 ) -> ChoiceUnit:
     """A unit with the words that suit all of its tensors."""
     first = tensors[0]
-    options = list[Option]()
-    refusals = list[RecipeError]()
+    options = dict[tuple[TensorPlan, ...], Option]()
+    causes = list[RecipeError]()
     for word, decisions in words.items():
-        made = []
+        planned = list[TensorPlan]()
         try:
             for tensor in tensors:
-                weight = weights.get(
-                    tensor.module
-                )  # but for a stack of experts, which has no `.weight`
-                made.append(
-                    decisions.weight(weight)
-                    if weight
-                    else decisions.other(base.entries[tensor.inputs[0]])
-                )
-            refuse_unservable(decisions.recipe, made)
+                weight = weights.get(tensor.module)
+                if weight is not None:
+                    planned.append(decisions.weight(weight))
+                else:  # a stack of experts, which has no `.weight`
+                    planned.append(decisions.other(base.entries[tensor.inputs[0]]))
+            refuse_unservable(decisions.recipe, planned)
         except RecipeError as error:
-            refusals.append(error)
+            causes.append(error)
             continue
-        if tuple(made) not in [option.tensors for option in options]:
-            option = Option(
+        made = tuple(planned)
+        if made not in options:
+            options[made] = Option(
                 word=word,
-                num_bytes=sum(map(base.num_bytes_of, made)),
-                line_bytes=sum(map(_line_bytes, made)),
-                tensors=tuple(made),
+                num_bytes=sum(base.num_bytes_of(tensor) for tensor in made),
+                line_bytes=sum(_line_bytes(tensor) for tensor in made),
+                tensors=made,
             )
-            options.append(option)
     if not options:
-        cause = refusals[0]
+        cause = causes[0]
         raise RecipeError(
             cause.where,
             f"a candidate must suit {first.module}, where {cause.rule}",
@@ -313,17 +315,21 @@ def _unit(
         role=first.role,
         layer=first.layer,
         num_weights=sum(prod(tensor.shape) for tensor in tensors),
-        options=tuple(options),
+        options=tuple(options.values()),
     )
 
 
 def _line_bytes(tensor: TensorPlan) -> int:
-    return sum(2 * len(output.name) + _BYTES_OF_LINES for output in tensor.outputs)
+    total = len(tensor.outputs) * _BYTES_OF_LINES
+    for output in tensor.outputs:
+        total += 2 * len(output.name)
+    return total
 
 
 # --- what was found, as a recipe that a person can read and run again -----------------------------
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_PLACE = "{}"
 
 
 def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
@@ -332,16 +338,21 @@ def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
     weights: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for unit in choices.units:
         weights[unit.part, unit.role][assignment[unit.name]] += unit.num_weights
-    words = {group: counts.most_common(1)[0][0] for group, counts in weights.items()}
+    words = dict[tuple[str, str], str]()
+    of_block = dict[str, str]()
+    for (part, group), counts in weights.items():
+        words[part, group] = counts.most_common(1)[0][0]
+        if part == "mtp":
+            of_block[group] = words[part, group]
     backbone = dict(recipe.backbone)
     for group, word in recipe.backbone.items():
         if word == AUTO:
             backbone[group] = words.get(("backbone", group), "bf16")
     changed: Json = {"backbone": backbone, "budget": None, "backbone_auto": None}
     if recipe.mtp == AUTO:
-        of_block = {group: word for (part, group), word in words.items() if part == "mtp"}
-        same = {*of_block.values()}
-        changed["mtp"] = same.pop() if len(same) == 1 else of_block or "bf16"
+        changed["mtp"] = of_block or "bf16"
+        if len({*of_block.values()}) == 1:  # one word for all of it
+            (changed["mtp"],) = {*of_block.values()}
     overrides = (*recipe.overrides, *_overrides(choices, assignment, words))
     made = recipe.model_copy(update=changed | {"overrides": overrides})
     summary = summary_of(made.backbone, made.mtp, is_calibrated=True)
@@ -362,15 +373,20 @@ def _overrides(
         if word == words[unit.part, unit.role]:
             continue
         number = _NUMBER.search(tensors[0].module)
-        for tensor in tensors:  # `{}` for the layer, any number for an expert
-            literal, *others = map(re.escape, _NUMBER.split(tensor.module))
-            templates.add(literal + "{}" * bool(others) + INDEX.join(others))
-        layers[word, tuple(sorted(templates))].append(int(number[0]) if number else 0)
+        layer = 0
+        if number is not None:
+            layer = int(number[0])
+        for tensor in tensors:
+            # One place for the layer's number; any number for an expert.
+            template, *others = [re.escape(part) for part in _NUMBER.split(tensor.module)]
+            if others:
+                template += _PLACE + INDEX.join(others)
+            templates.add(template)
+        layers[word, tuple(sorted(templates))].append(layer)
     for (word, templates), numbers in sorted(layers.items()):
-        pattern = f"(?:{'|'.join(templates)})".replace(
-            "{}", f"(?:{'|'.join(map(str, sorted(numbers)))})"
-        )
-        yield Override(modules=f"re:{pattern}", scheme=word)
+        any_layer = "|".join(str(number) for number in sorted(numbers))
+        pattern = "|".join(templates).replace(_PLACE, f"(?:{any_layer})")
+        yield Override(modules=f"re:(?:{pattern})", scheme=word)
 
 
 def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) -> Plan:
@@ -383,8 +399,8 @@ def found_plan(choices: Choices, assignment: Assignment, *, shard_bytes: int) ->
     schemes = {tensor.name: (tensor.fate, tensor.scheme) for tensor in plan.tensors}
     for unit in choices.units:
         for tensor in unit.option(assignment[unit.name]).tensors:
-            found = schemes[tensor.name]
-            assert found == (tensor.fate, tensor.scheme), f"{tensor.module}: {found}"
+            planned = schemes[tensor.name]
+            assert planned == (tensor.fate, tensor.scheme), f"{tensor.module}: {planned}"
     return plan
 
 
@@ -395,10 +411,8 @@ def found_text(recipe: Recipe) -> str:
     calibration = recipe.calibration
     assert calibration is not None, f"{recipe.name}: a search has batches"
     raw = recipe.model_dump(mode="json", exclude_defaults=True)
-    if (
-        calibration.algorithm != "minmax"
-        and not REWRITES[calibration.algorithm] & recipe.decisions()
-    ):
+    is_rewriting = REWRITES[calibration.algorithm] & recipe.decisions()
+    if calibration.algorithm != "minmax" and not is_rewriting:
         calibration = calibration.model_copy(update={"algorithm": "minmax"})
     raw["calibration"] = None
     if recipe.uses_batches():

@@ -79,7 +79,8 @@ class Decisions:
             CheckpointError: the family does not know the tensor, or its stored form cannot be read.
         """
         name = HFName(f"{weight.module}.weight")
-        if kept := self._kept(name, tuple(weight.parts.values()), weight.shape):
+        kept = self._kept(name, tuple(weight.parts.values()), weight.shape)
+        if kept is not None:
             return kept
         place = self._place(name)
         if place.leaf != "weight":  # a parameter whose own name ends in .weight
@@ -126,21 +127,22 @@ class Decisions:
                 weight.
         """
         name = entry.name
-        if kept := self._kept(name, (entry,), entry.shape):
+        kept = self._kept(name, (entry,), entry.shape)
+        if kept is not None:
             return kept
         if _RECOMPUTED.search(name):
             why = "every model class computes it"
             return TensorPlan(name, (name,), "drop", why, entry.shape, (), unknown_place(name))
         place = self._place(name)
         row = place.row
-        if (
-            row.stacked and place.leaf == ""
-        ):  # a 3-D expert parameter is a weight whose name has no `.weight`
+        # A 3-D expert parameter is a weight whose name has no `.weight`.
+        if row.stacked and place.leaf == "":
             stack = StoredWeight(
                 module=name, form="plain", parts={"weight": entry}, shape=entry.shape
             )
             return self.weight(stack)
-        if not row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"):
+        is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
+        if is_other and not row.stacked:
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
         raise CheckpointError(
@@ -161,7 +163,7 @@ class Decisions:
             return None
         place = self.view.place(name) or unknown_place(HFName(name.rpartition(".")[0] or name))
         inputs = tuple(entry.name for entry in entries)
-        outputs = tuple(map(same_output, entries))
+        outputs = tuple(same_output(entry) for entry in entries)
         return TensorPlan(name, inputs, "keep", "recipe: keep", shape, outputs, place)
 
     def _place(self, name: HFName) -> Place:
@@ -215,9 +217,9 @@ class Decisions:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme
         is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
         if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
-            stored = [
-                f"{leaf} {each.dtype}{list(each.shape)}" for leaf, each in weight.parts.items()
-            ]
+            stored = list[str]()
+            for leaf, entry in weight.parts.items():
+                stored.append(f"{leaf} {entry.dtype}{list(entry.shape)}")
             raise CheckpointError(
                 f"{self.source.where}: {place.module}.weight",
                 "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that "
@@ -241,12 +243,13 @@ class Decisions:
                 cure="Take config.json from the original release",
             )
         stem = place.module.removesuffix(place.row.path)
-        dtype = weight.weight.dtype if weight.form == "plain" else "BF16"
-        outputs = []
+        dtype = "BF16"
+        if weight.form == "plain":
+            dtype = weight.weight.dtype
+        outputs = list[Output]()
         for path, rows in zip(place.row.interleaved.into, slices, strict=True):
-            outputs.append(
-                Output(HFName(f"{stem}{path}.weight"), dtype, (count * rows, weight.shape[1]))
-            )
+            name = HFName(f"{stem}{path}.weight")
+            outputs.append(Output(name, dtype, (count * rows, weight.shape[1])))
         made = _planned(weight, place, "dequantize", reason, tuple(outputs))
         return made._replace(slices=tuple(slices))
 
@@ -280,7 +283,8 @@ class Decisions:
         if source.where not in self._releases:
             native = (*_NATIVE, self.view.family.released_as)
             self._releases[source.where] = release_of(source, native)
-        if release := self._releases[source.where]:
+        release = self._releases[source.where]
+        if release:
             raise RecipeError(
                 self._group(place),
                 f"{source.where} is quantized already, and a weight is rounded once",
@@ -298,7 +302,10 @@ class Decisions:
         row = place.row
         name = scheme.name
         tensor = f"{place.module}.weight"
-        if len(shape) != (3 if row.stacked else 2):
+        num_dimensions = 2
+        if row.stacked:
+            num_dimensions = 3
+        if len(shape) != num_dimensions:
             yield f"{name} needs a matrix", f"shape {list(shape)} in {tensor}", "source"
             return
         if scheme.has_tensor_scale and not row.takes_tensor_scale:
@@ -331,9 +338,10 @@ class Decisions:
         known = self.view.family.loader.mtp_leaves
         if place.part == "backbone" or not known:
             return True
-        return {
-            output.name.rpartition(".")[2] for output in renamed_outputs(weight, weight.scheme)
-        } <= {*known}
+        for output in renamed_outputs(weight, weight.scheme):
+            if output.name.rpartition(".")[2] not in known:
+                return False
+        return True
 
 
 def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[TensorPlan]:
@@ -361,12 +369,10 @@ def _same_bytes(stored: str, wanted: str) -> bool:
     """Whether a weight in one scheme has the bytes that another would write; scales may be called
     otherwise.
     """
-    if not stored:
+    if not stored or SCHEMES[stored].weights != SCHEMES[wanted].weights:
         return False
-    has, needs = (
-        {spec.suffix for spec in SCHEMES[name].tensors(128, 128)} for name in (stored, wanted)
-    )
-    return SCHEMES[stored].weights == SCHEMES[wanted].weights and needs <= has
+    stored_suffixes = {spec.suffix for spec in SCHEMES[stored].tensors(128, 128)}
+    return all(spec.suffix in stored_suffixes for spec in SCHEMES[wanted].tensors(128, 128))
 
 
 def _planned(
@@ -378,6 +384,9 @@ def _planned(
     scheme: str = "",
 ) -> TensorPlan:
     """A weight with its scales."""
+    shares = ""
+    if fate == "quantize" and SCHEMES[scheme].has_tensor_scale:
+        shares = place.shares
     return TensorPlan(
         name=HFName(f"{place.module}.weight"),
         inputs=weight.names(),
@@ -389,5 +398,5 @@ def _planned(
         scheme=scheme,
         form=weight.form,
         block=weight.block,
-        shares=place.shares if fate == "quantize" and SCHEMES[scheme].has_tensor_scale else "",
+        shares=shares,
     )

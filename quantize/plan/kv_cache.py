@@ -34,15 +34,17 @@ def with_cache_scales(
     Raises:
         RecipeError: this family's attention has no place for them; it names the reason.
     """
-    found = list[TensorPlan]()
+    planned = list[TensorPlan]()
     scales = list[TensorPlan]()
     why = no_place(view)
+    has_cache = False  # of the backbone
     for tensor in tensors:
         is_matrix = tensor.role == "attention" and len(tensor.shape) == 2 and tensor.fate != "drop"
         if is_matrix and any(".k_proj." in output.name for output in tensor.outputs):
             module = HFName(tensor.module.rpartition(".")[0])
             names = scale_names(view, tensor.part, module)
             tensor = tensor._replace(cache=names)
+            has_cache = has_cache or tensor.part == "backbone"
             place = replace(tensor.place, module=module)
             for name in names:
                 scales.append(
@@ -58,8 +60,8 @@ def with_cache_scales(
                         calibrated="cache",
                     )
                 )
-        found.append(tensor)
-    if not why and "backbone" not in [each.part for each in found if each.cache is not None]:
+        planned.append(tensor)
+    if not why and not has_cache:
         why = "no attention layer with a projection of keys"
     if why:
         raise RecipeError(
@@ -68,7 +70,7 @@ def with_cache_scales(
             got=why,
             cure="Remove kv_cache from the recipe",
         )
-    return found + scales
+    return planned + scales
 
 
 def no_place(view: FamilyView) -> str:
@@ -87,8 +89,12 @@ def scale_names(view: FamilyView, part: Part, module: HFName) -> tuple[HFName, .
     """The names of an attention module's scales in compressed-tensors' convention; none where no
     loader takes them.
     """
-    known = view.family.loader.draft_kv_names if part == "mtp" else "usual"
+    known = "usual"
+    if part == "mtp":
+        known = view.family.loader.draft_kv_names
     if not known:
         return ()
-    holder = f"{module}.attn" if known == "own" else module
+    holder = module
+    if known == "own":
+        holder = f"{module}.attn"
     return tuple(HFName(f"{holder}.{leaf}") for leaf in CACHE_LEAVES)

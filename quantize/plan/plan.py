@@ -62,23 +62,18 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will happen, before it does.
-
-    Attributes:
-        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the
-            output.
-        recipe_text: the recipe as the checkpoint will carry it; "" where only the decisions are
-            asked for.
-        file_stem: how the names of the output files start.
-    """
+    """Everything that will happen, before it does."""
 
     recipe: Recipe
     source: Source
     view: FamilyView
     tensors: tuple[TensorPlan, ...]
     shard_bytes: int = SHARD_BYTES
+    # The user lets the checkpoint's own Python run, and travel with the output.
     trust_remote_code: bool = False
+    # The recipe as the checkpoint will carry it; "" where only the decisions are asked for.
     recipe_text: str = ""
+    # How the names of the output files start.
     file_stem: str = "model"
 
     @property
@@ -91,12 +86,15 @@ class Plan:
     @cached_property
     def num_bytes_before(self) -> int:
         """Bytes of the source tensors that are consumed."""
-        read = (tensor.inputs for tensor in self.tensors if tensor.fate != "add")
-        return total_bytes(map(self.entries.__getitem__, set().union(*read)))
+        read = set[HFName]()
+        for tensor in self.tensors:
+            if tensor.fate != "add":
+                read.update(tensor.inputs)
+        return total_bytes(self.entries[name] for name in read)
 
     def num_bytes_read(self, tensors: Iterable[TensorPlan]) -> int:
         """Bytes of the source that these tensors are made from."""
-        return sum(self.entries[name].num_bytes for tensor in tensors for name in tensor.inputs)
+        return sum(total_bytes(self.entries[name] for name in tensor.inputs) for tensor in tensors)
 
     @cached_property
     def num_outputs(self) -> int:
@@ -118,7 +116,7 @@ class Plan:
     @cached_property
     def num_bytes_after(self) -> int:
         """Bytes of the tensors to be written."""
-        return sum(map(self.num_bytes_of, self.tensors))
+        return sum(self.num_bytes_of(tensor) for tensor in self.tensors)
 
     def num_bytes_of(self, tensor: TensorPlan) -> int:
         """Bytes of a tensor's outputs on disk."""
@@ -132,19 +130,21 @@ class Plan:
         Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the
         writer turns them.
         """
-        found = dict[HFName, Spelled]()
-        for tensor in self.tensors if self.recipe.format == "modelopt" else ():
+        spelled = dict[HFName, Spelled]()
+        if self.recipe.format != "modelopt":
+            return spelled
+        for tensor in self.tensors:
             if tensor.calibrated == "cache":
                 name = HFName(cache_scale_in("modelopt", tensor.name))
-                found[tensor.name] = Spelled(Output(name, "F32", ()), "dtype")
+                spelled[tensor.name] = Spelled(Output(name, "F32", ()), "dtype")
             elif tensor.scheme:
                 of_experts = tensor.role == "experts"
                 for name, dtype, shape in tensor.outputs:
                     module, _, leaf = name.rpartition(".")
                     other = in_modelopt(tensor.scheme, leaf, dtype, shape, of_experts=of_experts)
                     written = Output(HFName(f"{module}.{other.leaf}"), other.dtype, other.shape)
-                    found[name] = Spelled(written, other.change)
-        return found
+                    spelled[name] = Spelled(written, other.change)
+        return spelled
 
     def on_disk(self, output: Output) -> Output:
         """An output by the name, dtype and shape that it has in the finished checkpoint."""
@@ -164,7 +164,7 @@ class Plan:
         for tensor in self.tensors:
             if tensor.outputs:
                 by_unit[tensor.unit].append(tensor)
-        return tuple(map(tuple, by_unit.values()))
+        return tuple(tuple(tensors) for tensors in by_unit.values())
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -179,7 +179,7 @@ class Plan:
         part = ""
         room = 0
         for unit in self.units:
-            size = sum(map(self.num_bytes_of, unit))
+            size = sum(self.num_bytes_of(tensor) for tensor in unit)
             if unit[0].part != part or size > room:
                 files.append([])
                 part = unit[0].part
@@ -188,11 +188,8 @@ class Plan:
             room -= size
         shards = []
         for number, units in enumerate(files, start=1):
-            # Widest dtypes first, as safetensors writes them: every tensor then starts aligned.
-            outputs = sorted(
-                map(self.on_disk, outputs_of(chain(*units))),
-                key=lambda output: (-DTYPE_BITS[output.dtype], output.name),
-            )
+            outputs = [self.on_disk(output) for output in outputs_of(chain(*units))]
+            outputs.sort(key=_order_in_file)
             name = f"{self.file_stem}-{number:05d}-of-{len(files):05d}.safetensors"
             shards.append(Shard(file=name, units=tuple(units), outputs=tuple(outputs)))
         return tuple(shards)
@@ -202,15 +199,22 @@ class Plan:
         """Schemes of this plan that need batches, the KV cache's among them, and the word for a
         tuned MTP block.
         """
-        schemes = {tensor.scheme or CACHE for tensor in self.tensors if tensor.calibrated}
-        return sorted(schemes | {f"mtp: {TUNED}" for tensor in self.tensors if tensor.tuned})
+        needing = set[str]()
+        for tensor in self.tensors:
+            if tensor.calibrated:
+                needing.add(tensor.scheme or CACHE)
+            if tensor.tuned:
+                needing.add(f"mtp: {TUNED}")
+        return sorted(needing)
 
     @property
     def needs_batches(self) -> bool:
         """Whether text is run: for a scheme, for an algorithm, or to measure what `auto` or `tuned`
         decide.
         """
-        return bool(self.needs_calibration) or self.recipe.measures_mtp or self.recipe.is_searched
+        if self.recipe.measures_mtp or self.recipe.is_searched:
+            return True
+        return bool(self.needs_calibration)
 
     @property
     def calibration(self) -> Calibration:
@@ -226,6 +230,11 @@ class Plan:
         if self.recipe.mtp == AUTO and self.recipe.calibrated_among(self.recipe.mtp_decisions()):
             return True
         return any(tensor.calibrated or tensor.tuned for tensor in self.mtp)
+
+
+def _order_in_file(output: Output) -> tuple[int, str]:
+    """Widest dtypes first, as safetensors writes them: every tensor then starts aligned."""
+    return -DTYPE_BITS[output.dtype], output.name
 
 
 def make_plan(
@@ -300,7 +309,9 @@ def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:
     """
     weights, others = stored_weights(entries)
     with matching_limit():
-        return [*map(decisions.weight, weights.values()), *map(decisions.other, others)]
+        tensors = [decisions.weight(weight) for weight in weights.values()]
+        tensors += [decisions.other(entry) for entry in others]
+    return tensors
 
 
 # --- recipe and model must fit --------------------------------------------------------------------
@@ -310,9 +321,9 @@ def _refuse_lost_layers(view: FamilyView, source: Source, tensors: Iterable[Tens
     """Each layer of the backbone that config.json counts has a tensor: a download that was cut has
     not.
     """
-    held = {tensor.layer for tensor in tensors if tensor.part == "backbone"}
+    there = {tensor.layer for tensor in tensors if tensor.part == "backbone"}
     for index in range(view.num_layers):
-        if index not in held:
+        if index not in there:
             raise CheckpointError(
                 f"{source.where}/config.json",
                 f"num_hidden_layers={view.num_layers} promises "
@@ -327,14 +338,16 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
     block must be there.
     """
     promised = view.num_mtp_layers
-    found = view.mtp_layers_of(names)
+    there = view.mtp_layers_of(names)
     where = f"{source.where}/config.json"
     key = view.mtp_count_key
-    count_cure, lost_cure = "Correct config.json", _LOST
-    if view.is_number_wrong(found):
+    count_cure = "Correct config.json"
+    lost_cure = _LOST
+    if view.is_number_wrong(there):
         command = f"keepmtp fix {shlex.quote(source.where)} --out NEW"
         count_cure = lost_cure = f"Run `{command}`, and quantize NEW"
-    if extra := sorted(found - {*range(promised)}):
+    extra = sorted(there - {*range(promised)})
+    if extra:
         raise CheckpointError(
             where,
             f"{key} must count the MTP layers on disk",
@@ -344,7 +357,7 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
     if not promised:
         raise CheckpointError(where, f"{key} must promise an MTP block", got=promised, cure=_LOST)
     for index in range(promised):
-        if index not in found:
+        if index not in there:
             raise CheckpointError(
                 where,
                 f"{key}={promised} promises MTP layers {view.mtp_stem(index)}*",
@@ -365,7 +378,8 @@ def refuse_missing_mtp(view: FamilyView, source: Source, names: Collection[HFNam
 def _refuse_unmatched(decisions: Decisions, tensors: Iterable[TensorPlan]) -> None:
     """Every pattern and every module group that the recipe names must be in the model."""
     recipe = decisions.recipe
-    for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep):
+    patterns = [override.modules for override in recipe.overrides]
+    for pattern in (*patterns, *recipe.keep):
         if pattern not in decisions.matched:
             raise RecipeError(
                 recipe.name,
@@ -425,10 +439,10 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
                 got=f"{scheme} for {tensor.name}",
                 cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
             )
-        is_wordless = scheme not in ALGORITHMS or (
-            tensor.role == "experts" and scheme in NOT_FOR_EXPERTS
-        )
-        if recipe.format == "modelopt" and scheme and is_wordless:
+        has_word = scheme in ALGORITHMS
+        if tensor.role == "experts":
+            has_word = has_word and scheme not in NOT_FOR_EXPERTS
+        if recipe.format == "modelopt" and scheme and not has_word:
             words = ", ".join(word for word in ALGORITHMS if word not in NOT_FOR_EXPERTS)
             raise RecipeError(
                 f"{recipe.name}: {tensor.part} {tensor.role}",
@@ -443,23 +457,26 @@ def refuse_unservable(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
 
 def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorPlan]:
     """The tensors, each with what batches give it."""
-    algorithm = recipe.calibration.algorithm if recipe.calibration else "minmax"
+    algorithm = "minmax"
+    if recipe.calibration is not None:
+        algorithm = recipe.calibration.algorithm
     marked = [_marked(tensor, recipe, algorithm) for tensor in tensors]
     if algorithm not in RESCALING:
         return marked
-    rewritten = {
-        (t.part, t.layer) for t in marked if t.calibrated == "weights" and t.layer is not None
-    }
+    rewritten = set[tuple[str, int | None]]()
+    for tensor in marked:
+        if tensor.calibrated == "weights" and tensor.layer is not None:
+            rewritten.add((tensor.part, tensor.layer))
     for number, tensor in enumerate(marked):
-        # Its values are computed anew, or could be: its bytes are not those of a stored scheme.
-        is_free = tensor.fate in ("quantize", "dequantize") or (
-            tensor.fate == "keep" and tensor.form == "plain"
-        )
-        is_neighbour = tensor.calibrated != "weights" and (tensor.part, tensor.layer) in rewritten
-        if is_free and is_neighbour and tensor.role != "state":
-            marked[number] = tensor._replace(
-                may_change=True, reason=f"{tensor.reason}; {algorithm} may rescale it"
-            )
+        if tensor.calibrated == "weights" or (tensor.part, tensor.layer) not in rewritten:
+            continue
+        # The bytes of a stored scheme stay; what is computed anew, or plain, can be rescaled.
+        is_free = tensor.fate in ("quantize", "dequantize")
+        if tensor.fate == "keep":
+            is_free = tensor.form == "plain"
+        if is_free and tensor.role != "state":
+            reason = f"{tensor.reason}; {algorithm} may rescale it"
+            marked[number] = tensor._replace(may_change=True, reason=reason)
     return marked
 
 
@@ -468,7 +485,9 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
 
     Weights of a tuned block are rounded to nearest, whatever the algorithm.
     """
-    tuned = recipe.mtp_tuned if tensor.part == "mtp" else None
+    tuned = None
+    if tensor.part == "mtp":
+        tuned = recipe.mtp_tuned
     reason = tensor.reason
     scheme = tensor.scheme
     if tensor.fate == "quantize":
@@ -487,13 +506,11 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
             reason += "; input scales from calibration data"
         if calibrated or reason != tensor.reason:
             tensor = tensor._replace(reason=reason, calibrated=calibrated, weighted=is_weighted)
-    if (
-        tuned is not None
-        and tensor.role not in (*_NEVER_TRAINED, *tuned.frozen)
-        and _is_weight(tensor)
-    ):
-        return tensor._replace(reason=f"{reason}; tuned", tuned=True)
-    return tensor
+    if tuned is None or tensor.role in (*_NEVER_TRAINED, *tuned.frozen):
+        return tensor
+    if not _is_weight(tensor):
+        return tensor
+    return tensor._replace(reason=f"{reason}; tuned", tuned=True)
 
 
 def _is_weight(tensor: TensorPlan) -> bool:
@@ -502,17 +519,22 @@ def _is_weight(tensor: TensorPlan) -> bool:
     """
     if not tensor.name.endswith((".weight", ".bias")) and not tensor.stacked:
         return False
+    if tensor.fate == "quantize":
+        return True
     if tensor.fate == "keep" and (tensor.form != "plain" or tensor.scheme):
         return False
-    is_float = all(output.dtype in ("BF16", "F16", "F32") for output in tensor.outputs)
-    return tensor.fate == "quantize" or (tensor.fate in ("keep", "dequantize") and is_float)
+    if tensor.fate not in ("keep", "dequantize"):
+        return False
+    return all(output.dtype in ("BF16", "F16", "F32") for output in tensor.outputs)
 
 
 def plan_order(tensor: TensorPlan) -> tuple[bool, int, list[str | int]]:
     """The backbone before the MTP block; in each, layer by layer, and by name with numbers as
     numbers.
     """
-    layer = tensor.layer if tensor.layer is not None else -1
+    layer = tensor.layer
+    if layer is None:
+        layer = -1
     natural: list[str | int] = [*_NUMBERS.split(tensor.name)]
     natural[1::2] = map(int, natural[1::2])  # every second part is a number
     return (tensor.part == "mtp", layer, natural)

@@ -45,53 +45,45 @@ class Spelled(NamedTuple):
 
 
 class TensorPlan(NamedTuple):
-    """What happens to one weight with its scales, or to one other tensor. A tuple, as `Output` is.
+    """What happens to a weight with its scales, or to another tensor; a tuple, as `Output` is."""
 
-    Attributes:
-        name: the weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
-        inputs: every source tensor this consumes; across a plan each source tensor is consumed
-            once.
-        fate: quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`;
-            drop.
-        reason: why, for people.
-        shape: logical shape.
-        place: what it is on disk and in vLLM.
-        scheme: the form at run time: a scheme's name, or "" for plain tensors.
-        form: how the source stores it.
-        block: rows and columns per scale of the stored form, for block forms.
-        shares: tensors that share this are computed together and are written to one shard; "" for
-            one alone.
-        slices: for a matrix whose rows are interleaved, the rows of each output in one of its
-            slices.
-        calibrated: which outputs need batches. "scales": the static input scales, while the weight
-            is packed from the source; where `weighted`, packing needs them, too. "weights": every
-            output, because an algorithm rewrites the weight. "cache": a scale of the KV cache,
-            which no source tensor is the origin of.
-        cache: of the projection of keys, where the attention has an FP8 cache: the names of its
-            scales, of keys and of values; () where no loader takes them, and they are 1. None for
-            all other tensors.
-        weighted: the scales of the weight are searched by the importance of its input channels.
-        may_change: the algorithm moves scale between the modules of this layer, so batches may also
-            give all outputs of this one, unit by unit.
-        tuned: training gives every output of this tensor of the MTP block.
-    """
-
+    # The weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
     name: HFName
+    # Every source tensor this consumes; across a plan each source tensor is consumed once.
     inputs: tuple[HFName, ...]
+    # Quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`; drop.
     fate: Fate
+    # Why this fate, for people.
     reason: str
+    # The logical shape, also of a packed weight.
     shape: Shape
     outputs: tuple[Output, ...]
+    # What it is on disk and in vLLM.
     place: Place
+    # The form at run time: a scheme's name, or "" for plain tensors.
     scheme: str = ""
+    # How the source stores it.
     form: Form = "plain"
+    # Rows and columns per scale of the stored form, for block forms.
     block: tuple[int, int] | None = None
+    # Tensors that share this are computed together and are written to one shard; "" for one alone.
     shares: str = ""
+    # For a matrix whose rows are interleaved, the rows of each output in one of its slices.
     slices: tuple[int, ...] = ()
+    # Which outputs need batches. "scales": the static input scales, while the weight is packed from
+    # the source; where `weighted`, packing needs them, too. "weights": every output, because an
+    # algorithm rewrites the weight. "cache": a scale of the KV cache, which no source tensor is the
+    # origin of.
     calibrated: Literal["", "scales", "weights", "cache"] = ""
+    # For the projection of keys, where the attention has an FP8 cache: the names of its scales, of
+    # keys and of values; () where no loader takes them, and they are 1. None for all other tensors.
     cache: tuple[HFName, ...] | None = None
+    # The scales of the weight are searched by the importance of its input channels.
     weighted: bool = False
+    # The algorithm moves scale between the modules of this layer, so batches may also give all
+    # outputs of this one, unit by unit.
     may_change: bool = False
+    # Training gives every output of this tensor of the MTP block.
     tuned: bool = False
 
     @property
@@ -145,10 +137,11 @@ class TensorPlan(NamedTuple):
         """
         if not self.weighted:
             return ()
-        modules = dict.fromkeys(output.name.rpartition(".")[0] for output in self.outputs)
-        return tuple(
-            Output(importance_of(HFName(name)), "F32", self.shape[-1:]) for name in modules
-        )
+        importances = dict[HFName, Output]()
+        for output in self.outputs:
+            name = importance_of(HFName(output.name.rpartition(".")[0]))
+            importances[name] = Output(name, "F32", self.shape[-1:])
+        return tuple(importances.values())
 
 
 def batch_suffixes(scheme: str) -> tuple[str, ...]:
@@ -193,20 +186,19 @@ def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     their precision.
     """
     scale = weight.parts.get("weight_scale")
-    outputs = _outputs_of(weight.module, scheme, weight.shape)
-    if scale is None or scale.dtype not in ("F32", "F16"):
-        return outputs
-    return tuple(
-        output._replace(dtype=scale.dtype) if output.dtype == "BF16" else output
-        for output in outputs
-    )
+    outputs = list(_outputs_of(weight.module, scheme, weight.shape))
+    if scale is not None and scale.dtype in ("F32", "F16"):
+        for number, output in enumerate(outputs):
+            if output.dtype == "BF16":
+                outputs[number] = output._replace(dtype=scale.dtype)
+    return tuple(outputs)
 
 
 def _outputs_of(module: HFName, scheme: str, shape: Shape) -> tuple[Output, ...]:
-    return tuple(
-        Output(HFName(f"{module}.{spec.suffix}"), spec.dtype, spec.shape)
-        for spec in _specs(scheme, *shape)
-    )
+    outputs = list[Output]()
+    for spec in _specs(scheme, *shape):
+        outputs.append(Output(HFName(f"{module}.{spec.suffix}"), spec.dtype, spec.shape))
+    return tuple(outputs)
 
 
 @cache

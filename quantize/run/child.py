@@ -22,12 +22,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_OURS = (
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "PYTHONSTARTUP",
-    "VIRTUAL_ENV",
-)  # they belong to keepmtp's Python
+# They belong to keepmtp's Python.
+_OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
 _LISTED = """
     PATH HOME USER LOGNAME SHELL HOSTNAME PWD TERM COLUMNS NO_COLOR TZ LANG LANGUAGE LC_* XDG_*
     TMPDIR TEMP TMP CONDA_PREFIX VIRTUAL_ENV PYTHON* KEEPMTP_*
@@ -67,10 +63,14 @@ def environment(
             other child gets what is listed and no secret, and stays offline.
         is_ours: it runs keepmtp's own Python.
     """
-    kept = {name: value for name, value in os.environ.items() if is_ours or name not in _OURS}
+    kept = dict[str, str]()
+    for name, value in os.environ.items():
+        if name in _OURS and not is_ours:
+            continue
+        if reaches_hub or _is_harmless(name, value):
+            kept[name] = value
     if not reaches_hub:
-        listed = {name: value for name, value in kept.items() if _is_harmless(name, value)}
-        kept = listed | _OFFLINE
+        kept |= _OFFLINE
     return {**kept, "PYTHONSAFEPATH": "1", **changes}
 
 
@@ -144,11 +144,10 @@ class Child:
             self._writer = -1
             if self.process.wait() == -signal.SIGKILL:
                 self.kill()  # it may have been killed itself, before it could end the others
-            for pipe in filter(
-                None, (self.process.stdin, self.process.stdout, self.process.stderr)
-            ):
-                with suppress(BrokenPipeError):
-                    pipe.close()
+            for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
 
     def kill(self) -> None:
         """Kill its group at once, also from another thread; who reads its pipes reads their end."""

@@ -24,20 +24,17 @@ if TYPE_CHECKING:  # it imports pydantic, which a progress bar does not need
 
 @frozen
 class ProcessPlace:
-    """This process among all.
+    """This process among all."""
 
-    Attributes:
-        rank: counted over all nodes.
-        size: processes in all.
-        local: counted on this node.
-        local_size: processes on this node.
-        launcher: the program that started them.
-    """
-
+    # Its number over all nodes.
     rank: int = 0
+    # Processes in all.
     size: int = 1
+    # Its number on this node.
     local: int = 0
+    # Processes on this node.
     local_size: int = 1
+    # The program that started them.
     launcher: str = "torchrun"
 
 

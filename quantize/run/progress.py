@@ -32,24 +32,28 @@ class CalibrationStep:
     memory_gib: float
 
 
+def _nothing() -> None:
+    """What nobody asked for."""
+
+
 ProgressCallback = Callable[[CalibrationStep], None]
 
 
 @frozen
 class RunProgress:
-    """Who is called while a checkpoint is made; None for nobody.
+    """Who is called while a checkpoint is made; None for nobody."""
 
-    Attributes:
-        calibration: called after each step.
-        packing: called with the number of source bytes when packing begins.
-        values: called with the number of bytes of the output whose values are read, before it gets
-            its name.
-        download: brings a source to this machine, and shows how far it is.
-    """
-
+    # Brings the packages of the extra that the run needs, before they are asked for.
+    install: Callable[[str], None] | None = None
+    # Called once nothing refuses the run, before anything is fetched or computed.
+    accepted: Callable[[], None] = _nothing
+    # Called after each step.
     calibration: ProgressCallback | None = None
+    # Called with the number of source bytes when packing begins.
     packing: Bar | None = None
+    # Called with the number of bytes of the output whose values are read, before it gets its name.
     values: Bar | None = None
+    # Brings a source to this machine, and shows how far it is.
     download: "Callable[[Source], Source] | None" = None
 
 
@@ -95,23 +99,20 @@ def progress_since(
 
 @frozen
 class Step:
-    """How far one checkpoint is.
+    """How far one checkpoint is."""
 
-    Attributes:
-        role: which one, as its station names it.
-        doing: what else than asking is going on; "" while it is asked.
-        done, total: in `unit`.
-        tokens_per_second: of this sitting: generated, or read as a prompt.
-        eta_seconds: at this sitting's rate; None where there is none yet.
-        unit: what is asked one at a time.
-        task: that is asked; "" where a station has but one.
-    """
-
+    # Which one, as its station names it.
     role: str
+    # What else than asking is going on; "" while it is asked.
     doing: str
+    # How many are done and how many there are, counted in `unit`.
     done: int
     total: int
+    # Of this sitting alone: generated, or read as a prompt.
     tokens_per_second: float = 0.0
+    # Time that is left, at this sitting's rate; None where there is none yet.
     eta_seconds: float | None = None
+    # What is asked one at a time.
     unit: str = "question"
+    # The task that is asked; "" where a station has but one.
     task: str = ""

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import ceil
 from typing import Any, TypeVar
 
 import torch
@@ -43,18 +44,15 @@ _T = TypeVar("_T")
 
 @frozen
 class Ranks:
-    """This process among `size`.
+    """This process among `size`."""
 
-    Attributes:
-        rank: counted over all nodes.
-        size: processes in all; 1 without a launcher.
-        device: this process's GPU, or the CPU.
-        local_size: processes on this node, who share its cores.
-    """
-
+    # Its number over all nodes.
     rank: int
+    # Processes in all; 1 without a launcher.
     size: int
+    # This process's GPU, or the CPU.
     device: torch.device
+    # Processes on this node, who share its cores.
     local_size: int = 1
 
     @property
@@ -77,9 +75,12 @@ class Ranks:
         Whole batches are those of a single process, so that each computes what it would compute
         there.
         """
-        unit = batch_size if -(-num_rows // batch_size) >= self.size else 1
-        num_units = -(-num_rows // unit)
-        first, end = (num_units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
+        unit = batch_size
+        if ceil(num_rows / batch_size) < self.size:
+            unit = 1
+        num_units = ceil(num_rows / unit)
+        first = num_units * self.rank // self.size * unit
+        end = num_units * (self.rank + 1) // self.size * unit
         return range(min(first, num_rows), min(end, num_rows))
 
     def of_first(self, find: Callable[[], _T]) -> _T:
@@ -93,11 +94,11 @@ class Ranks:
             except KeepMTPError as error:
                 sent[1] = type(error), str(error.where), error.rule, str(error.got), error.cure
         dist.broadcast_object_list(sent, src=0)
-        found, refused = sent
+        value, refused = sent
         if refused is not None:
             refusal, where, rule, got, cure = refused
             raise refusal(where, rule, got=got, cure=cure)
-        return found
+        return value
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The same values summed over the ranks, on the CPU."""
@@ -145,7 +146,9 @@ def joined() -> Iterator[Ranks]:
             return
         with _ended_by_launcher():
             os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
-            backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+            backend = "gloo"
+            if ranks.device.type == "cuda":
+                backend = "cpu:gloo,cuda:nccl"
             dist.init_process_group(
                 backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT
             )
@@ -213,7 +216,8 @@ def _refuse_shared_gpu(ranks: Ranks) -> None:
     if ranks.device.type != "cuda":
         return
     own = f"{socket.gethostname()}: GPU {torch.cuda.get_device_properties(ranks.device).uuid}"
-    if (count := gathered(own).count(own)) > 1:
+    count = gathered(own).count(own)
+    if count > 1:
         raise _without_gpu(str(ranks), f"{count} processes on {own}")
 
 

@@ -40,16 +40,13 @@ _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 @frozen
 class Statistics:
-    """The headers of a folder of statistics; no tensor is held in memory.
+    """The headers of a folder of statistics; no tensor is held in memory."""
 
-    Attributes:
-        folder: the folder of the files.
-        entries: every tensor, by its name in the finished checkpoint.
-        sums: SHA-256 of their bytes, as calibration wrote them.
-    """
-
+    # The folder of the files.
     folder: Path
+    # Every tensor, by its name in the finished checkpoint.
     entries: Mapping[HFName, Entry]
+    # SHA-256 of their bytes, as calibration wrote them.
     sums: Mapping[HFName, str] = field(default_factory=dict)
 
     @classmethod
@@ -141,9 +138,9 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    found = dict(_read(path).metadata)
-    found.pop(_SUMS, None)
-    return found
+    metadata = dict(_read(path).metadata)
+    metadata.pop(_SUMS, None)
+    return metadata
 
 
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:

@@ -22,11 +22,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
-_KILL_SECONDS = (
-    30.0  # a process in an uninterruptible wait cannot be killed, and nobody waits for it for ever
-)
+# A process in an uninterruptible wait cannot be killed, and nobody waits for it for ever.
+_KILL_SECONDS = 30.0
 
 
 def main() -> None:
@@ -104,7 +105,10 @@ def _end_all() -> None:
     if not _PROC.is_dir():
         os.killpg(0, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_SECONDS
-    while (left := _descendants()) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        left = _descendants()
+        if not left:
+            return
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -118,13 +122,13 @@ def _descendants() -> list[int]:
         with suppress(OSError):  # it has ended since
             _, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
             children.setdefault(int(rest.split()[1]), []).append(int(folder.name))
-    found = list[int]()
+    descendants = list[int]()
     waiting = [os.getpid()]
     while waiting:
         own = children.get(waiting.pop(), [])
-        found += own
+        descendants += own
         waiting += own
-    return found
+    return descendants
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Easy to get wrong: a refusal must be known from the plan alone. A run over a lar
 hours, and what can be refused at its start is refused there.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ...recipes.errors import RecipeError
@@ -18,8 +19,13 @@ from ..run.processes import place_of_process, refuse_processes
 from .output import is_finished, refuse_output
 
 
-def refuse(plan: Plan, out: Path) -> None:
+def refuse(plan: Plan, out: Path, *, install: Callable[[str], None] | None = None) -> None:
     """Refuse a run that cannot succeed here. One that has succeeded is not refused.
+
+    Args:
+        plan: what will be done.
+        out: where.
+        install: brings the packages of an extra, before they are asked for.
 
     Raises:
         RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and
@@ -32,10 +38,14 @@ def refuse(plan: Plan, out: Path) -> None:
         if plan.needs_batches:
             calibration = None  # the batches are not read yet
         refuse_output(plan, out, calibration=calibration)
-    for refuse_plan in _REFUSALS:
+    for refuse_plan in _OF_A_PLAN:
         refuse_plan(plan)
     if plan.recipe.calibration is not None and plan.needs_batches:
         refuse_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
+    # Last: what no package cures is refused before one is installed.
+    if install is not None:
+        install(extra_of(plan))
+    _refuse_missing_extra(plan)
 
 
 def _refuse_missing_extra(plan: Plan) -> None:
@@ -48,7 +58,7 @@ def _refuse_missing_extra(plan: Plan) -> None:
     require_extra("packing weights", "quantize")
 
 
-_REFUSALS = (refuse_untrusted_code, refuse_no_draft, refuse_texts, _refuse_missing_extra)
+_OF_A_PLAN = (refuse_untrusted_code, refuse_no_draft, refuse_texts)
 
 
 def extra_of(plan: Plan) -> str:
@@ -64,7 +74,7 @@ def extra_of(plan: Plan) -> str:
 def refusals(plan: Plan) -> list[str]:
     """Every sentence that would stop this plan here, whatever its output folder."""
     found = []
-    for refuse_plan in _REFUSALS:
+    for refuse_plan in (*_OF_A_PLAN, _refuse_missing_extra):
         try:
             refuse_plan(plan)
         except RecipeError as error:

@@ -12,16 +12,15 @@ def pairwise(cases: Sequence[Mapping[str, object]], number: int) -> list[int]:
     """
     even = [place * len(cases) // number for place in range(number)]
     waiting = list(dict.fromkeys([*even, *range(len(cases))]))
-    values = [
-        # A list of dictionaries or functions gives each case the same object, which may not hash.
-        [(name, v if isinstance(v, str | int | Path) else id(v)) for name, v in case.items()]
-        for case in cases
-    ]
-    pairs = [set(combinations(of, 2)) for of in values]
-    seen, taken, kept = set[object](), Counter[object](), list[int]()
+    values = [_values(case) for case in cases]
+    pairs = [set(combinations(own, 2)) for own in values]
+    seen = set[object]()
+    taken = Counter[object]()
+    kept = list[int]()
 
     def gain(place: int) -> tuple[int, int]:
-        return len(pairs[place] - seen), -sum(taken[value] for value in values[place])
+        before = sum(taken[value] for value in values[place])
+        return len(pairs[place] - seen), -before
 
     while len(kept) < number and waiting:
         best = max(waiting, key=gain)
@@ -30,3 +29,14 @@ def pairwise(cases: Sequence[Mapping[str, object]], number: int) -> list[int]:
         waiting.remove(best)
         kept.append(best)
     return kept
+
+
+def _values(case: Mapping[str, object]) -> list[tuple[str, object]]:
+    """The values of a case that tell it from others."""
+    values = list[tuple[str, object]]()
+    for name, value in case.items():
+        # A list of dictionaries or functions gives each case the same object, which may not hash.
+        if not isinstance(value, str | int | Path):
+            value = id(value)
+        values.append((name, value))
+    return values

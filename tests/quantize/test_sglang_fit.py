@@ -14,7 +14,6 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
-from tables import cases
 
 PAIRS = sglang_table.PAIRS["compressed-tensors"]
 
@@ -32,16 +31,22 @@ def fit_of(model: str, scheme: str, mtp: str) -> tuple[Plan, QuantizationConfig]
 @pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
 @pytest.mark.parametrize("model", releases.MODELS)
 def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
+    fused_here = FUSED
+    if "qwen3.5" in model:
+        fused_here = FUSED_IN_QWEN35
     for scheme, mtp in PAIRS:
-        if (found := fit_of(model, scheme, mtp)) is None or found[1].obstacles:
+        fit = fit_of(model, scheme, mtp)
+        if fit is None or fit[1].obstacles:
             continue
-        plan, config = found[0], found[1].value
+        plan, config = fit
         for matrix in matrices_of(plan):
+            wanted = {}
+            if matrix.scheme:
+                wanted = SCHEMES[matrix.scheme].config_group()
             for name in sglang_table.names(plan.view, matrix.place):
-                for fused in (FUSED_IN_QWEN35 if "qwen3.5" in model else FUSED, {}):
-                    group = group_of(config, name, fused) or {}
-                    want = SCHEMES[matrix.scheme].config_group() if matrix.scheme else {}
-                    assert group.get("weights") == want.get("weights"), name
+                for fused in (fused_here, {}):
+                    group = group_of(config.value, name, fused) or {}
+                    assert group.get("weights") == wanted.get("weights"), name
 
 
 @pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
@@ -68,15 +73,26 @@ def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():
     assert "would exclude model.layers.0" in fit.line
 
 
-@cases
+@pytest.mark.parametrize(
+    ("model", "scheme", "mtp", "says"),
+    [
+        ("qwen3-next-80b", "FP8_DYNAMIC", "bf16", "it asks for model.layers.0.mlp.experts.0"),
+        ("exaone-4.5-33b", "FP8_DYNAMIC", "bf16", "it has no class for the model"),
+        ("minimax-m3", "FP8_DYNAMIC", "bf16", "no draft class (models/minimax_m3_vl.py)"),
+        ("deepseek-r1", "FP8_BLOCK", "bf16", "kv_b_proj"),
+        ("dsv4-flash", "FP8_DYNAMIC", "bf16", "wo_a"),
+    ],
+)
 def test_an_obstacle_is_named_with_sglangs_file(model, scheme, mtp, says):
-    found = fit_of(model, scheme, mtp)
-    assert found
-    assert (says in found[1].line and ".py)" in found[1].line) or "(models)" in found[1].line
-    plan, config = found[0], found[1].value
-    asked = {name for module in modules_of(plan) for name in (module.name, *module.asked)}
-    entries = [*config["ignore"]]
-    for group in config["config_groups"].values():
+    fit = fit_of(model, scheme, mtp)
+    assert fit
+    plan, config = fit
+    assert (says in config.line and ".py)" in config.line) or "(models)" in config.line
+    asked = set[str]()
+    for module in modules_of(plan):
+        asked.update((module.name, *module.asked))
+    entries = [*config.value["ignore"]]
+    for group in config.value["config_groups"].values():
         entries += group["targets"]
     for matrix in matrices_of(plan):
         for name in {*sglang_table.names(plan.view, matrix.place)} - asked:

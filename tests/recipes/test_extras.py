@@ -18,7 +18,6 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = DECLARED["optional-dependencies"]
 
 
-FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cure", "cli")
 # Import names that are not the distribution's own.
 IMPORTED_AS = {"lm-eval": "lm_eval", "nvidia-modelopt": "modelopt", "pyyaml": "yaml"}
 # `Tensor.numpy()` and `torch.from_numpy` import it; PyTorch does not require it.
@@ -30,10 +29,7 @@ NO_PART_OF_THE_PACKAGE = "test"
 def imported() -> set[str]:
     """The first parts of all names that modules of the package import, in any function."""
     found: set[str] = set()
-    for path in (
-        *ROOT.glob("*.py"),
-        *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")),
-    ):
+    for path in house.sources():
         for node in ast.walk(house.parsed(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -44,17 +40,14 @@ def imported() -> set[str]:
 
 def unused(extras: dict[str, list[str]], modules: set[str]) -> list[str]:
     """The packages that an extra declares and no module imports."""
-    named = {
-        f"{Requirement(line).name} of {extra}": Requirement(line).name
-        for extra, lines in extras.items()
-        for line in lines
-    }
     known = modules | BY_PYTORCH | {"keepmtp"}
-    return [
-        where
-        for where, name in named.items()
-        if IMPORTED_AS.get(name, name.replace("-", "_")) not in known
-    ]
+    never = list[str]()
+    for extra, lines in extras.items():
+        for line in lines:
+            name = Requirement(line).name
+            if IMPORTED_AS.get(name, name.replace("-", "_")) not in known:
+                never.append(f"{name} of {extra}")
+    return never
 
 
 @pytest.mark.full
@@ -69,9 +62,11 @@ def test_what_no_module_imports_is_not_declared():
 def declared(extra: str) -> set[str]:
     """An extra's packages, those of the extras it includes too."""
     found = set()
-    for needed in map(Requirement, EXTRAS[extra]):
+    for line in EXTRAS[extra]:
+        needed = Requirement(line)
         if needed.name == "keepmtp":
-            found |= set().union(*map(declared, needed.extras))
+            for included in needed.extras:
+                found |= declared(included)
         else:
             found.add(f"{needed.name}{needed.specifier}")
     return found
@@ -88,9 +83,13 @@ def test_an_extra_is_what_pyproject_says(extra):
 def test_what_is_missing_is_named_with_its_cure(monkeypatch):
     assert missing("calibrate") == [], "the tests' own environment has everything"
     known = extras.version
-    monkeypatch.setattr(
-        extras, "version", lambda name: absent(name) if name == "datasets" else known(name)
-    )
+
+    def version(name: str) -> str:
+        if name == "datasets":
+            raise extras.PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(extras, "version", version)
     with pytest.raises(RecipeError, match="got no datasets") as caught:
         require_extra("here", "calibrate", otherwise="do without")
     assert str(caught.value) == (
@@ -98,10 +97,6 @@ def test_what_is_missing_is_named_with_its_cure(monkeypatch):
         f"Run {sys.executable} -m pip install 'keepmtp[calibrate]', or do without."
     )
     require_extra("here", "quantize")
-
-
-def absent(name: str) -> str:
-    raise extras.PackageNotFoundError(name)
 
 
 def test_a_version_that_is_too_old_is_missing(monkeypatch):

@@ -32,6 +32,7 @@ from keepmtp.recipes.families import (
 )
 from keepmtp.recipes.family import Family, HFName
 from keepmtp.recipes.family_view import FamilyView
+from keepmtp.recipes.frozen import without
 from keepmtp.recipes.runtimes import vllm
 from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models
 from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
@@ -39,7 +40,7 @@ from keepmtp.recipes.schemes import num_bytes
 from keepmtp.recipes.yaml_file import load_shipped
 from layouts import MODELS, PUBLISHED
 from pydantic import TypeAdapter, ValidationError
-from tables import cases, table
+from tables import table
 from tensors import Tensors
 
 NAMES = load_shipped(Path(__file__).with_name("names.yaml"))
@@ -80,11 +81,9 @@ def view_of(model: str, size: str = "tiny") -> tuple[FamilyView, Tensors]:
 
 def without_most_experts(tensors: Tensors) -> list[HFName]:
     """Experts differ by number alone: the first, a two-digit one and the last stand for all."""
-    experts = {int(match[1]) for name in tensors if (match := EXPERT.search(name))}
-    chosen = {0, 10, max(experts, default=0)}
-    return [
-        HFName(name) for name in tensors if not (m := EXPERT.search(name)) or int(m[1]) in chosen
-    ]
+    numbers = {name: int((EXPERT.search(name) or [0, 0])[1]) for name in tensors}
+    chosen = {0, 10, max(numbers.values())}
+    return [HFName(name) for name, number in numbers.items() if number in chosen]
 
 
 def is_weight(name: str) -> bool:
@@ -119,15 +118,17 @@ def test_every_family_has_a_fixture():
 def test_the_mtp_block_is_all_of_what_is_published(model):
     # Four layers deep: the MTP block is the same, the backbone is not what this counts.
     depth = {"num_hidden_layers": 4}
-    changes = {"text_config": depth} if "text_config" in MODELS[model] else depth
+    changes = depth
+    if "text_config" in MODELS[model]:
+        changes = {"text_config": depth}
     config, tensors = releases.source_layout(model, size="full", changes=changes)
     view = find_view(config, model)
-    found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
+    found = [name for name in tensors if view.is_mtp(HFName(name))]
     known = PUBLISHED[model]
     assert view.num_mtp_layers == known.num_mtp_layers
     assert view.mtp_layers_of(found) == set(range(known.num_mtp_layers))
     if known.num_mtp_weights is not None:
-        assert sum(map(is_weight, found)) == known.num_mtp_weights
+        assert sum(is_weight(name) for name in found) == known.num_mtp_weights
 
 
 def test_deepseek_v4_flash_is_what_others_count():
@@ -138,9 +139,8 @@ def test_deepseek_v4_flash_is_what_others_count():
     backbone = [name for name in tensors if not name.startswith("mtp.") and is_weight(name)]
     assert len([name for name in backbone if ".experts." not in name]) == 1199
     assert view.num_layers == 43
-    assert sum(parameters(tensors[name]) for name in backbone) / 1e9 == pytest.approx(
-        284, rel=0.002
-    )
+    total = sum(parameters(tensors[name]) for name in backbone)
+    assert total / 1e9 == pytest.approx(284, rel=0.002)
 
 
 def parameters(spec: tuple[str, tuple[int, ...]]) -> int:
@@ -172,10 +172,10 @@ def test_fixtures_have_the_published_index(model, changes, prefix, count, size):
 
 def is_later(view, place) -> bool:
     """Whether it is of a further MTP layer, which is built like the first."""
-    return (
-        place.layer is not None
-        and place.layer >= (0 if view.layout.mtp else view.num_layers) + view.num_mtp_parts
-    )
+    first = view.num_mtp_parts
+    if not view.layout.mtp:  # its layers are counted with those of the backbone
+        first += view.num_layers
+    return place.layer is not None and place.layer >= first
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -194,10 +194,12 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
             found[place.row.loads_quantized].add(place.runtime)
 
     def full(paths: str) -> set[str]:
-        return {
-            path if path.startswith(tuple(known.whole)) else known.draft_stem + path
-            for path in paths.split()
-        }
+        names = set()
+        for path in paths.split():
+            if not path.startswith(tuple(known.whole)):
+                path = known.draft_stem + path
+            names.add(path)
+        return names
 
     assert found[True] == full(known.asks)
     assert found[False] == full(known.unasked)
@@ -206,11 +208,12 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
 @pytest.mark.parametrize("model", NAMES["roles"])
 def test_roles_of_the_mtp_block(model):
     view, tensors = view_of(model)
-    places = [view.place(HFName(name)) for name, (_, shape) in tensors.items() if len(shape) == 2]
-    assert (
-        Counter(p.role for p in places if p.part == "mtp" and p.leaf == "weight")
-        == NAMES["roles"][model]
-    )
+    roles = Counter[str]()
+    for name, (_, shape) in tensors.items():
+        place = view.place(HFName(name))
+        if place.part == "mtp" and place.leaf == "weight" and len(shape) == 2:
+            roles[place.role] += 1
+    assert roles == NAMES["roles"][model]
 
 
 def place(model: str, name: str):
@@ -232,10 +235,10 @@ def test_the_parts_of_a_fused_module_share_a_scale():
     assert len(parts) == 1 and "" not in parts
     whole = "model.layers.0.linear_attn.in_proj_qkvz.weight"
     assert place("qwen3-next-80b", whole).shares == ""
-    gate, up, down = (
-        place("qwen3.5-397b", f"mtp.layers.0.mlp.experts.17.{name}_proj.weight")
-        for name in ("gate", "up", "down")
-    )
+    expert = "mtp.layers.0.mlp.experts.17."
+    gate = place("qwen3.5-397b", f"{expert}gate_proj.weight")
+    up = place("qwen3.5-397b", f"{expert}up_proj.weight")
+    down = place("qwen3.5-397b", f"{expert}down_proj.weight")
     assert gate.shares == up.shares != "" == down.shares
     assert gate.expert == 17
     stacked = place("qwen3.5-397b", "model.language_model.layers.5.mlp.experts.gate_up_proj")
@@ -244,12 +247,9 @@ def test_the_parts_of_a_fused_module_share_a_scale():
 
 def test_layer_one_is_not_layer_ten():
     view, _ = view_of("glm-4.5-air", "full")
-    layers = {
-        index: view.place(HFName(f"model.layers.{index}.self_attn.o_proj.weight"))
-        for index in (1, 10, 14, 46)
-    }
-    assert {found.layer for found in layers.values()} == set(layers)
-    assert [found.part for found in layers.values()] == ["backbone"] * 3 + ["mtp"]
+    for index, part in {1: "backbone", 10: "backbone", 14: "backbone", 46: "mtp"}.items():
+        found = view.place(HFName(f"model.layers.{index}.self_attn.o_proj.weight"))
+        assert (found.layer, found.part) == (index, part)
     assert not view.is_mtp(HFName("model.layers.4.eh_proj.weight")), (
         "only the MTP layer has an eh_proj"
     )
@@ -272,7 +272,7 @@ def test_an_unknown_family_says_what_would_have_to_be_written(model_type, neares
     assert "Write its table" in message and nearest in message and "CONTRIBUTING.md" in message
 
 
-@cases
+@pytest.mark.parametrize("model_type", ["deepseek_v3_1", "llama", ""])
 def test_a_model_that_vllm_has_no_draft_for_is_not_told_to_write_a_table(model_type):
     with pytest.raises(
         RecipeError, match=r"vLLM 0.33 has no MTP draft for this model.*without method=mtp"
@@ -293,9 +293,9 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     but for those with a reason.
     """
     configs = [*MODELS.values(), *(make()[0] for make in wrapped.WRAPPED.values())]
-    by_table = families().keys() | {
-        architecture for config in configs for architecture in config["architectures"]
-    }
+    by_table = {*families()}
+    for config in configs:
+        by_table.update(config["architectures"])
     # Architectures of the model_types mimo_v2 and minimax_m3_mtp, which decide.
     same = {"MiMoV2OmniForCausalLM", "MiniMaxM3MTP"}
     assert drafted_names() - by_table - same == WITHOUT_TABLE.keys()
@@ -303,7 +303,18 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
 
 
 @pytest.mark.parametrize("version", [*KNOWN, "0.33.1rc1.dev7+g1", "0.32.0+cpu", "of my own"])
-@cases
+@pytest.mark.parametrize(
+    ("config", "versions"),
+    [
+        ({"model_type": "step5"}, ">=0.33"),
+        ({"model_type": "glm5_next"}, ">=0.30"),
+        ({"model_type": "longcat_flash_ngram"}, "<0.32"),
+        ({"model_type": "new", "num_mtp_layers": 1}, ">=0.33"),
+        ({"model_type": "new", "num_mtp_layers": 1, "text_config": {}}, "<0"),
+        ({"model_type": "new", "num_mtp_layers": 0}, "<0"),
+        ({"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}, ">0"),
+    ],
+)
 def test_a_model_is_drafted_for_by_versions(config, versions, version):
     assert is_drafted(config, version) == holds(versions, version)
 
@@ -345,12 +356,12 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
     saved = {}
     for path in tmp_path.glob("*.safetensors"):
         with safetensors.safe_open(path, "pt") as file:
-            saved |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    ours = {
-        name: shape
-        for name, (_, shape) in tensors.items()
-        if is_weight(name) and (name in saved or not view.is_mtp(HFName(name)))
-    }
+            for name in file.keys():  # noqa: SIM118
+                saved[name] = tuple(file.get_slice(name).get_shape())
+    ours = {}
+    for name, (_, shape) in tensors.items():
+        if is_weight(name) and (name in saved or not view.is_mtp(HFName(name))):
+            ours[name] = shape
     # Published stacked, where transformers 5 writes one tensor an expert; its LongCat has weights
     # for identity experts.
     if model in ("qwen3.5-397b", "longcat-flash-chat"):
@@ -361,26 +372,24 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
 
 def test_deepseek_v4_layers_have_the_shapes_transformers_builds():
     _, tensors = view_of("dsv4-flash")
-    state = {
-        name: tuple(tensor.shape)
-        for name, tensor in built_by_transformers("dsv4-flash").state_dict().items()
-    }
-    for layer in range(
-        3
-    ):  # one without compressor, one of each kind of compressor; the first routes by hash
+    state = built_by_transformers("dsv4-flash").state_dict()
+    # One without compressor, one of each kind of compressor; the first routes by hash.
+    for layer in range(3):
         theirs = Counter()
-        for name, shape in state.items():
+        for name, tensor in state.items():
+            shape = tuple(tensor.shape)
             if name.startswith(f"model.layers.{layer}.mlp.experts.gate_up_proj"):
                 theirs[(shape[1] // 2, shape[2])] += 2 * shape[0]
             elif name.startswith(f"model.layers.{layer}.mlp.experts."):
                 theirs[shape[1:]] += shape[0]
             elif name.startswith(f"model.layers.{layer}."):
                 theirs[shape] += 1
-        ours = Counter(
-            (shape[0], 2 * shape[1]) if dtype == "I8" else shape
-            for name, (dtype, shape) in tensors.items()
-            if name.startswith(f"layers.{layer}.") and is_weight(name)
-        )
+        ours = Counter()
+        for name, (dtype, shape) in tensors.items():
+            if name.startswith(f"layers.{layer}.") and is_weight(name):
+                if dtype == "I8":  # MXFP4, two to a byte
+                    shape = (shape[0], 2 * shape[1])
+                ours[shape] += 1
         assert ours == theirs
 
 
@@ -388,7 +397,8 @@ def built_by_transformers(model: str):
     import torch
     import transformers
 
-    config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
+    view, _ = view_of(model)
+    config = without(view.config, "quantization_config")
     model_class = getattr(transformers, config["architectures"][0])
     return model_class(model_class.config_class.from_dict(config)).to(torch.bfloat16)
 
@@ -425,13 +435,12 @@ def test_a_wrong_name_is_noticed(tmp_path):
 def asked_by_sglang(model: str) -> dict[str, str]:
     """SGLang's name for each module of the draft -> the module on disk."""
     view, tensors = view_of(model)
-    places = (view.place(HFName(name)) for name in tensors)
-    return {
-        name: place.module
-        for place in places
-        if place and place.part == "mtp"
-        for name in sglang_table.names(view, place)
-    }
+    modules = {}
+    for tensor in tensors:
+        place = view.place(HFName(tensor))
+        if place is not None and place.part == "mtp":
+            modules |= dict.fromkeys(sglang_table.names(view, place), place.module)
+    return modules
 
 
 @pytest.mark.parametrize("model", NAMES["sglang"])

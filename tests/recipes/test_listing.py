@@ -18,16 +18,9 @@ def test_every_shipped_recipe_is_listed_as_it_is_read():
     assert {recipe.model for recipe in recipes.values()} == {path.stem for path in model_files()}
     for name, recipe in recipes.items():
         row = rows[name]
-        assert (row.model, row.variant, row.is_default) == (
-            recipe.model,
-            recipe.variant,
-            recipe.default,
-        )
-        assert (row.summary, row.family, row.source) == (
-            recipe.summary,
-            recipe.family,
-            recipe.source,
-        )
+        for key in ("model", "variant", "summary", "family", "source"):
+            assert getattr(row, key) == getattr(recipe, key)
+        assert row.is_default == recipe.default
         assert row.needs_batches == (recipe.calibration is not None)
 
 
@@ -56,7 +49,10 @@ def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
         shutil.copy(root / file, package / file)
     for name in files:
         path = package / "models" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     words = [sys.executable, "-m", "keepmtp", "ls", "models", "--json"]
     done = captured(
         words,
@@ -70,12 +66,9 @@ def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
 
 
 def test_what_cannot_be_run_is_not_listed(tmp_path):
-    every = {row.name for row in listed() if row.name.startswith("tiny-")}
-    assert listed_without((), tmp_path / "whole") == every
+    tiny = [row for row in listed() if row.name.startswith("tiny-")]
+    assert listed_without((), tmp_path / "whole") == {row.name for row in tiny}
     no_rows = listed_without(("problems.jsonl", "docs.jsonl"), tmp_path / "rows")
-    assert no_rows == {
-        row.name for row in listed() if row.name.startswith("tiny-") and not row.needs_batches
-    }
-    assert (
-        listed_without(("tiny-docs", "tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
-    )
+    assert no_rows == {row.name for row in tiny if not row.needs_batches}
+    models = ("tiny-docs", "tiny-glm4-moe", "tiny-qwen3_5")
+    assert listed_without(models, tmp_path / "none") == set()

@@ -74,7 +74,7 @@ def flat(folder: Path, key: str, value: object) -> Path:
     return path
 
 
-@cases
+@pytest.mark.parametrize("pattern", ["re:(", "re:[z-a]", "re:*", "re:(?P<a>x)(?P<a>y)"])
 def test_a_regex_that_is_none(pattern, tmp_path):
     with pytest.raises(
         RecipeError, match=r"mine.yaml: keep\.0: must be a name, or re: and a regex; got "
@@ -88,7 +88,7 @@ def test_a_regex_that_is_none(pattern, tmp_path):
 
 
 @pytest.mark.parametrize("value", [True, "3", 1.5, 2**31])
-@cases
+@pytest.mark.parametrize("key", ["samples", "held_out", "sequence_length", "batch_size", "seed"])
 def test_a_count_that_is_none(key, value, tmp_path):
     if key == "seed" and value == 2**31:
         value = 2**64

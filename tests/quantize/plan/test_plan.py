@@ -3,10 +3,12 @@
 import re
 import time
 from collections import Counter
+from itertools import chain, product
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS
@@ -17,14 +19,20 @@ from writing import recipe_with
 
 def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
     usual_config, usual = source_layout(model)
-    write_checkpoint(folder, usual_config | (config or {}), usual if tensors is None else tensors)
+    if tensors is None:
+        tensors = usual
+    write_checkpoint(folder, usual_config | (config or {}), tensors)
     return make_plan(recipe_with(model, **changes), open_source(folder))
 
 
 def without(model: str, pattern: str) -> dict:
-    return {
-        name: spec for name, spec in source_layout(model)[1].items() if not re.match(pattern, name)
-    }
+    _, tensors = source_layout(model)
+    return {name: spec for name, spec in tensors.items() if not re.match(pattern, name)}
+
+
+def tensor_of(plan: Plan, module: str) -> TensorPlan:
+    (tensor,) = (tensor for tensor in plan.tensors if tensor.module == module)
+    return tensor
 
 
 @pytest.mark.few(1)
@@ -42,7 +50,9 @@ def test_a_regex_without_end_is_refused(words, pattern, tmp_path):
 
 def test_every_tensor_has_one_fate(tmp_path):
     plan = plan_of(tmp_path)
-    consumed = Counter(name for tensor in plan.tensors for name in tensor.inputs)
+    consumed = Counter[str]()
+    for tensor in plan.tensors:
+        consumed.update(tensor.inputs)
     assert set(consumed) == set(plan.source.entries) and set(consumed.values()) == {1}
     assert all(tensor.reason for tensor in plan.tensors)
 
@@ -61,7 +71,7 @@ def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
     with pytest.raises(CheckpointError, match=r"got model\.layers\.0\.self_attn\.gizmo\.weight"):
         plan_of(tmp_path / "refused", tensors=strange)
     plan = plan_of(tmp_path / "kept", tensors=strange, keep=[r"re:.*\.gizmo\.weight"])
-    (kept,) = (tensor for tensor in plan.tensors if "gizmo" in tensor.name)
+    kept = tensor_of(plan, "model.layers.0.self_attn.gizmo")
     assert kept.fate == "keep" and kept.outputs[0].dtype == "BF16"
 
 
@@ -69,7 +79,31 @@ GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
 PLAIN = dict.fromkeys(GROUPS, "bf16")
 
 
-@cases
+@pytest.mark.parametrize(
+    ("modules", "scheme", "says"),
+    [
+        (
+            "model.layers.1.self_attn.k_proj",
+            "FP8_DYNAMIC",
+            "fuses model\\.layers\\.1\\.self_attn\\.\\w_proj and .*qkv_proj.*one scheme",
+        ),
+        (
+            "re:.*\\.eh_proj",
+            "W4A16",
+            "model\\.layers\\.3\\.eh_proj is never quantized .*nn\\.Linear.*got W4A16",
+        ),
+        (
+            "re:.*\\.down_proj",
+            "W4A16",
+            "W4A16 needs K divisible by 128; got K=96 in .*\\.down_proj\\.weight",
+        ),
+        (
+            "re:.*\\.up_proj",
+            "W4A16_ASYM",
+            "W4A16_ASYM needs N divisible by 8.*got N=100 in model.layers.0.mlp.up_proj.weight",
+        ),
+    ],
+)
 def test_an_override_that_vllm_cannot_load_is_refused(modules, scheme, says, tmp_path):
     override = {"modules": modules, "scheme": scheme}
     sizes = {"down_proj": ("BF16", (256, 96)), "up_proj": ("BF16", (100, 256))}
@@ -90,8 +124,10 @@ def calibrated_plan(folder, model="glm-4.7", *, algorithm="minmax", **changes):
 def test_a_plan_says_what_batches_contribute(tmp_path):
     """Static scales beside weights from the source; or whole modules; or nothing."""
     words = dict(zip(GROUPS, ("FP8", "FP8_DYNAMIC", "W4A16", "NVFP4"), strict=True))
-    scales, gptq = "input scales from calibration data", "gptq on calibration data"
-    of_fp8, plain = ("attention", "scales", 1, scales), ("dense_mlp", "", 0, "")
+    scales = "input scales from calibration data"
+    gptq = "gptq on calibration data"
+    of_fp8 = ("attention", "scales", 1, scales)
+    plain = ("dense_mlp", "", 0, "")
     for algorithm, needed, experts, shared in (
         ("minmax", "FP8 NVFP4", ("scales", 1, scales), ("", 0, "")),
         ("gptq", "FP8 NVFP4 W4A16", ("weights", 4, gptq), ("weights", 3, gptq)),
@@ -114,28 +150,30 @@ def test_what_awq_may_rescale(tmp_path):
     """
     backbone = dict.fromkeys(GROUPS, "FP8_DYNAMIC") | {"experts": "W4A16"}
     plan = calibrated_plan(tmp_path, algorithm="awq", backbone=backbone)
-    free = {tensor.name: tensor for tensor in plan.tensors if tensor.may_change}
-    assert {(each.part, each.layer, each.role) for each in free.values()} == {
-        ("backbone", layer, role)
-        for layer in (1, 2)
-        for role in ("norm", "router", "attention", "shared_experts")
-    }
-    assert not any(tensor.calibrated for tensor in free.values())
-    norm = free["model.layers.1.post_attention_layernorm.weight"]
+    free = [tensor for tensor in plan.tensors if tensor.may_change]
+    roles = ("norm", "router", "attention", "shared_experts")
+    places = {(tensor.part, tensor.layer, tensor.role) for tensor in free}
+    assert places == {*product(["backbone"], [1, 2], roles)}
+    assert {tensor.calibrated for tensor in free} == {""}
+    norm = tensor_of(plan, "model.layers.1.post_attention_layernorm")
     assert norm.reason.endswith("; awq may rescale it")
 
 
-@cases
+@pytest.mark.parametrize(("scheme", "mtp"), [("NVFP4", "bf16"), ("FP8", "bf16"), ("bf16", "NVFP4")])
 def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
     """kv_b_proj is read through an identity matrix, which no batch looked like; scales made on the
     fly take it.
     """
-    layer = 3 if scheme == "bf16" else 0
+    layer = 0
+    distorted = scheme
+    if scheme == "bf16":  # the MTP block's
+        layer = 3
+        distorted = mtp
     module = rf"model\.layers\.{layer}\.self_attn\.kv_b_proj"
     backbone = PLAIN | {"attention": scheme}
     wanted = {"backbone": backbone, "mtp": mtp}
     says = (
-        rf"identity matrix, which static input scales distort; got {mtp if layer else scheme} "
+        rf"identity matrix, which static input scales distort; got {distorted} "
         rf"for {module}\.weight"
     )
     with pytest.raises(RecipeError, match=says + r"\. Add an override for `re:\.\*\\\.kv_b_proj`"):
@@ -155,7 +193,7 @@ def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
     folder = write_checkpoint(tmp_path / "source", config, rest)
     write_shard(folder / "mtp.safetensors", mtp)
     plan = make_plan(find_recipe("glm-4.7")[0], open_source(folder))
-    assert {name for t in plan.tensors if t.part == "mtp" for name in t.inputs} == set(mtp)
+    assert {*chain(*(tensor.inputs for tensor in plan.mtp))} == set(mtp)
 
 
 def test_source_policy_keeps_native_bytes(tmp_path):
@@ -163,11 +201,12 @@ def test_source_policy_keeps_native_bytes(tmp_path):
     names.
     """
     plan = plan_of(tmp_path, "dsv4-flash", mtp="source")
-    stored = [t for t in plan.tensors if t.part == "mtp" and t.form != "plain"]
-    assert {(t.role, f"{t.form} {t.fate} {t.scheme}") for t in stored} == {
-        ("experts", "mxfp4 keep MXFP4A8"),
-        *((role, "fp8_block keep FP8_BLOCK") for role in ("attention", "shared_experts", "glue")),
-    }
+    kept = {}
+    for tensor in plan.mtp:
+        if tensor.form != "plain":
+            kept[tensor.role] = f"{tensor.form} {tensor.fate} {tensor.scheme}"
+    blocks = dict.fromkeys(("attention", "shared_experts", "glue"), "fp8_block keep FP8_BLOCK")
+    assert kept == blocks | {"experts": "mxfp4 keep MXFP4A8"}
 
 
 def test_float_scales_keep_their_precision(tmp_path):
@@ -179,8 +218,9 @@ def test_float_scales_keep_their_precision(tmp_path):
     (rows, columns) = tensors[name][1]
     stored = {name: ("F8_E4M3", (rows, columns)), f"{name}_scale": ("F32", (rows, 1))}
     plan = plan_of(tmp_path, tensors=tensors | stored, mtp="source")
-    outputs = next(tensor for tensor in plan.tensors if tensor.name == name).outputs
-    assert {o.name: o.dtype for o in outputs} == {name: "F8_E4M3", f"{name}_scale": "F32"}
+    outputs = tensor_of(plan, name.removesuffix(".weight")).outputs
+    dtypes = {output.name: output.dtype for output in outputs}
+    assert dtypes == {name: "F8_E4M3", f"{name}_scale": "F32"}
 
 
 def test_the_same_codes_without_an_input_scale_are_not_yet_the_scheme(tmp_path):
@@ -215,7 +255,7 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
         f"{module}.weight_zero_point": ("I32", (rows // 8, columns // 128)),
     }
     kept = plan_of(tmp_path, tensors=tensors, requantize=True)
-    (weight,) = (tensor for tensor in kept.tensors if tensor.module == module)
+    weight = tensor_of(kept, module)
     assert weight.form == "int_packed" and len(weight.inputs) == 4
     tensors[f"{module}.weight_zero_point"] = ("I32", (rows // 4, columns // 128))
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: must be plain.*weight_zero_point"):
@@ -236,7 +276,7 @@ def test_what_a_tool_has_rounded_is_rounded_again_only_where_that_is_asked_for(t
     def fate(config=said, scheme="W4A16", **changes) -> str:
         overrides = [{"modules": module, "scheme": scheme}]
         plan = plan_of(tmp_path, tensors=tensors, config=config, overrides=overrides, **changes)
-        return next(tensor.fate for tensor in plan.tensors if tensor.module == module)
+        return tensor_of(plan, module).fate
 
     with pytest.raises(
         RecipeError, match=r"got FP8_DYNAMIC in .*o_proj\.weight, for W4A16"

@@ -11,7 +11,7 @@ from keepmtp.recipes.model_file import shipped_path
 from keepmtp.recipes.schema import Calibration, MtpTuned, Texts
 from tables import table
 
-WRONG = table("quantize/test_texts_here")["WRONG"]
+WRONG = table("quantize/plan/test_texts_here")["WRONG"]
 ROWS = [{"text": "four", "answer": "five"}] * 40
 
 

@@ -27,7 +27,6 @@ from keepmtp.recipes.schema import MtpTuned, Recipe
 from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over, results_of
 from seeds import seeded
-from tables import cases
 
 LEAST, MOST = 0.8, 1.4
 
@@ -57,7 +56,16 @@ def embedding_bytes(plan: Plan) -> int:
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    ("name", "batch_size", "length"),
+    [
+        ("tiny-glm4-moe.nvfp4", 1, 32),
+        ("tiny-glm4-moe.nvfp4-mtp-nvfp4", 2, 384),
+        ("tiny-glm4-moe.w4a16-gptq", 1, 32),
+        ("tiny-glm4-moe.w4a16-autoround", 1, 32),
+        ("tiny-qwen3_5.nvfp4", 2, 256),
+    ],
+)
 def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length, tmp_path):
     recipe = small_recipe(name, batch_size, length)
     if "autoround" in name and not CpuInfo().bf16:
@@ -79,7 +87,7 @@ TUNED = """
 
 
 @pytest.mark.full
-@cases
+@pytest.mark.parametrize(("policy", "length"), [("NVFP4", 256), ("bf16", 64)])
 def test_training_takes_what_is_said(policy, length, tmp_path):
     settings = MtpTuned.model_validate(yaml.safe_load(TUNED) | {"mtp": policy})
     recipe = small_recipe("tiny-glm4-moe.nvfp4", 1, length)
