@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from .quantize.plan.plan import Plan
     from .quantize.run.progress import RunProgress
     from .recipes.frozen import Bar
+    from .recipes.runtimes import Runtime
     from .recipes.schema import Recipe
     from .validate.check.check import Checked
     from .validate.check.reading import Level
     from .validate.facts.dry_load import GPU
-    from .validate.facts.findings import Finding, Runtime
+    from .validate.facts.findings import Finding
     from .validate.facts.results import CheckData
     from .validate.facts.schema import FullReport as Report
 

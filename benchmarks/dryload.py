@@ -19,7 +19,7 @@ import releases
 from checkpoint_files import Checkpoint, as_source
 from figures import Figure, run
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.config.written import files_of
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import examine

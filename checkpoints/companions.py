@@ -84,18 +84,18 @@ def companions_in(folder: Path) -> Companions:
     # Files of the folder and of its own folders, no deeper: a linked folder is one name.
     names = []
     for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            inner = []
-            for each in os.scandir(entry):
-                if not each.is_dir(follow_symlinks=False):
-                    inner.append(f"{entry.name}/{each.name}")
-            names += inner or [f"{entry.name}/"]
-        else:
+        if not entry.is_dir(follow_symlinks=False):
             names.append(entry.name)
-    found = companions_among(names)
-    for name in (*found.carried, *found.code):
+            continue
+        inner = []
+        for file in os.scandir(entry):
+            if not file.is_dir(follow_symlinks=False):
+                inner.append(f"{entry.name}/{file.name}")
+        names += inner or [f"{entry.name}/"]
+    companions = companions_among(names)
+    for name in (*companions.carried, *companions.code):
         inside(folder, name)
-    return found
+    return companions
 
 
 def companions_among(names: Iterable[str]) -> Companions:
@@ -134,8 +134,10 @@ def inside(folder: Path, name: str) -> Path:
     # `resolve` raises on a link to itself.
     home = Path(os.path.realpath(folder))
     target = Path(os.path.realpath(path))
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+    is_inside = target.is_relative_to(home)
+    if home.parent.name == "snapshots":
+        is_inside |= target.is_relative_to(home.parent.parent / "blobs")
+    if not is_inside:
         raise CheckpointError(
             path,
             "a file of a checkpoint must be in its folder",
@@ -143,7 +145,9 @@ def inside(folder: Path, name: str) -> Path:
             cure="Put a copy of the file there if it belongs to the checkpoint, or remove the link",
         )
     if not path.is_file():
-        got = "something else" if path.exists() else "a link to nowhere"
+        got = "a link to nowhere"
+        if path.exists():
+            got = "something else"
         raise CheckpointError(
             path, "must be a regular file", got=got, cure="Restore it, or remove it"
         )
@@ -152,7 +156,7 @@ def inside(folder: Path, name: str) -> Path:
 
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether a name fits a pattern; a star never takes a slash."""
-    return any(
-        name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern)
-        for pattern in patterns
-    )
+    for pattern in patterns:
+        if name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern):
+            return True
+    return False

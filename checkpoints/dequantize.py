@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from ..recipes.errors import CheckpointError
+from ..recipes.forms import FORMS, Form
 from ..recipes.frozen import Shape
-from .stored import Form, num_slices, scale_of, weight_of
+from .stored import num_slices, scale_of, weight_of
 from .values import row_ranges
 
 _E2M1_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_COMMON = {"nvfp4": "weight_global_scale", "nvfp4_modelopt": "weight_scale_2"}
-_BLOCKS = {"mxfp8": (1, 32), "mxfp4": (1, 32), "nvfp4": (1, 16), "nvfp4_modelopt": (1, 16)}
 
 
 def dequantize(
@@ -39,7 +38,7 @@ def dequantize(
     """A stored weight as values.
 
     Args:
-        form: from `stored.stored_weights`, and none of `stored.NOT_COMPUTED`. Of the packed forms,
+        form: from `stored.stored_weights`, and none of `forms.NOT_COMPUTED`. Of the packed forms,
             the weight is [N, K] in FP8 or int8; [N, K / 2] bytes of E2M1; or int32 [N, ceil(K *
             bits / 32)] of offset binary, first column in the low bits.
         parts: the tensors it is stored as, by the last component of their names, all on one device.
@@ -64,19 +63,23 @@ def dequantize(
     if form == "fp8_sliced" and block is not None:
         count = num_slices(num_rows, scale.shape[0], block[0]) or 1
         table = _byte_table(weight)
-        slices = zip(weight.chunk(count), scale.chunk(count), strict=True)
-        return torch.cat([_scaled(table, rows, part, rows.shape, block) for rows, part in slices])
+        slices = list[Tensor]()
+        for rows, part in zip(weight.chunk(count), scale.chunk(count), strict=True):
+            slices.append(_scaled(table, rows, part, rows.shape, block))
+        return torch.cat(slices)
     if form == "int_packed":
         return _int_packed(weight, scale, parts.get("weight_zero_point"), (num_rows, num_columns))
-    block = _BLOCKS.get(form, block)
+    storage = FORMS[form]
     common = None
-    if form == "mxfp4" or form in _COMMON:
+    if storage.codes == 2:
         half = torch.tensor(_E2M1_HALF, device=weight.device)
         table = _pair_table(torch.cat((half, -half)))
     else:
         table = _byte_table(weight)
-    if form in _COMMON:
-        common = parts[_COMMON[form]]
+    if storage.group:
+        block = (1, storage.group)
+    if storage.common:
+        common = parts[storage.common]
         if common.numel() != 1:
             _expect_shape("global scale", common, (1,))
         common = common.float().reshape(1, 1)
@@ -84,7 +87,7 @@ def dequantize(
         block = (1, num_columns)
         if scale.numel() in (1, num_rows):
             scale = scale.reshape(-1, 1).expand(num_rows, 1)
-    return _scaled(table, weight, scale, shape, block, common=common, divides=form == "nvfp4")
+    return _scaled(table, weight, scale, shape, block, common=common, divides=storage.divides)
 
 
 def _int_packed(
@@ -100,7 +103,9 @@ def _int_packed(
             "weight_packed", "only 4 or 8 bits can be read", got=bits, cure="Use another source"
         )
     _expect_shape("weight_packed", weight, (num_rows, -(-num_columns * bits // 32)))
-    num_groups = scale.shape[1] if scale.ndim == 2 else 1
+    num_groups = 1
+    if scale.ndim == 2:
+        num_groups = scale.shape[1]
     middle = 1 << (bits - 1)
     per_word = 32 // bits
     if zero is not None:
@@ -136,7 +141,8 @@ def _scaled(
         common: [1, 1], by which every scale is multiplied, or divided if `divides`.
         zero: [N, G], F32, for blocks of one row.
     """
-    (num_rows, num_columns), (rows, columns) = shape, block
+    num_rows, num_columns = shape
+    rows, columns = block
     num_groups = -(-num_columns // columns)
     _expect_shape("weight_scale", scale, (-(-num_rows // rows), num_groups))
     values = packed.new_empty(shape, dtype=torch.bfloat16)
@@ -148,8 +154,10 @@ def _scaled(
         if factor.dtype == torch.uint8:  # raw bytes are E8M0
             factor = factor.view(torch.float8_e8m0fnu)
         factor = factor.float()
-        if common is not None:
-            factor = factor / common if divides else factor * common
+        if common is not None and divides:
+            factor = factor / common
+        elif common is not None:
+            factor = factor * common
         if zero is not None:
             codes.unflatten(1, (num_groups, -1)).sub_(zero[first:last].unsqueeze(-1))
         if rows > 1:

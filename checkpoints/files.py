@@ -5,10 +5,7 @@ the disk itself, so it survives a power cut. And `ScratchFolder`: a folder for w
 while a run lasts.
 
 Easy to get wrong: a file that is written under its own name. A reader, or the next run, can then
-find half of it. Each file here has the name NAME.partial until it is whole. A link that somebody
-has put at such a name leads elsewhere what is written or removed there. And an old scratch
-folder may belong to a run that is still at work. The kernel holds a lock on each of them for as
-long as its process lives, and a folder gets its name only once it is locked.
+find half of it. Each file here has the name NAME.partial until it is whole.
 """
 
 import errno
@@ -89,7 +86,8 @@ def refuse_name(path: Path) -> None:
 
 
 def refuse_strange(path: Path, *, below: bool = False, is_alone: bool = False) -> None:
-    """Refuse what was put at a name that keepmtp writes or removes.
+    """Refuse what was put at a name that keepmtp writes or removes, such as a link, which leads
+    elsewhere.
 
     Args:
         path: such a name; there may be nothing.
@@ -258,10 +256,6 @@ def held(folder: Path, rule: str) -> Iterator[None]:
     """Lock a folder against other runs for as long as the context lasts; it is made if there is
     none.
 
-    The kernel holds the lock for this process, and frees it when the process ends, killed or not.
-    The folder itself is
-    locked: a lock file would stay in it, or next to it, after the run.
-
     Raises:
         RecipeError: another run has locked it. The message has `rule`.
     """
@@ -297,6 +291,8 @@ def _locked(folder: Path) -> int | None:
         except FileNotFoundError:  # the run that had it gave it its final name just now
             continue
         try:
+            # The kernel frees the lock when this process ends, killed or not. The folder itself is
+            # locked: a lock file would stay in it, or next to it, after the run.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.lstat(folder)):
                 return descriptor
@@ -359,6 +355,8 @@ class ScratchFolder:
         made = Path(mkdtemp(prefix=_NEW, dir=parent))
         lock = os.open(made, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # It gets its name only once it is locked: without a lock, the next run takes it for one
+        # whose process is gone.
         self.path = made.rename(made.with_name(prefix + made.name.removeprefix(_NEW)))
         self.remove = weakref.finalize(self, _remove, self.path, lock)
 

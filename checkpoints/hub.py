@@ -6,9 +6,7 @@ header of a file on the Hub is judged as that of a local file. Deadlines and the
 those of `hub_client.py`. huggingface_hub 1.33 reads no range into memory that is there, and
 compares no header with its file's size.
 
-Easy to get wrong: the Hub answers for each large file with another address, which is good for an
-hour or so. It is kept, so that a thousand ranges are not two thousand requests, and asked for anew
-when it has expired. A server may ignore the range and send the whole file. So no more is read than
+Easy to get wrong: a server may ignore the range and send the whole file. So no more is read than
 was asked for.
 """
 
@@ -42,7 +40,9 @@ _TIMEOUT_SECONDS = 10
 _TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _EXPIRED = (401, 403, 404, 410)
-# The Hub's address of a file -> the one that it answers with.
+# The Hub's address of a file -> the one that it answers with, which is good for an hour or so. It
+# is kept, so that a thousand ranges are not two thousand requests, and asked for anew when it has
+# expired.
 _leads_to: dict[str, str] = {}
 
 _OTHER_FORM = (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidURL)
@@ -92,7 +92,10 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     """
     with hub_errors(repo):
         info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_SECONDS)
-        names = sorted(sibling.rfilename for sibling in info.siblings or ())
+        names = list[str]()
+        for sibling in info.siblings or ():
+            names.append(sibling.rfilename)
+        names.sort()
     for name in (info.sha or "", *names):
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise NoCheckpointError(
@@ -225,7 +228,9 @@ def read_range(
                 if isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY:
                     raise
                 failure = error
-            failures = failures + 1 if len(into) == before else 0
+            failures += 1
+            if len(into) < before:
+                failures = 0
             if failures >= _TRIES:
                 raise failure
             if failures:  # not where bytes have arrived since the last request

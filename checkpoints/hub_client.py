@@ -4,11 +4,9 @@ the Hub alone.
 In: nothing but the environment: HF_ENDPOINT and KEEPMTP_HUB_TIMEOUT. Out: a client that
 huggingface_hub makes all its requests with.
 
-Easy to get wrong: huggingface_hub 1.33 has no deadline, and passes `timeout=None` where it asks. A
-deadline for each read is none either: a server that sends a byte a minute keeps it. So an answer
-has so many seconds from the moment when the last byte of its request was sent, and more only for
-the bytes that arrive. And the Hub's own answers say where to send a file and where the next page
-is: that may be another host, which is nobody to give the token to.
+Easy to get wrong: huggingface_hub 1.33 has no deadline, and passes `timeout=None` where it asks.
+And the Hub's own answers say where to send a file and where the next page is: that may be another
+host, which is nobody to give the token to.
 """
 
 import os
@@ -318,6 +316,9 @@ class _Stream(httpcore.NetworkStream):
         PATIENCE.open.add(self)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        # A deadline for each read is none: a server that sends a byte a minute keeps it. So an
+        # answer has so many seconds from the last byte of its request on, and more only for the
+        # bytes that arrive.
         left = self._due - time.monotonic()
         with _failures():
             if left <= 0:

@@ -5,12 +5,8 @@ Every result names the identity it was measured on. A report takes results of on
 an upload sends only files of the report's identity. And a `FileStamp` for each file, by which a
 change during a run is noticed without reading it.
 
-Easy to get wrong: a cache keeps each hash with the file's size and time of change, so that 700 GB
-is read once. A file that changed just before it was read may change again within the clock's step,
-so its hash is not kept. Within a run, size and time of change are not enough: `cp -p` or `touch -r`
-give them to another file. The inode shows that a file took the place of another; the time of the
-inode's own change, which nobody sets, that it was written over. A hard link more or less changes
-that time as well.
+Easy to get wrong: a file's size and time of change say little. `cp -p` or `touch -r` give them to
+another file, and a file may change twice within the clock's step.
 """
 
 import hashlib
@@ -20,14 +16,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from ..recipes.errors import CheckpointError
-from ..recipes.frozen import Advance, Bar
+from ..recipes.frozen import Advance, Bar, unwatched
 from .fact import Count, Fact
 from .files import naming_file, refuse_name, refuse_strange, write_whole
 from .safetensors_file import open_regular
@@ -36,8 +32,9 @@ CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
 _MAX_JSON_BYTES = 1 << 30
-# Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network
-# file systems.
+# A file that changed just before it was read may change again within the clock's step, so its hash
+# is not kept. Times of change are as coarse as the file system's clock: 2 s on FAT, a second on
+# some network file systems.
 _SETTLED_NS = 3_000_000_000
 
 
@@ -67,8 +64,10 @@ class FileStamp(Fact):
     """
 
     num_bytes: int
-    inode: int
+    inode: int  # another one where another file took its place
     mtime_ns: int
+    # The time of the inode's own change, which nobody sets: later where the file was written over,
+    # and where it got a hard link more or less.
     ctime_ns: int
     num_links: int = Field(default=1, exclude=True, repr=False)
 
@@ -98,7 +97,7 @@ def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = Non
         folder: with config.json.
         cache: evidence folder whose `.hashes.json` keeps hashes; it is made if there is none. None:
             nothing is kept.
-        watch: a progress bar; opened only if there is something to read.
+        watch: opened only if there is something to read.
 
     Raises:
         CheckpointError: no config.json, a link to nowhere or to a folder, or a file that changes
@@ -108,29 +107,36 @@ def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = Non
     known = _read_cache(cache)
     files = _files(folder, known)
     # The largest come first, so that no thread has a large one left at the end.
-    unread = sorted(
-        (path for path in files if not files[path].sha256), key=lambda path: -files[path].num_bytes
-    )
-    if unread:
-        if cache is not None:
-            for path in (cache, cache / CACHE):
-                refuse_strange(path)
-        bar: AbstractContextManager[Advance] = nullcontext(lambda _: None)
-        if watch is not None:
-            bar = watch(sum(files[path].num_bytes for path in unread))
-        stop = threading.Event()
-        with bar as advance, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            try:
-                found = [*pool.map(lambda path: _read(path, files[path], advance, stop), unread)]
-            finally:  # an error or Ctrl-C does not wait for terabytes
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-        read = dict(zip(unread, found, strict=True))
-        files |= read
-        if cache is not None:
-            kept = known | {path: file for path, file in read.items() if file.mtime_ns < settled}
-            text = _Cache(version=1, files=dict(sorted(kept.items()))).model_dump_json(indent=2)
-            write_whole(cache / CACHE, text + "\n")
+    unread = list[tuple[int, str]]()
+    for path, file in files.items():
+        if not file.sha256:
+            unread.append((file.num_bytes, path))
+    unread.sort(reverse=True)
+    if not unread:
+        return _identity(folder, files)
+    if cache is not None:
+        for path in (cache, cache / CACHE):
+            refuse_strange(path)
+    stop = threading.Event()
+    with (
+        (watch or unwatched)(sum(num_bytes for num_bytes, _ in unread)) as advance,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        try:
+            jobs = []
+            for _, path in unread:
+                jobs.append(pool.submit(_read, path, files[path], advance, stop))
+            for (_, path), job in zip(unread, jobs, strict=True):
+                file = job.result()
+                files[path] = file
+                if file.mtime_ns < settled:
+                    known[path] = file
+        finally:  # an error or Ctrl-C does not wait for terabytes
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    if cache is not None:
+        text = _Cache(version=1, files=dict(sorted(known.items()))).model_dump_json(indent=2)
+        write_whole(cache / CACHE, text + "\n")
     return _identity(folder, files)
 
 
@@ -142,9 +148,10 @@ def remembered(folder: Path, *, cache: Path) -> Identity | None:
         CheckpointError: as `identify`.
     """
     files = _files(folder, _read_cache(cache))
-    if all(file.sha256 for file in files.values()):
-        return _identity(folder, files)
-    return None
+    for file in files.values():
+        if not file.sha256:
+            return None
+    return _identity(folder, files)
 
 
 def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
@@ -187,8 +194,10 @@ def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> Non
 
 def listed(words: Sequence[str]) -> str:
     """The first few, and how many more."""
-    more = f" and {len(words) - _MAX_NAMED} more" if len(words) > _MAX_NAMED else ""
-    return ", ".join(words[:_MAX_NAMED]) + more
+    text = ", ".join(words[:_MAX_NAMED])
+    if len(words) > _MAX_NAMED:
+        text += f" and {len(words) - _MAX_NAMED} more"
+    return text
 
 
 def file_sha256(path: Path) -> str:
@@ -233,7 +242,8 @@ def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) 
     changed = []
     for name, state in states.items():
         found = now.get(name)
-        if found is not None and found.num_links != state.num_links:  # that is a change, too
+        if found is not None and found.num_links != state.num_links:
+            # `fix` and `graft` make hard links, which write nothing into the file.
             same = {"ctime_ns": state.ctime_ns, "num_links": state.num_links}
             found = found.model_copy(update=same)
         if found != state:
@@ -264,11 +274,12 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             error.filename, "must be readable", got=error.strerror, cure="Check its permissions"
         )
 
-    found = {}
+    files = dict[str, _Seen]()
     for root, folders, names in os.walk(os.path.abspath(folder), onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
-            if (path := Path(root, name)).is_symlink():
+            path = Path(root, name)
+            if path.is_symlink():
                 raise CheckpointError(
                     path,
                     "must be a file or a folder of its own",
@@ -287,8 +298,8 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             before = known.get(str(path), seen)
             if (before.num_bytes, before.mtime_ns) == (seen.num_bytes, seen.mtime_ns):
                 seen = before
-            found[str(path)] = seen
-    return found
+            files[str(path)] = seen
+    return files
 
 
 def _refuse_large(path: Path, num_bytes: int) -> None:
@@ -311,7 +322,10 @@ def _read(path: str, file: _Seen, advance: Advance, stop: threading.Event) -> _S
     done = 0
     with naming_file(Path(path)), open(path, "rb", buffering=0) as raw:
         # Stop at the size that was found: a file that grows as fast as it is read would never end.
-        while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
+        while done <= file.num_bytes and not stop.is_set():
+            count = raw.readinto(block)
+            if not count:
+                break
             digest.update(view[:count])
             advance(count)
             done += count

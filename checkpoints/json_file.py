@@ -93,7 +93,9 @@ def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
             cure=cure,
         ) from error
     except ValueError as error:
-        got = str(error) if text else "an empty file"
+        got = str(error)
+        if not text:
+            got = "an empty file"
         raise CheckpointError(where, "must be JSON", got=got, cure=cure) from error
     except RecursionError:
         depth = _MAX_DEPTH + 1

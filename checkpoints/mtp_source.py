@@ -35,7 +35,8 @@ def with_mtp_of(source: Source, other: Source) -> Source:
             model's.
     """
     view = view_of(source)
-    if own := _first_mtp(source, view):
+    own = _first_mtp(source, view)
+    if own:
         raise CheckpointError(
             source.where,
             "mtp_source is for a release without an MTP block of its own",
@@ -61,7 +62,9 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         )
     _refuse_other_model(source, other, view, renamed)
     files = {entry.file.removeprefix(MTP_FILES) for entry in renamed.values()}
-    stamps = {f"{MTP_FILES}{name}": state for name, state in other.states.items() if name in files}
+    states = {**source.states}
+    for name in files & other.states.keys():  # of a repository there are none yet
+        states[f"{MTP_FILES}{name}"] = other.states[name]
     # config.json with the count of MTP layers that are there.
     count: Any = max(view.mtp_layers_of(renamed), default=0) // view.num_mtp_parts + 1
     outer, _, inner = view.mtp_count_key.partition(".")
@@ -75,7 +78,7 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         source,
         config=config,
         entries={**source.entries, **renamed},
-        states={**source.states, **stamps},
+        states=states,
         mtp_source=other,
         mtp_files=tuple(sorted(files)),
     )
@@ -91,7 +94,10 @@ def has_mtp(source: Source) -> bool:
 
 
 def _first_mtp(source: Source, view: FamilyView) -> str:
-    return next((name for name in (*source.entries, *source.unindexed) if view.is_mtp(name)), "")
+    for name in (*source.entries, *source.unindexed):
+        if view.is_mtp(name):
+            return name
+    return ""
 
 
 def _refuse_other_model(

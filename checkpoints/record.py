@@ -61,7 +61,9 @@ class RecordedRecipe(_Part):
     @model_validator(mode="before")
     @classmethod
     def _keep_all(cls, found: Any) -> Any:
-        return {**found, "whole": found} if isinstance(found, dict) else found
+        if isinstance(found, dict):
+            return {**found, "whole": found}
+        return found
 
     @model_serializer
     def _as_it_was_run(self) -> Json:
@@ -116,7 +118,7 @@ def read_record(path: Path, *, where: object = None, cure: str = CURE) -> Record
     try:
         return Record.model_validate(read_object(path, where or path, cure=cure))
     except (CheckpointError, ValidationError) as error:
-        got = error.got if isinstance(error, CheckpointError) else first_fault(error)
+        got = first_fault(error) if isinstance(error, ValidationError) else error.got
         raise CheckpointError(
             where or path, "must be keepmtp's own record", got=got, cure=cure
         ) from error

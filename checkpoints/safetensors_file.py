@@ -101,7 +101,9 @@ def header_length(first: bytes, num_bytes: int, where: str) -> int:
     Raises:
         CheckpointError: more than the file has, or more than safetensors reads.
     """
-    length = struct.unpack("<Q", first)[0] if len(first) == LENGTH_BYTES else 0
+    length = 0
+    if len(first) == LENGTH_BYTES:
+        (length,) = struct.unpack("<Q", first)
     if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes):
         raise CheckpointError(
             where,
@@ -135,7 +137,8 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         )
     # The library gets the header as a file that ends after it. Of a right header it then says that
     # the tensors' bytes are missing, and it says so last of all.
-    if (complaint := _complaint(raw)) not in ("", _complaint(_RIGHT)):
+    complaint = _complaint(raw)
+    if complaint not in ("", _complaint(_RIGHT)):
         raise CheckpointError(
             where, "must have a valid safetensors header", got=complaint, cure=AGAIN
         )
@@ -145,14 +148,10 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
     first = end = LENGTH_BYTES + len(raw)
     last = "its header"
     for name, info in header.items():
-        if isinstance(
-            info, list
-        ):  # the library takes a tensor's three values also without their keys
-            dtype, shape, (start, stop) = info
-        else:
-            dtype = info["dtype"]
-            shape = info["shape"]
-            (start, stop) = info["data_offsets"]
+        # The library takes a tensor's three values also without their keys.
+        if isinstance(info, dict):
+            info = (info["dtype"], info["shape"], info["data_offsets"])
+        dtype, shape, (start, stop) = info
         if dtype not in DTYPE_BITS:
             raise CheckpointError(
                 where,

@@ -10,6 +10,7 @@ Easy to get wrong: an MTP block may be in a file that the index does not list (`
 and a file may be shorter than its header says. Both are found here, before anything is planned.
 """
 
+import fnmatch
 import gc
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import field, replace
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .identity import FileStamp, listed, states_of
 from .json_file import object_of, read_bytes_of, read_config, read_index
-from .safetensors_file import Entry, fill, read_header
+from .safetensors_file import Entry, FileHeader, fill, read_header
 
 SINGLE = "model.safetensors"
 MTP_FILES = "mtp_source/"
@@ -146,7 +148,9 @@ def page_of(address: str) -> tuple[str, str | None] | None:
     word.
     """
     page = _PAGE.fullmatch(address)
-    return page and (page[1], page[2])
+    if page is None:
+        return None
+    return page[1], page[2]
 
 
 def is_repo_id(name: str) -> bool:
@@ -169,7 +173,8 @@ def download(source: Source, *, bars: type[Any] | None = None) -> Source:
             files with its MTP tensors are downloaded.
         bars: a class like tqdm; default the Hub's progress bars.
     """
-    if (other := source.mtp_source) is not None:
+    other = source.mtp_source
+    if other is not None:
         own = download(replace(source, mtp_source=None), bars=bars)
         if other.folder is None:
             folder = _fetched(other, bars, *map(escape, source.mtp_files))
@@ -196,7 +201,9 @@ def small_file(source: Source, name: str) -> Path | None:
     """
     if source.folder is not None:
         path = source.folder / name
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        return None
     from .hub import fetch
 
     return fetch(source.where, name, commit=source.revision)
@@ -211,7 +218,9 @@ def small_bytes(source: Source, name: str) -> bytes | None:
     if name in source.changed:
         return source.changed[name]
     path = small_file(source, name)
-    return path and read_bytes_of(path, f"{source.where}/{name}")
+    if path is None:
+        return None
+    return read_bytes_of(path, f"{source.where}/{name}")
 
 
 def small_object(source: Source, name: str) -> Json | None:
@@ -220,7 +229,8 @@ def small_object(source: Source, name: str) -> Json | None:
     Raises:
         CheckpointError: see `json_file.read_object`.
     """
-    if (raw := small_bytes(source, name)) is None:
+    raw = small_bytes(source, name)
+    if raw is None:
         return None
     return object_of(raw, f"{source.where}/{name}")
 
@@ -280,7 +290,7 @@ def _open_folder(folder: Path, where: str) -> Source:
     if os.path.lexists(folder / INDEX):
         weight_map = read_index(folder / INDEX, f"{where}/{INDEX}")
     indexed = _indexed_files(weight_map, present, where)
-    headers = {file: read_header(folder / file, f"{where}/{file}").entries for file in present}
+    headers = {file: read_header(folder / file, f"{where}/{file}") for file in present}
     opened = _assembled(where, "local", config, weight_map, indexed, headers, companions)
     return replace(opened, folder=folder, states=states)
 
@@ -289,20 +299,24 @@ def _open_hub(repo: str, revision: str) -> Source:
     from .hub import fetch, files_of, read_remote_header
 
     commit, files = files_of(repo, revision)
-    config = "config.json" in files and fetch(repo, "config.json", commit=commit)
-    if not config:
+    small = dict[str, Path]()
+    for name in ("config.json", INDEX):
+        path = None
+        if name in files:
+            path = fetch(repo, name, commit=commit)
+        if path is not None:
+            small[name] = path
+    if "config.json" not in small:
         raise _no_config(repo, files)
     weight_map = None
-    if INDEX in files and (path := fetch(repo, INDEX, commit=commit)):
-        weight_map = read_index(path, f"{repo}/{INDEX}")
+    if INDEX in small:
+        weight_map = read_index(small[INDEX], f"{repo}/{INDEX}")
     present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
     indexed = _indexed_files(weight_map, present, repo)
+    header_of = partial(read_remote_header, repo, commit=commit)
     with ThreadPoolExecutor(max_workers=16) as pool:
-        found = pool.map(
-            lambda file: read_remote_header(repo, file, commit=commit).entries, present
-        )
-        headers = dict(zip(present, found, strict=True))
-    config = read_config(config, f"{repo}/config.json")
+        headers = dict(zip(present, pool.map(header_of, present), strict=True))
+    config = read_config(small["config.json"], f"{repo}/config.json")
     return _assembled(repo, commit, config, weight_map, indexed, headers, companions_among(files))
 
 
@@ -312,10 +326,11 @@ def _assembled(
     config: Raw,
     weight_map: Mapping[str, str] | None,
     indexed: Sequence[str],
-    headers: Mapping[str, Mapping[HFName, Entry]],
+    headers: Mapping[str, FileHeader],
     companions: Companions,
 ) -> Source:
-    if (count := sum(map(len, headers.values()))) > _MAX_TENSORS:
+    count = sum(len(header.entries) for header in headers.values())
+    if count > _MAX_TENSORS:
         raise CheckpointError(
             where,
             f"a checkpoint has at most {_MAX_TENSORS} tensors",
@@ -327,7 +342,7 @@ def _assembled(
     # vLLM and transformers read whole files named by the index, so the file decides, not the
     # index's line.
     for file in indexed:
-        for name, entry in headers[file].items():
+        for name, entry in headers[file].entries.items():
             if name in entries:
                 raise CheckpointError(
                     f"{where}/{file}",
@@ -337,11 +352,11 @@ def _assembled(
                 )
             entries[name] = entry
     for file in sorted(headers.keys() - {*indexed}):
-        for name, entry in headers[file].items():
+        for name, entry in headers[file].entries.items():
             if name not in entries:
                 unindexed[name] = entry
     for name, file in (weight_map or {}).items():
-        if HFName(name) not in headers[file]:
+        if HFName(name) not in headers[file].entries:
             raise CheckpointError(
                 f"{where}/{file}",
                 f"must hold {name}, which the index lists there",
@@ -394,7 +409,7 @@ def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:
     cure = "Name that of a whole model"
     if "adapter_config.json" in there:
         cure = "Merge the adapter into its base model first"
-    elif any(name.endswith(".gguf") for name in there):
+    elif fnmatch.filter(there, "*.gguf"):
         cure = "GGUF is not read: name the release in safetensors files that it was made from"
     got = listed(there) or "an empty folder"
     return NoCheckpointError(where, "a checkpoint has a config.json", got=got, cure=cure)

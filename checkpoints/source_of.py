@@ -66,10 +66,13 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     if checkpoint.folder is not None:
         places.append(checkpoint.folder.parent / named.name)
     if named.revision == "local":
-        for place in filter(None, map(find_path, places)):
-            sizes = {path.name: path.stat().st_size for path in place.glob("*")}
+        for place in places:
+            folder = find_path(place)
+            if folder is None:
+                continue
+            sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
             if sizes.items() >= named.files.items():
-                return str(place)
+                return str(folder)
     raise RecipeError(
         path,
         rule,

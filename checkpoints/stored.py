@@ -6,47 +6,22 @@ tensors. The plan uses it to find what must be dequantized; the static check com
 the config says.
 
 Easy to get wrong: three conventions share suffixes. `weight_scale` is per block, row or tensor by
-its shape only, and NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier
-(`weight_scale_2`).
+its shape only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from ..recipes.family import HFName
+from ..recipes.forms import FIRST_SCALES, FLOATS, FORMS, FP8, TENSOR_SCALES, Form
 from ..recipes.frozen import Shape, frozen
 from ..recipes.schemes import SCHEMES
 from .safetensors_file import Entry
 
-Form = Literal[
-    "plain",
-    "fp8_block",
-    "fp8_sliced",
-    "fp8_channel",
-    "fp8_tensor",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4_modelopt",
-    "int_packed",
-    "int8",
-    "mxfp8",
-    "gptq",
-    "awq",
-    "unknown",
-]
-# Forms that keepmtp recognizes and does not compute with.
-NOT_COMPUTED = ("gptq", "awq", "unknown")
-
 WEIGHT_LEAVES = ("weight", "weight_packed")
 SCALE_LEAVES = (
-    "weight_scale",
-    "weight_scale_inv",
-    "scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "input_global_scale",
-    "input_scale",
-    "input_scale_2",
+    *FIRST_SCALES,
+    *TENSOR_SCALES,
     "weight_shape",
     "weight_zero_point",
     "weight_g_idx",
@@ -58,10 +33,8 @@ TRANSPOSED_LEAVES = ("qweight", "scales", "qzeros", "g_idx")
 OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
-FLOATS = ("BF16", "F16", "F32")
-FP8 = ("F8_E4M3", "F8_E5M2")
 
-_FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+# Tensors of a module that say nothing of the form: the inputs' scales, and an order of channels.
 _NO_PART_OF_FORM = {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
 T = TypeVar("T")
 _Parts = Mapping[str, Entry]
@@ -77,7 +50,10 @@ def weight_of(parts: Mapping[str, T]) -> T:
 
 def scale_of(parts: Mapping[str, T]) -> T:
     """The first scale among a module's parts; each convention has its own word for it."""
-    return next(parts[leaf] for leaf in _FIRST_SCALES if leaf in parts)
+    for leaf in FIRST_SCALES:
+        if leaf in parts:
+            return parts[leaf]
+    raise KeyError("scale")
 
 
 @frozen
@@ -86,7 +62,7 @@ class StoredWeight:
 
     Attributes:
         module: the module's name on disk.
-        form: see `Form`; "unknown" where the tensors fit no form (`parts` has what was found).
+        form: of `recipes.forms`; "unknown" where the tensors fit none (`parts` has what was found).
         parts: leaf -> entry, the weight and its scales.
         shape: logical shape, [N, K] for linear weights.
         scheme: the compressed-tensors scheme with the same bytes; "" if none.
@@ -160,27 +136,31 @@ def _grouped(
 
 def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     parts = {leaf: parts[leaf] for leaf in TRANSPOSED_LEAVES if leaf in parts}
-    shapes = {leaf: entry.shape for leaf, entry in parts.items()}
-    packed = shapes["qweight"]
-    scales = shapes.get("scales", ())
-    zeros = shapes.get("qzeros", ())
-    form = "unknown"
+    packed = parts["qweight"].shape
+    scales = parts.get("scales")
+    form: Form = "unknown"
     shape = packed
-    if len(packed) == len(scales) == 2 and scales[1]:
-        outputs = scales[1]
-        pack = 8
+    if scales is not None and len(packed) == len(scales.shape) == 2 and scales.shape[1]:
+        outputs = scales.shape[1]
         if packed[1] != outputs:
             form = "awq"
             shape = (outputs, packed[0])
         else:
-            if len(zeros) == 2 and zeros[1]:
-                pack = outputs // zeros[1]
             form = "gptq"
+            pack = 8
+            # Zero points are packed along the outputs by as many as the codes along the inputs.
+            if "qzeros" in parts:
+                zeros = parts["qzeros"].shape
+                if len(zeros) == 2 and zeros[1]:
+                    pack = outputs // zeros[1]
             shape = (outputs, packed[0] * pack)
     return StoredWeight(module=module, form=form, parts=parts, shape=shape)
 
 
 def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
+    """The first form that the tensors fit: by their leaves, then by dtypes, last by the shape of
+    the scale.
+    """
     weight = weight_of(parts)
     leaves = parts.keys() - _NO_PART_OF_FORM
     shape = weight.shape
@@ -194,52 +174,75 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
 
     if leaves == {"weight"} and weight.dtype in FLOATS:
         return stored("plain")
-    if (
-        parts.keys().isdisjoint(_FIRST_SCALES)
-        or len(shape) != 2
-        or parts.keys() >= {*WEIGHT_LEAVES}
-    ):
+    is_unscaled = parts.keys().isdisjoint(FIRST_SCALES)
+    has_two_weights = parts.keys() >= {*WEIGHT_LEAVES}
+    if is_unscaled or has_two_weights or len(shape) != 2:
         return stored("unknown")
     scale = scale_of(parts)
     (n, k) = shape
-    is_of_rows = scale.shape in ((n, 1), (n,))
-    if leaves == {"weight_packed", "weight_scale", "weight_global_scale"} and weight.dtype == "U8":
-        return stored("nvfp4", (n, 2 * k), "NVFP4" if "input_global_scale" in parts else "NVFP4A16")
-    if leaves == {"weight", "weight_scale", "weight_scale_2"} and weight.dtype == "U8":
-        return stored("nvfp4_modelopt", (n, 2 * k))
-    is_e8m0 = scale.dtype in ("U8", "F8_E8M0") and scale.shape == (n, 2 * k // 32)
-    if weight.dtype in ("U8", "I8") and is_e8m0:
+    of_pairs = (n, 2 * k)  # two 4-bit codes in a byte
+    nvfp4_forms: tuple[Form, ...] = ("nvfp4", "nvfp4_modelopt")
+    for form in nvfp4_forms:
+        storage = FORMS[form]
+        if leaves == {storage.leaf, "weight_scale", storage.common} and weight.dtype == "U8":
+            scheme = ""
+            if storage.divides:
+                scheme = "NVFP4" if "input_global_scale" in parts else "NVFP4A16"
+            return stored(form, of_pairs, scheme)
+    mxfp4 = FORMS["mxfp4"]
+    is_e8m0 = scale.dtype in mxfp4.scales and scale.shape == (n, 2 * k // mxfp4.group)
+    if weight.dtype in mxfp4.dtypes and is_e8m0:
         # With FP8 activations vLLM runs it by its native MXFP4 method; without, as if it were W4A4
         # (0.32.0, compressed_tensors_moe.py).
-        return stored("mxfp4", (n, 2 * k), "MXFP4A8")
+        return stored("mxfp4", of_pairs, "MXFP4A8")
     if weight.dtype in FP8 and len(leaves) == 2:
-        form, scheme, block = _fp8((n, k), scale, "input_scale" in parts)
-        return stored(form, shape, scheme if weight.dtype == "F8_E4M3" else "", block)
-    if weight.dtype == "I8" and scale.dtype in FLOATS and is_of_rows:
+        form, scheme, block = _fp8((n, k), scale, has_input_scale="input_scale" in parts)
+        if weight.dtype != "F8_E4M3":
+            scheme = ""
+        return stored(form, shape, scheme, block)
+    if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
         return stored("int8", shape, "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
-        groups = scale.shape[1] if len(scale.shape) == 2 else 1
-        zero = parts.get("weight_zero_point")
-        for name, scheme in SCHEMES.items():
-            if scheme.format == "pack-quantized" and scheme.has_zero_point == (zero is not None):
-                words = -(-n // scheme.n_multiple())
-                is_whole = groups * (scheme.group_size or 0) == k * 32 // scheme.bits
-                if is_whole and (zero is None or zero.shape == (words, groups)):
-                    shape = (n, k * 32 // scheme.bits)
-                    return stored("int_packed", shape, "" if "weight_g_idx" in parts else name)
-        # 8 bits in groups of 128, or 4
-        return stored("int_packed", (n, k * (4 if groups * 32 == k else 8)))
+        width, scheme = _integers((n, k), scale, parts.get("weight_zero_point"))
+        if "weight_g_idx" in parts:
+            scheme = ""
+        return stored("int_packed", (n, width), scheme)
     return stored("unknown")
 
 
+def _integers(shape: tuple[int, int], scale: Entry, zero: Entry | None) -> tuple[int, str]:
+    """The width and the scheme of integers in words [N, words a row]; "" where no scheme has this
+    many groups.
+    """
+    n, words = shape
+    groups = 1
+    if len(scale.shape) == 2:
+        groups = scale.shape[1]
+    for name, scheme in SCHEMES.items():
+        if scheme.form != "int_packed" or scheme.has_zero_point != (zero is not None):
+            continue
+        width = words * 32 // scheme.bits
+        zeros = (-(-n // scheme.n_multiple()), groups)
+        is_whole = groups * (scheme.group_size or 0) == width
+        if is_whole and (zero is None or zero.shape == zeros):
+            return width, name
+    # Of no scheme: 8 bits in groups of 128, or 4.
+    if groups * 32 == words:
+        return words * 4, ""
+    return words * 8, ""
+
+
 def _fp8(
-    shape: tuple[int, int], scale: Entry, has_input_scale: bool
+    shape: tuple[int, int], scale: Entry, *, has_input_scale: bool
 ) -> tuple[Form, str, tuple[int, int] | None]:
     """The form, scheme and block of FP8 with one scale tensor."""
     n, k = shape
     if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
-        return "fp8_tensor", "FP8" * has_input_scale, None
-    if scale.dtype == "U8" and scale.shape == (n, k // 32):
+        scheme = ""
+        if has_input_scale:
+            scheme = "FP8"
+        return "fp8_tensor", scheme, None
+    if scale.dtype == "U8" and scale.shape == (n, k // FORMS["mxfp8"].group):
         return "mxfp8", "", None
     if scale.shape in ((n, 1), (n,)):
         return "fp8_channel", "FP8_DYNAMIC", None

@@ -82,7 +82,9 @@ def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
     `multiple`.
     """
     num_rows, num_columns = weight.shape
-    elements = _CHUNK_CPU if weight.device.type == "cpu" else _CHUNK_GPU
+    elements = _CHUNK_GPU
+    if weight.device.type == "cpu":
+        elements = _CHUNK_CPU
     step = max(1, elements // max(1, num_columns * multiple)) * multiple
     for first in range(0, num_rows, step):
         yield first, min(first + step, num_rows)

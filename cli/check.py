@@ -30,10 +30,10 @@ from .progress import bytes_bar, spinner
 from .tables import print_json, say
 
 if TYPE_CHECKING:
+    from ..recipes.runtimes import Runtime
     from ..validate.check.check import Checked
     from ..validate.check.reading import Level
     from ..validate.facts.dry_load import LoadAccount
-    from ..validate.facts.findings import Runtime
     from ..validate.facts.results import CheckData
 
 

@@ -30,8 +30,9 @@ from ..recipes.errors import printable, shortened
 from .tables import counted, say, table
 
 if TYPE_CHECKING:
+    from ..recipes.runtimes import Runtime
     from ..validate.facts.dry_load import DryLoad
-    from ..validate.facts.findings import CheckpointFacts, Runtime
+    from ..validate.facts.findings import CheckpointFacts
     from ..validate.facts.results import CheckData
 
 _WIDEST = 120

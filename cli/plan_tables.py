@@ -17,10 +17,10 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
-from ..quantize.config.written import config_of
 from ..quantize.needs.needs import Needs, lines
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
+from ..quantize.plan.configs import config_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import refusals

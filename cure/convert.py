@@ -5,8 +5,9 @@ is; then a new folder. Packed bytes are copied from file to file under their new
 module are re-expressed; shards without a quantized weight are hard links.
 
 Easy to get wrong: which scheme a weight has. FP8 with a scale a row is FP8_DYNAMIC only if the
-config quantizes activations too; so the group that vLLM takes is compared with the scheme, argument
-by argument. And the way back: 1 / (1 / x) is not x for one F32 in seven, but its neighbour.
+config quantizes activations too; so the dialect compares the group that vLLM takes with the scheme,
+argument by argument. And the way back: 1 / (1 / x) is not x for one F32 in seven, but its
+neighbour.
 """
 
 from collections import defaultdict
@@ -17,9 +18,12 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.dialects.choose import quantization_of
+from ..checkpoints.dialects.compressed_tensors import CompressedTensors
+from ..checkpoints.dialects.modelopt import ModelOpt
+from ..checkpoints.dialects.written import config_files, quantization_config
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor
-from ..quantize.config.written import config_files, quantization_config
 from ..recipes.conventions import (
     ALGORITHMS,
     CACHE,
@@ -33,39 +37,21 @@ from ..recipes.conventions import (
     in_modelopt,
 )
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.family import HFName, Part
+from ..recipes.family import HFName
 from ..recipes.family_view import Place
-from ..recipes.frozen import Advance, Json, Raw, frozen
-from ..recipes.renamer import renamer
-from ..recipes.schemes import SCHEMES, num_bytes
+from ..recipes.frozen import Advance, frozen
+from ..recipes.schemes import num_bytes
 from ..validate.check.check import examine
-from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.dialects.given import (
-    CompressedTensorsGiven,
-    GivenArguments,
-    GivenGroup,
-    read_given,
-)
 from ..validate.check.runtime_view import RuntimeView
 from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
 
-# compressed-tensors' QuantizationArgs: what an argument is that is not given.
-_DEFAULTS: Raw = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": None,
-    "dynamic": False,
-    "group_size": None,
-    "block_structure": None,
-}
 _ANEW = "Quantize the original release anew"
 
 
 @frozen
 class StoredMatrix:
-    """One matrix on disk: a `config.modules.Matrix`.
+    """One matrix on disk: a `dialects.modules.Matrix`.
 
     Attributes:
         module: its module's name; of a stack of experts, which has none, its own.
@@ -185,7 +171,8 @@ def plan_conversion(where: str, to: Format) -> Conversion:
                 got=cache,
                 cure=_ANEW,
             )
-        cache = cache and dict(FP8_CACHE)
+        if cache:
+            cache = dict(FP8_CACHE)
     made = quantization_config(runtime.view, matrices, format=to, cache=cache).value
     files = config_files(source.config, made, runtime.view)
     for name in (CONFIG, HF_QUANT_CONFIG):
@@ -300,54 +287,20 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
 
 def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
     """The scheme of each quantized module on disk."""
-    # compressed-tensors' groups by the targets that the target's class, and the draft's, reads.
-    groups: dict[tuple[Part, str], GivenGroup] = {}
-    parts: tuple[Part, ...] = ("backbone", "mtp")
-    is_grouped = _dialect_of(runtime) == "compressed-tensors"
-    if is_grouped:
-        given = read_given(CompressedTensorsGiven, runtime.given.raw)
-        for group in (given.config_groups or {}).values():
-            for target in group.targets or ():
-                for part in parts:
-                    groups[part, renamer(runtime.source.config, part).path(target)] = group
     for module in runtime.modules:
+        dialect = runtime.dialect_of(module)
+        assert isinstance(dialect, CompressedTensors | ModelOpt)
         for member in module.members:
-            if member.weight.form != "plain":
-                built = module.resolution.built
-                entry = module.resolution.entry
-                # What vLLM builds for a modelopt module; "" if compressed-tensors has none like it.
-                scheme = {"fp8_tensor": "FP8", "fp8_channel": "FP8_DYNAMIC"}.get(built.form, "")
-                if is_grouped:
-                    scheme = _of_group(groups.get((module.part, entry)))
-                elif built.form == "nvfp4_modelopt" and built.group_size == 16:
-                    scheme = "NVFP4" if "input_scale" in built.leaves else "NVFP4A16"
-                elif built.form == "fp8_block" and built.block == (128, 128):
-                    scheme = "FP8_BLOCK"
-                if not scheme:
-                    by = f"entry {entry}" if entry else "the config's one algorithm"
-                    raise _wordless(runtime, member.weight.weight.name, f"{built.form} by {by}")
-                yield member.weight.module, scheme
-
-
-def _of_group(group: GivenGroup | None) -> str:
-    """The scheme whose arguments a group has; "" if none that modelopt has a word for."""
-    if group is None:
-        return ""
-    given = _complete(group.weights), _complete(group.input_activations)
-    for name in ALGORITHMS:
-        wanted = []
-        for arguments in (SCHEMES[name].weights, SCHEMES[name].inputs):
-            wanted.append(_complete(GivenArguments.model_validate(arguments or {})))
-        if [*given] == wanted:
-            return name
-    return ""
-
-
-def _complete(given: GivenArguments | None) -> Json:
-    """All arguments; none where nothing is quantized."""
-    if given is None or not given.model_fields_set:
-        return {}
-    return {**_DEFAULTS, **given.model_dump(include={*_DEFAULTS}, exclude_none=True)}
+            if member.weight.form == "plain":
+                continue
+            scheme = dialect.scheme_of(module.resolution)
+            if not scheme:
+                by = "the config's one algorithm"
+                if module.resolution.entry:
+                    by = f"entry {module.resolution.entry}"
+                got = f"{module.resolution.built.form} by {by}"
+                raise _wordless(runtime, member.weight.weight.name, got)
+            yield member.weight.module, scheme
 
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoints.dialects.patterns import time_limit
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
 from ..validate.check.check import Checked, examine
-from ..validate.check.dialects.patterns import time_limit
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists
@@ -61,6 +61,10 @@ _OF_TENSORS = ("glue", "form", "experts", "fused-uniform", "shapes", "unknown-te
 _OF_TENSORS += ("draft-head", "empty-weight", "norm")
 
 
+def _silent(doing: str) -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What fix would do, judged from headers.
@@ -78,11 +82,16 @@ class Outcome:
     @property
     def cured(self) -> tuple[Finding, ...]:
         """Findings that are gone."""
-        left = {each.key for each in self.after.data.findings}
-        return tuple(each for each in self.before.data.findings if each.key not in left)
+        return _gone(self.before.data.findings, self.after.data)
 
 
-def proposed(where: str, *, progress: Say = lambda doing: None) -> Outcome:
+def _gone(findings: Iterable[Finding], after: CheckData) -> tuple[Finding, ...]:
+    """Those that a later check does not have."""
+    left = {finding.key for finding in after.findings}
+    return tuple(finding for finding in findings if finding.key not in left)
+
+
+def proposed(where: str, *, progress: Say = _silent) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
@@ -116,7 +125,7 @@ def settled(
     checked: Checked,
     proposal: Proposal,
     rows: Iterable[tuple[str, Fix]],
-    progress: Say = lambda doing: None,
+    progress: Say = _silent,
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
 
@@ -129,7 +138,10 @@ def settled(
     best = checked, proposal
     for _ in range(_MAX_ROUNDS):
         rules = {finding.rule for finding in checked.data.findings}
-        cures = dict.fromkeys(cure for rule, cure in rows if rule in rules)
+        cures = dict[Fix, None]()
+        for rule, cure in rows:
+            if rule in rules:
+                cures[cure] = None
         if checked.runtime is None or not cures:
             break
         had = len(proposal.edits)
@@ -155,8 +167,9 @@ def _weight(data: CheckData) -> tuple[int, int]:
     return sums["error"], sums["warning"]
 
 
-def _outcome(checked: Checked, progress: Say = lambda doing: None) -> Outcome:
-    return Outcome(checked, *settled(checked, Proposal(checked.readable()), FIXES, progress))
+def _outcome(checked: Checked, progress: Say = _silent) -> Outcome:
+    after, proposal = settled(checked, Proposal(checked.readable()), FIXES, progress)
+    return Outcome(checked, after, proposal)
 
 
 # --- commands
@@ -169,43 +182,46 @@ def with_commands(checked: Checked) -> Checked:
     SGLang's rules judge what is left.
     """
     data = checked.data
-    commands = dict[Finding, str]()
-    of_cures = dict[str, str]()
-    static = [each for each in data.findings if each.origin == "static"]
-    own = tuple(each for each in static if each.runtime == "vllm")
-    of_sglang = [each for each in static if each.runtime == "sglang"]
+    static = [finding for finding in data.findings if finding.origin == "static"]
     if checked.source is None or not static:
         return checked
+    of_sglang = [finding for finding in static if finding.runtime == "sglang"]
     try:
         with time_limit():
+            own = static
             if of_sglang:
-                own = examine(checked.source).data.findings
-            alone = data.model_copy(update={"findings": own})
+                own = [*examine(checked.source).data.findings]
+            alone = data.model_copy(update={"findings": tuple(own)})
             outcome = _outcome(checked._replace(data=alone))
             cured = [*outcome.cured]
             if of_sglang and outcome.proposal.edits:
                 after = examine(outcome.proposal.outcome(), runtimes=("sglang",))
-                left = {each.key for each in after.data.findings}
-                cured += [each for each in of_sglang if each.key not in left]
+                cured += _gone(of_sglang, after.data)
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
     # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
     # the right one. And no fix that brings other errors.
-    known = {each.key for each in own}
-    errors = errors_of(outcome.after.data.findings)
-    is_good = all(each.key in known and each.rule != "layer-missing" for each in errors)
-    for each in static:
-        commands[each] = cure_elsewhere(each, outcome)
-        if is_good and each in cured:
-            commands[each] = f"keepmtp fix {shlex.quote(outcome.proposal.source.where)} --out NEW"
-        of_cures[each.cure] = commands[each]
-    findings = []
-    for each in data.findings:
-        # A dry load has the static check's words for the same tensor.
-        command = commands.get(each) or (each.origin == "dry" and of_cures.get(each.cure))
+    known = {finding.key for finding in own}
+    is_good = True
+    for finding in errors_of(outcome.after.data.findings):
+        is_good &= finding.key in known and finding.rule != "layer-missing"
+    commands = dict[Finding, str]()
+    # A dry load has the static check's words for the same tensor.
+    of_cures = dict[str, str]()
+    for finding in static:
+        commands[finding] = cure_elsewhere(finding, outcome)
+        if is_good and finding in cured:
+            where = shlex.quote(outcome.proposal.source.where)
+            commands[finding] = f"keepmtp fix {where} --out NEW"
+        of_cures[finding.cure] = commands[finding]
+    findings = list[Finding]()
+    for finding in data.findings:
+        command = commands.get(finding, "")
+        if finding.origin == "dry":
+            command = of_cures.get(finding.cure, "")
         if command:
-            each = each.model_copy(update={"cure": f"{each.cure}. Run `{command}`"})
-        findings.append(each)
+            finding = finding.model_copy(update={"cure": f"{finding.cure}. Run `{command}`"})
+        findings.append(finding)
     return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
 
 
@@ -219,9 +235,13 @@ def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
     # What is wrong with the backbone as well is wrong in config.json, and a new block would be
     # wrong there too.
     rule = finding.rule.removeprefix("sglang-")
-    of_rule = [each for each in errors_of(outcome.after.data.findings) if each.rule == rule]
-    is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
-    if rule in _OF_BLOCKS or (rule in _OF_TENSORS and is_of_block):
+    is_left = False
+    is_of_block = True
+    for other in errors_of(outcome.after.data.findings):
+        if other.rule == rule:
+            is_left |= other == finding
+            is_of_block &= runtime.is_mtp_name(other.where)
+    if rule in _OF_BLOCKS or (rule in _OF_TENSORS and is_left and is_of_block):
         where = shlex.quote(name or outcome.proposal.source.where)
         return f"keepmtp graft {where} --from RELEASE --out NEW"
     return ""

@@ -15,15 +15,16 @@ from dataclasses import replace
 from math import prod
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.dialects.choose import quantization_of
+from ..checkpoints.dialects.dialect import VLLMModule
+from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
 from ..checkpoints.safetensors_file import Entry
-from ..quantize.config.modelopt import hf_quant_config
+from ..checkpoints.stored import weight_of
 from ..recipes.family import HFName
 from ..recipes.frozen import Json, Shape
-from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.dialects.modelopt import ModelOpt, reads_other_file
+from ..validate.check.layouts import leaves_built
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
 from ..validate.check.runtime_view import Member
-from ..validate.check.vllm_module import VLLMModule
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
 _FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
@@ -93,7 +94,9 @@ def layer_types_are_cut(faulty: Faulty) -> None:
     """
     view = faulty.runtime.view
     types = view.text_config.get("layer_types")
-    expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
+    expected = view.num_layers
+    if view.family.layer_types_count_mtp:
+        expected += view.num_mtp_layers
     if isinstance(types, list) and len(types) > expected:
         why = f"num_hidden_layers={view.num_layers}: the config of {len(types)} types fails to load"
         place = (*_holder(faulty.proposal, "layer_types"), "layer_types")
@@ -110,7 +113,7 @@ def extras_are_set(faulty: Faulty) -> None:
 
 def activations_are_named(faulty: Faulty) -> None:
     """FP8 groups of W8A8 say how activations are quantized: M10, Fp3."""
-    if not any("input_activations" in each.says for each in faulty.findings):
+    if not any(module.resolution.refusal == "inputs" for module in faulty.runtime.modules):
         return
     for name, group in (faulty.proposal.quantization("config_groups") or {}).items():
         weights = group.get("weights") or {}
@@ -141,7 +144,8 @@ def modelopt_fields_are_there(faulty: Faulty) -> None:
     is_nested = proposal.quantization_at[1][-1] == "quantization" and isinstance(inner, dict)
     if not isinstance(faulty.runtime.dialect, ModelOpt) or not is_nested:
         return
-    if any("Unknown ModelOpt quant algo" in each.says for each in faulty.findings):
+    places = {finding.where for finding in faulty.findings if finding.rule == "algorithm"}
+    if any(place.endswith(": quantization.quant_algo") for place in places):
         value = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
         value.pop("exclude_modules", None)
         why = f"vLLM takes {inner.get('quant_algo')} only at the top level of quantization_config"
@@ -149,7 +153,10 @@ def modelopt_fields_are_there(faulty: Faulty) -> None:
         return
     known: Json = {"kv_cache_quant_algo": None, "exclude_modules": []}
     for weight in faulty.runtime.weights.values():
-        if weight.form == "nvfp4_modelopt" and (scale := weight.parts["weight_scale"]).shape:
+        if weight.form != "nvfp4_modelopt":
+            continue
+        scale = weight.parts["weight_scale"]
+        if scale.shape:
             known["group_size"] = weight.shape[1] // scale.shape[-1]
             break
     for key, value in known.items():
@@ -219,7 +226,9 @@ def kv_scales_leave(faulty: Faulty) -> None:
     loader = faulty.runtime.view.family.loader
     for entry in runtime.others:
         is_mtp = runtime.is_mtp_name(entry.name)
-        is_taken = draft_takes(loader, entry.name) if is_mtp else loader.backbone_takes_kv_scales
+        is_taken = loader.backbone_takes_kv_scales
+        if is_mtp:
+            is_taken = draft_takes(loader, entry.name)
         if is_kv_scale(entry.name.rpartition(".")[2]) and not is_taken:
             why = "vLLM's loader raises on this scale of the KV cache; without it the scale is 1"
             faulty.proposal.retensor(entry, None, why)
@@ -254,16 +263,17 @@ def tensors_have_the_form_that_is_built(faulty: Faulty) -> None:
 
 def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
     """One weight's tensors, in the form that vLLM builds."""
-    parts = {built.renames.get(leaf, leaf): entry for leaf, entry in member.weight.parts.items()}
-    extra = parts.keys() - built.leaves - built.optional
-    missing = built.leaves - parts.keys()
-    if len(extra) == len(missing) == 1 and extra | missing <= {*_FIRST_SCALES}:
-        (had,), (wanted,) = extra, missing
+    parts = leaves_built(built, member.weight)
+    extra = [*(parts.keys() - built.leaves - built.optional)]
+    missing = [*(built.leaves - parts.keys())]
+    if len(extra) == len(missing) == 1 and {*extra, *missing} <= {*_FIRST_SCALES}:
+        had = extra[0]
+        wanted = missing[0]
         why = f"vLLM's parameter is {wanted}; {had} has no place, and means the same"
         new = replace(parts[had], name=HFName(f"{member.weight.module}.{wanted}"))
         faulty.proposal.retensor(parts[had], new, why)
     elif not extra and not missing:
-        weight = parts.get("weight_packed") or parts["weight"]
+        weight = weight_of(parts)
         tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
         for leaf, entry in parts.items():
             dtype = entry.dtype
@@ -282,13 +292,18 @@ def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> Shap
     wanted: dict[int, Shape] = {}
     is_scale = leaf in _FIRST_SCALES and len(weight.shape) == 2
     if leaf in _SCALARS or (is_scale and built.form == "fp8_tensor"):
-        wanted = {built.scale_ndim: () if len(entry.shape) > 1 else entry.shape}
+        scalar = entry.shape
+        if len(scalar) > 1:
+            scalar = ()
+        wanted = {built.scale_ndim: scalar}
     elif is_scale and built.form == "fp8_channel":
         wanted = {1: weight.shape[:1], 2: (weight.shape[0], 1)}
     elif is_scale and built.form == "fp8_block" and built.block:
-        rows, columns = (
-            -(-size // side) for size, side in zip(weight.shape, built.block, strict=True)
-        )
+        rows = -(-weight.shape[0] // built.block[0])
+        columns = -(-weight.shape[1] // built.block[1])
         wanted = {2: (rows, columns), 4: (rows, 1, columns, 1)}
     shape = wanted.get(built.scale_ndim, entry.shape)
-    return shape if prod(shape) == prod(entry.shape) else entry.shape
+    # Two global scales are not one.
+    if prod(shape) != prod(entry.shape):
+        return entry.shape
+    return shape

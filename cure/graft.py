@@ -25,11 +25,16 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 
+from ..checkpoints.dialects.choose import Unquantized
+from ..checkpoints.dialects.compressed_tensors import CompressedTensors
+from ..checkpoints.dialects.dialect import UnknownDialect
+from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
@@ -37,7 +42,7 @@ from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, uncollected, view_of
 from ..checkpoints.source_of import refuse_stranger
 from ..checkpoints.stored import FLOATS, stored_weights
-from ..quantize.config.written import config_of
+from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..quantize.write.writer import write_shards
@@ -46,13 +51,9 @@ from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Advance, Bar, Raw, Shape
 from ..validate.check.check import Checked, examine
-from ..validate.check.dialects.choose import Unquantized
-from ..validate.check.dialects.compressed_tensors import CompressedTensors
-from ..validate.check.dialects.fp8 import Fp8
 from ..validate.check.reading import joined
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.values import check_values
-from ..validate.check.vllm_module import UnknownDialect
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored
@@ -90,9 +91,11 @@ class Graft:
     @property
     def entries(self) -> list[Entry]:
         """The tensors of the release that the block is made from, in the order of the files."""
-        names = {name for tensor in self.plan.tensors for name in tensor.inputs}
-        entries = (self.plan.entries[name] for name in names)
-        return sorted(entries, key=lambda entry: (entry.file, entry.start))
+        found = dict[HFName, Entry]()
+        for tensor in self.plan.tensors:
+            for name in tensor.inputs:
+                found[name] = self.plan.entries[name]
+        return sorted(found.values(), key=attrgetter("file", "start"))
 
     @property
     def num_bytes_read(self) -> int:
@@ -138,9 +141,10 @@ def plan_graft(
     # Whole or not, also under a wrong prefix.
     both = (*quantized.entries.values(), *quantized.unindexed.values())
     old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
-    is_whole = ours.found and ours.found == {*range(ours.promised)}
-    is_good = not any(_is_about_the_block(each, ours) for each in checked.data.findings)
-    if old and not is_replaced and is_whole and is_good:
+    is_good = bool(ours.found) and ours.found == {*range(ours.promised)}
+    for finding in checked.data.findings:
+        is_good &= not _is_about_the_block(finding, ours)
+    if old and is_good and not is_replaced:
         facts = checked.data.facts
         forms = ", ".join(facts.mtp_forms)
         raise CheckpointError(
@@ -154,21 +158,20 @@ def plan_graft(
         word = "source"
     as_released = word == "source" and isinstance(dialect, Fp8)
     plan = plan_mtp_alone(source, view, word, as_released=as_released)
-    packed = next((tensor for tensor in plan.tensors if tensor.scheme), None)
-    if packed is not None and not isinstance(dialect, CompressedTensors):
-        raise RecipeError(
-            "--mtp",
-            f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}",
-            got=f"{word}, so {packed.scheme} for {packed.name}",
-            cure="Use --mtp bf16",
-        )
-    made = {
-        shard.file: [
+    for tensor in plan.tensors:
+        if tensor.scheme and not isinstance(dialect, CompressedTensors):
+            raise RecipeError(
+                "--mtp",
+                f"a packed MTP block is written in compressed-tensors only, not in {dialect.name}",
+                got=f"{word}, so {tensor.scheme} for {tensor.name}",
+                cure="Use --mtp bf16",
+            )
+    made = dict[str, list[Entry]]()
+    for shard in plan.shards:
+        made[shard.file] = [
             Entry(**output._asdict(), file=shard.file, start=0, num_bytes=output.num_bytes)
             for output in shard.outputs
         ]
-        for shard in plan.shards
-    }
     proposal.put_shards(old, made)
     if proposal.shards_again and quantized.folder is None:
         raise CheckpointError(
@@ -196,11 +199,23 @@ def plan_graft(
     return Graft(plan=plan, proposal=proposal, checked=checked)
 
 
+def _no_bar(label: str) -> Bar:
+    """Nobody watches."""
+
+    def counts(total: int) -> AbstractContextManager[Advance]:
+        return nullcontext(ignore)
+
+    def ignore(num_bytes: int) -> None:
+        pass
+
+    return counts
+
+
 def carry_out(
     graft: Graft,
     out: Path,
     *,
-    bar: Callable[[str], Bar] = lambda label: lambda total: nullcontext(lambda num_bytes: None),
+    bar: Callable[[str], Bar] = _no_bar,
 ) -> Rewritten:
     """Write the new folder; a run that was killed is continued by the same call, with the same
     bytes.
@@ -378,9 +393,11 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     for number, group in enumerate(made["config_groups"].values()):
         groups[f"mtp_{number}"] = group
     # A group without a format of its own has that of the whole.
+    formats = set[str | None]()
     for group in groups.values():
         group["format"] = group.get("format") or raw.get("format")
-    if {group["format"] for group in groups.values()} != {raw.get("format")}:
+        formats.add(group["format"])
+    if formats != {raw.get("format")}:
         why = "the MTP block has another format than the backbone"
         proposal.set_quantization(("format",), "mixed-precision", why)
     why = "vLLM builds these modules of the MTP block packed"

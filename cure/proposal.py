@@ -16,6 +16,7 @@ from dataclasses import replace
 from difflib import unified_diff
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
@@ -116,7 +117,9 @@ class Proposal:
         """A copy of a value of a JSON file; None if it is not there."""
         value = self._docs.get(file)
         for key in place:
-            value = value.get(key) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                return None
+            value = value.get(key)
         return deepcopy(value)
 
     def set(self, file: str, place: JSONPath, value: Any, why: str) -> None:
@@ -231,7 +234,7 @@ class Proposal:
     @property
     def num_bytes_again(self) -> int:
         """Bytes of the tensors in `shards_again`."""
-        return sum(map(total_bytes, self.shards_again.values()))
+        return sum(total_bytes(entries) for entries in self.shards_again.values())
 
     # --- what becomes of it -----------------------------------------------------------------------
 
@@ -244,7 +247,8 @@ class Proposal:
                 found[name] = None
             elif value is not None and (before is None or value != json.loads(before)):
                 found[name] = in_form_of(before, value)
-        if index := self._new_index():
+        index = self._new_index()
+        if index is not None:
             found[INDEX] = index
         return found
 
@@ -260,10 +264,10 @@ class Proposal:
         for edit in self.edits:
             if edit.says:
                 groups[edit.why].append(f"~ {edit.says}")
-        for why, each in groups.items():
-            lines += ["--- tensors", f"# {why}", *each[:4]]
-            if len(each) > 4:
-                lines.append(f"~  ... {len(each) - 4:,} more ...")
+        for why, changes in groups.items():
+            lines += ["--- tensors", f"# {why}", *changes[:4]]
+            if len(changes) > 4:
+                lines.append(f"~  ... {len(changes) - 4:,} more ...")
         return lines
 
     def outcome(self) -> Source:
@@ -271,7 +275,10 @@ class Proposal:
         entries = dict[HFName, Entry]()
         unindexed = dict[HFName, Entry]()
         for file, tensors in self._shards.items():
-            (entries if file in self._indexed else unindexed).update(tensors)
+            if file in self._indexed:
+                entries |= tensors
+            else:
+                unindexed |= tensors
         config = deepcopy(self._docs[CONFIG])
         tensors = {"entries": entries, "unindexed": unindexed}
         return replace(self.source, config=config, changed=self.files(), **tensors)
@@ -301,7 +308,10 @@ class Proposal:
         if (listed, given) == (files, metadata):
             return None
         # Names stay where they were, so that little changes.
-        weight_map = {name: files[name] for name in (*listed, *sorted(files)) if name in files}
+        weight_map = dict[str, str]()
+        for name in (*listed, *sorted(files)):
+            if name in files:
+                weight_map[name] = files[name]
         index = {**old, "metadata": metadata, "weight_map": weight_map}
         return (json.dumps(index, indent=2) + "\n").encode()
 
@@ -324,14 +334,17 @@ def json_diff(
     new = _lines(after)
     if old == new:
         return []
-    lines = [f"--- a/{name}", f"+++ b/{name}", *map("# {}".format, dict.fromkeys(reasons))]
+    lines = [f"--- a/{name}", f"+++ b/{name}"]
+    for reason in dict.fromkeys(reasons):
+        lines.append(f"# {reason}")
     if len(old) + len(new) > _MOST_COMPARED:
         lines.append(f"@@ -{len(old)} +{len(new)} @@")
         return lines
     _, _, *body = unified_diff(old, new, n=2, lineterm="")
-    for sign, each in groupby(body, key=lambda line: line[0]):
-        run = [*map(printable, each)]
-        if sign in "+-" and (more := len(run) - _MOST_LINES) > 0:
+    for sign, group in groupby(body, key=itemgetter(0)):
+        run = [printable(line) for line in group]
+        more = len(run) - _MOST_LINES
+        if sign in "+-" and more > 0:
             run[_MOST_LINES // 2 : -_MOST_LINES // 2] = [f"{sign}  ... {more:,} more lines ..."]
         lines += run
     return lines

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
+from .forms import IN_MODELOPT
 from .frozen import Shape, frozen
 
 FORMATS = ("compressed-tensors", "modelopt")
@@ -57,8 +58,6 @@ NOT_FOR_EXPERTS = ("FP8_DYNAMIC",)
 MIXED_FOR_EXPERTS = ("FP8_BLOCK",)
 """vLLM reads blocks of routed experts only where MIXED_PRECISION names their algorithm."""
 
-_COMMON = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
-
 
 @frozen
 class Spelling:
@@ -83,8 +82,8 @@ def in_modelopt(scheme: str, leaf: str, dtype: str, shape: Shape, *, of_experts:
     if scheme == CACHE:
         return _cast(f"{leaf[0]}_proj.{leaf}", dtype, "F32", ())
     if scheme.startswith("NVFP4"):
-        if leaf in _COMMON:
-            return Spelling(leaf=_COMMON[leaf], dtype="F32", shape=(), change="reciprocal")
+        if leaf in IN_MODELOPT:
+            return Spelling(leaf=IN_MODELOPT[leaf], dtype="F32", shape=(), change="reciprocal")
         return Spelling(leaf=leaf.replace("weight_packed", "weight"), dtype=dtype, shape=shape)
     if leaf == "weight":
         return Spelling(leaf=leaf, dtype=dtype, shape=shape)
@@ -120,7 +119,7 @@ def cache_scale_in(convention: Format, name: str) -> str:
     return f"{holder}.{leaf}"
 
 
-_DIVISORS = {other: name for name, other in _COMMON.items()}
+_DIVISORS = {multiplier: divisor for divisor, multiplier in IN_MODELOPT.items()}
 
 
 def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: Shape) -> Spelling:

@@ -379,6 +379,9 @@ class Family:
         modelopt_by_module: vLLM builds a module that no exclude entry reaches: a head without a
             name, or attention that is plain under one algorithm. modelopt's config then names the
             algorithm of each module (MIXED_PRECISION).
+        fp8_class: vLLM's name for the family's own class of `quant_method: fp8`, whose routed
+            experts are MXFP4 or NVFP4, with scales that are called `.scale` on disk; "" for the
+            usual one.
         released_as: quant_method of its release, where that is one that tools write, too.
         fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"),
             whatever the quantization config says.
@@ -423,6 +426,7 @@ class Family:
     config_changes: Raw = field(default_factory=dict)
     rerouted_format: str = ""
     modelopt_by_module: bool = False
+    fp8_class: str = ""
     released_as: str = ""
     fp8_table_key: str = ""
     mtp_source_prefixes: tuple[tuple[str, str], ...] = ()

@@ -18,9 +18,7 @@ from pydantic import (
     AfterValidator,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
-    model_serializer,
     model_validator,
 )
 
@@ -33,7 +31,6 @@ DatasetName = Annotated[str, Field(min_length=1)]
 
 _Count = Annotated[int, Field(gt=0)]
 _FILES = (".jsonl", ".parquet")
-_GREEDY = {"repeats": 1, "temperature": 0.0, "top_p": 1.0}
 
 
 class Evaluation(Frozen):
@@ -82,32 +79,24 @@ class Evaluation(Frozen):
         if not isinstance(given, Mapping):
             return given
         task = given.get("task", "gsm8k")
-        return (
-            {**TASKS[task].protocol, **given}
-            if isinstance(task, str) and task in TASKS
-            else dict(given)
-        )
-
-    @model_serializer(mode="wrap")
-    def _without_sampling(self, handler: SerializerFunctionWrapHandler):
-        """One greedy run of a task that is asked greedily is written, and hashed, as before there
-        were others.
-        """
-        fields = handler(self)
-        is_plain = (
-            "temperature" not in TASKS[self.task].protocol and _GREEDY.items() <= fields.items()
-        )
-        return {name: value for name, value in fields.items() if not (is_plain and name in _GREEDY)}
+        usual = {}
+        if isinstance(task, str) and task in TASKS:
+            usual = TASKS[task].protocol
+        return {**usual, **given}
 
     @property
     def dataset_name(self) -> str:
         """The file, or the task's repository on the Hub."""
-        return self.dataset or TASKS[self.task].hub
+        if self.dataset is None:
+            return TASKS[self.task].hub
+        return self.dataset
 
     @property
     def title(self) -> str:
         """The task, or "<task> form" where the questions are from a file."""
-        return f"{self.task} form" if self.dataset else self.task
+        if self.dataset is None:
+            return self.task
+        return f"{self.task} form"
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.dataset is not None and Path(self.dataset).suffix not in _FILES:
@@ -124,29 +113,41 @@ class Evaluation(Frozen):
 
 
 def _each_once(tasks: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
-    names = [one.task for one in tasks]
-    for name in names:
-        if names.count(name) > 1:
+    named = set[str]()
+    for evaluation in tasks:
+        if evaluation.task in named:
             raise RecipeError(
                 "evaluation",
                 "must name each task once",
-                got=f"{name} twice",
+                got=f"{evaluation.task} twice",
                 cure="Leave one out: the answers to a task are in one file",
             )
+        named.add(evaluation.task)
     return tasks
 
 
 _Listed = Annotated[tuple[Evaluation, ...], Field(min_length=1), AfterValidator(_each_once)]
-_BY_FORM = Discriminator(lambda value: "groups" if isinstance(value, (list, tuple)) else "word")
+
+
+def _form_of(value: object) -> str:
+    """Which of the two a recipe has, so that a fault in it is said of that form alone."""
+    if isinstance(value, (list, tuple)):
+        return "groups"
+    return "word"
+
+
 Evaluations = Annotated[
-    Annotated[Evaluation, Tag("word")] | Annotated[_Listed, Tag("groups")], _BY_FORM
+    Annotated[Evaluation, Tag("word")] | Annotated[_Listed, Tag("groups")],
+    Discriminator(_form_of),
 ]
 """One protocol, or a list of them, one for each task."""
 
 
 def listed(evaluation: Evaluation | tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
     """The protocols of a recipe, the first task first."""
-    return evaluation if isinstance(evaluation, tuple) else (evaluation,)
+    if isinstance(evaluation, tuple):
+        return evaluation
+    return (evaluation,)
 
 
 class Gates(Frozen):

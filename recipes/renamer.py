@@ -10,14 +10,14 @@ load, but vLLM keeps such entries since 0.32.
 Source: vLLM 0.32.0 quantization/utils/config_utils.py, modelopt.py (apply_vllm_mapper),
 model_executor/models/{utils, qwen3_vl,qwen3_5,qwen3_next,mimo}.py,
 models/deepseek_v4/nvidia/model.py; compared with the real functions by
-tests/validate/check/test_dialects.py.
+tests/checkpoints/dialects/test_dialects.py.
 """
 
 import re
 from collections.abc import Iterable
 
 from .families import families
-from .family import Part, Renames
+from .family import Family, Part, Renames
 from .family_view import FamilyView
 from .frozen import Raw, frozen
 from .runtimes.vllm import NEWEST
@@ -69,14 +69,20 @@ class Renamer:
         return (self.name(entry),)
 
 
+def family_of(config: Raw, vllm: str = NEWEST) -> Family | None:
+    """The table of this config.json's model; None where keepmtp has none."""
+    architecture = (config.get("architectures") or [""])[0]
+    model_type = str(config.get("model_type", ""))
+    known = families(vllm)
+    return known.get(str(architecture)) or known.get(model_type)
+
+
 def renamer(config: Raw, part: Part = "backbone", vllm: str = NEWEST) -> Renamer:
     """The mapper of the class that vLLM serves this config.json with, from its family's table.
 
     Most drafts get the quantization config that the target's class has already mapped.
     """
-    architecture = (config.get("architectures") or [""])[0]
-    known, model_type = families(vllm), str(config.get("model_type", ""))
-    family = known.get(str(architecture)) or known.get(model_type)
+    family = family_of(config, vllm)
     if family is None:
         return Renamer()
     view = FamilyView(family=family, config=config)

@@ -1,5 +1,6 @@
 """What each quantization scheme stores: tensors, dtypes, shapes, and the widths it needs.
 
+Names and dtypes are those of the scheme's form (`forms.py`); the scheme adds bits, groups and inputs.
 In: a weight's logical shape [N, K] (N output channels, K input channels). Out: the tensors that
 replace `weight`, and the two argument blocks of compressed-tensors' `config_groups`.
 `quantize/pack/pack.py` computes the numbers.
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .errors import did_you_mean, folded
+from .forms import FORMS, Form
 from .frozen import Json, Raw, Shape, frozen
 from .yaml_file import load_shipped
 
@@ -38,7 +40,7 @@ class Scheme:
     """One row of schemes.yaml.
 
     Attributes:
-        format: compressed-tensors' compression format.
+        form: how its weights are stored (`forms.FORMS`).
         weights: `config_groups[*].weights`.
         inputs: `config_groups[*].input_activations`, or None for weight-only schemes.
         extra: the static input scales.
@@ -49,7 +51,7 @@ class Scheme:
 
     name: str
     summary: str
-    format: str
+    form: Form
     weights: Raw
     inputs: Raw | None
     extra: tuple[TensorSpec, ...]
@@ -57,6 +59,11 @@ class Scheme:
     hardware: str
     algorithms: tuple[str, ...] = ()
     searches: tuple[str, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """compressed-tensors' compression format."""
+        return FORMS[self.form].format
 
     @property
     def bits(self) -> int:
@@ -71,8 +78,10 @@ class Scheme:
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns for each scale in block schemes."""
-        shape = self.weights["block_structure"]
-        return shape and (shape[0], shape[1])
+        sides = self.weights["block_structure"]
+        if sides is None:
+            return None
+        return sides[0], sides[1]
 
     @property
     def needs_calibration(self) -> bool:
@@ -104,48 +113,38 @@ class Scheme:
         """The tensors that depend on the weight alone: all but the static input scales."""
         n = num_rows
         k = num_columns
-        per_word = 32 // self.bits
-        scales = (n, k // self.group_size if self.group_size else 1)
-        match self.format:
-            case "nvfp4-pack-quantized":
-                found = [
-                    ("weight_packed", "U8", (n, k // 2)),
-                    ("weight_scale", "F8_E4M3", scales),
-                    ("weight_global_scale", "F32", (1,)),
-                ]
-            case "mxfp4-pack-quantized":
-                found = [("weight_packed", "U8", (n, k // 2)), ("weight_scale", "U8", scales)]
-            case "pack-quantized":
-                found = [
-                    ("weight_packed", "I32", (n, k // per_word)),
-                    ("weight_scale", "BF16", scales),
-                    ("weight_shape", "I64", (2,)),
-                ]
-                if self.has_zero_point:
-                    found.append(("weight_zero_point", "I32", (-(-n // per_word), scales[1])))
-            case "int-quantized":
-                found = [("weight", "I8", (n, k)), ("weight_scale", "BF16", scales)]
-            case "float-quantized" if self.block:
-                rows, columns = self.block
-                # DeepGEMM asserts float32 block scales; BF16 ones fail at the first forward on
-                # Hopper and Blackwell.
-                blocks = (-(-n // rows), -(-k // columns))
-                found = [("weight", "F8_E4M3", (n, k)), ("weight_scale", "F32", blocks)]
-            case "float-quantized":
-                if self.weights["strategy"] == "tensor":
-                    scales = (1,)
-                found = [("weight", "F8_E4M3", (n, k)), ("weight_scale", "BF16", scales)]
-            case other:
-                raise AssertionError(f"scheme {self.name} has no layout for format {other}")
+        storage = FORMS[self.form]
+        groups = 1
+        if self.group_size:
+            groups = k // self.group_size
+        scale_shape: Shape = (n, groups)
+        if self.block:
+            rows, columns = self.block
+            scale_shape = (-(-n // rows), -(-k // columns))
+        elif self.weights["strategy"] == "tensor":
+            scale_shape = (1,)
+        tensors = [
+            (storage.leaf, storage.dtypes[0], (n, k // storage.per_element(self.bits))),
+            ("weight_scale", storage.written, scale_shape),
+        ]
+        if storage.common:
+            tensors.append((storage.common, "F32", (1,)))
+        if self.form == "int_packed":
+            # A word holds several codes, and the last word of a row may hold fewer: the packed shape
+            # does not say the width.
+            tensors.append(("weight_shape", "I64", (2,)))
+            if self.has_zero_point:
+                tensors.append(("weight_zero_point", "I32", (-(-n * self.bits // 32), groups)))
         return tuple(
-            TensorSpec(suffix=name, dtype=dtype, shape=shape) for name, dtype, shape in found
+            TensorSpec(suffix=leaf, dtype=dtype, shape=shape) for leaf, dtype, shape in tensors
         )
 
     def k_multiple(self) -> int:
         """K must be a multiple of this; 1 where any width is possible."""
-        if self.format == "pack-quantized":
-            return max(self.group_size or 1, 32 // self.bits)
-        return self.group_size or 1
+        group = self.group_size or 1
+        if self.form == "int_packed":
+            return max(group, 32 // self.bits)
+        return group
 
     def n_multiple(self) -> int:
         """N must be a multiple of this; 1 where any height is possible.
@@ -158,10 +157,13 @@ class Scheme:
 
     def config_group(self) -> Json:
         """`config_groups[*]` of compressed-tensors without its targets."""
+        inputs = None
+        if self.inputs is not None:
+            inputs = dict(self.inputs)
         return {
             "format": self.format,
             "weights": dict(self.weights),
-            "input_activations": self.inputs and dict(self.inputs),
+            "input_activations": inputs,
             "output_activations": None,
         }
 
@@ -175,8 +177,9 @@ def _table() -> Mapping[str, Scheme]:
             if row[key] is not None:
                 row[key] = MappingProxyType(raw["arguments"] | row[key])
         extra: tuple[TensorSpec, ...] = ()
-        if scale := row.pop("input_scale", None):
-            extra = (TensorSpec(**scale, shape=(1,)),)
+        input_scale = row.pop("input_scale", None)
+        if input_scale is not None:
+            extra = (TensorSpec(**input_scale, shape=(1,)),)
         found[name] = Scheme(name=name, extra=extra, **row)
     return MappingProxyType(found)
 

@@ -14,9 +14,9 @@ from commands import ROOT
 ROOMS = (
     "recipes",
     "checkpoints",
+    "checkpoints.dialects",
     "quantize.plan",
     "quantize.run",
-    "quantize.config",
     "quantize.needs",
     "quantize.pack",
     "quantize.write",

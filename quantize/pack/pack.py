@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ...checkpoints.values import TORCH_DTYPES, row_ranges
 from ...recipes.errors import CheckpointError
+from ...recipes.forms import GLOBAL_SCALE
 from ...recipes.schemes import SEARCHES, Scheme
 from .chunk import (
     BITS_DTYPE,
@@ -99,7 +100,9 @@ def pack(
             )
     if not search or scheme.name not in SEARCHES[search]:
         search = ""
-    shared = _shared_scale(scheme, weights, search) if scheme.has_tensor_scale and weights else {}
+    shared = {}
+    if scheme.has_tensor_scale and weights:
+        shared = _shared_scale(scheme, weights, search)
     packed = []
     for number, weight in enumerate(weights):
         own = None
@@ -120,16 +123,22 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], search: str) -> dic
     dtype = torch.bfloat16
     found = []
     for weight in weights:
-        chunks = [magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight)]
-        own = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+        chunks = list[Tensor]()
+        own = torch.float32
+        for first, last in row_ranges(weight):
+            values = _working(weight[first:last])
+            chunks.append(magnitude_bits(values).amax())
+            own = values.dtype
         found.append(finite(torch.stack(chunks).amax(), own).float())
         dtype = torch.promote_types(dtype, own)
     amax = torch.stack(found).amax().to(dtype)
     if not scheme.shares_global_scale:
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
-    largest = _LARGEST_OF_FOUR_OVER_SIX if search == "four-over-six" else _E4M3_MAX
+    largest = _E4M3_MAX
+    if search == "four-over-six":
+        largest = _LARGEST_OF_FOUR_OVER_SIX
     scale = amax.reciprocal() * (largest * _E2M1_MAX)
-    return {"weight_global_scale": scale.nan_to_num(posinf=1.0).float().reshape(1)}
+    return {GLOBAL_SCALE: scale.nan_to_num(posinf=1.0).float().reshape(1)}
 
 
 def _pack_weight(
@@ -140,15 +149,16 @@ def _pack_weight(
     importance: Tensor | None,
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
-    outputs = {
-        spec.suffix: weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-        for spec in scheme.weight_tensors(*weight.shape)
-    }
+    outputs = dict[str, Tensor]()
+    for spec in scheme.weight_tensors(*weight.shape):
+        outputs[spec.suffix] = weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     if "weight_shape" in outputs:
         outputs["weight_shape"].copy_(torch.tensor(weight.shape))
     for suffix, scale in shared.items():
         outputs[suffix].copy_(scale)
-    block_rows = scheme.block[0] if scheme.block else 1
+    block_rows = 1
+    if scheme.block:
+        block_rows = scheme.block[0]
     # Rows of the weight for each row of an output. No two chunks divide those of a block, or of a
     # word of zero points.
     rows = {
@@ -193,7 +203,9 @@ def _working(values: Tensor) -> Tensor:
     """A contiguous chunk in the dtype its scales are computed in: BF16 as it is, F16 widened to F32
     (exact).
     """
-    return (values.float() if values.dtype == torch.float16 else values).contiguous()
+    if values.dtype == torch.float16:
+        values = values.float()
+    return values.contiguous()
 
 
 # 4-bit floats
@@ -233,13 +245,14 @@ def e2m1_codes(scaled: Tensor, chunk: Chunk) -> Tensor:
 def _nvfp4_kernel(chunk: Chunk) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
     size = chunk.group_size
-    global_scale = chunk.out["weight_global_scale"]
+    global_scale = chunk.out[GLOBAL_SCALE]
     amax = group_amax(chunk.values, size)
     local = _local_scale(amax, _E2M1_MAX, global_scale)
     scaled = chunk.in_units_of(local / global_scale)
     if chunk.search == "four-over-six":
         wider = _local_scale(amax, _E2M1_OF_FOUR, global_scale)
-        own, other = (_nvfp4_error(chunk, each, global_scale) for each in (local, wider))
+        own = _nvfp4_error(chunk, local, global_scale)
+        other = _nvfp4_error(chunk, wider, global_scale)
         local = torch.where(other < own, wider, local)
     elif chunk.search:
         local = nvfp4_neighbour(local, scaled.view(-1, size), chunk.counts(size))
@@ -270,7 +283,7 @@ def _nvfp4_error(chunk: Chunk, local: Tensor, global_scale: Tensor) -> Tensor:
     step = power.mul_(2.0**22)  # as in `e2m1_codes`: adding it rounds
     nearest = torch.add(magnitude, step).sub_(step).clamp_(max=_E2M1_MAX)
     squares = nearest.sub_(magnitude).square_().view(-1, 16)
-    while half := squares.shape[1] // 2:
+    for half in (8, 4, 2, 1):
         squares = squares[:, :half] + squares[:, half:]
     return squares.view(local.shape) * local.square()
 

@@ -52,6 +52,7 @@ def _int_codes(chunk: Chunk) -> Tensor:
     stored.copy_(scale)
     grouped = values.unflatten(1, (-1, size))
     per_group = scale.unsqueeze(-1)
+    # A search has made a copy of the values, which may be overwritten.
     scaled = grouped.div_(per_group) if chunk.search else grouped / per_group
     # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.
     return scaled.round_().to(torch.int16).clamp_(-half, half - 1).flatten(1)

@@ -71,8 +71,12 @@ class Sweep:
 
     def on(self, device: torch.device) -> "Sweep":
         """The same on a device."""
-        ratios, table, first = (each.to(device) for each in (self.ratios, self.table, self.first))
-        return replace(self, ratios=ratios, table=table, first=first)
+        return replace(
+            self,
+            ratios=self.ratios.to(device),
+            table=self.table.to(device),
+            first=self.first.to(device),
+        )
 
     def errors(
         self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None
@@ -87,7 +91,9 @@ class Sweep:
         """
         if not self.is_signed:
             scaled.abs_()
-        zero = self.first[:1] if classes is None else self.first[classes].unsqueeze(1)
+        zero = self.first[:1]
+        if classes is not None:
+            zero = self.first[classes].unsqueeze(1)
         # Half a row more, since the cast to integers cuts off. Rows past either end are of scales
         # that rounded to 0.
         places = scaled.mul_(self.per_unit).add_(zero + 0.5).clamp_(0, len(self.table) - 1)
@@ -101,7 +107,9 @@ class Sweep:
             rows, self.table, mode="sum", per_sample_weights=counts
         )
         sums = sums.view(len(scaled), -1, self.table.shape[1])
-        return sums.squeeze(1) if sums.shape[1] == 1 else sums.double().sum(1)
+        if sums.shape[1] == 1:
+            return sums.squeeze(1)
+        return sums.double().sum(1)
 
 
 def nvfp4_neighbour(local: Tensor, scaled: Tensor, counts: Tensor | None) -> Tensor:
@@ -147,8 +155,11 @@ def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
     half = (2**bits - 1) / 2
     ratios = _ratios(32, range(21, 45))
     if bits == 8:
-        # A whole row loses little to its largest value, and wants a scale that is hardly smaller.
-        ratios = _ratios(128, range(123, 147) if group <= _MOST_IN_A_BAG else range(120, 132))
+        ratios = _ratios(128, range(123, 147))
+        if group > _MOST_IN_A_BAG:
+            # A whole row loses little to its largest value, and wants a scale that is hardly
+            # smaller.
+            ratios = _ratios(128, range(120, 132))
 
     def nearest(scaled: Tensor) -> Tensor:
         return scaled.round().clamp(-half - 0.5, half - 0.5)

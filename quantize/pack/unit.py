@@ -24,6 +24,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_parts, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
+from ...recipes.forms import GLOBAL_SCALE
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
@@ -32,7 +33,8 @@ from .pack import pack
 
 CPU = torch.device("cpu")
 # E4M3 has the powers of two from 2**-9, its smallest subnormal, to 2**8.
-_TOP, _BOTTOM = 8, -9
+_TOP = 8
+_BOTTOM = -9
 _MAGNITUDE_BITS = 0x77
 
 
@@ -90,9 +92,11 @@ def packed_groups(
         CheckpointError: a weight is not finite; the message names the unit.
     """
     static = batch_suffixes(unit[0].scheme)
-    read = read or from_source(plan, device)
-    stacked = any(tensor.stacked for tensor in unit)
-    experts: Sequence[int | None] = range(unit[0].shape[0]) if stacked else [None]
+    if read is None:
+        read = from_source(plan, device)
+    experts: Sequence[int | None] = [None]
+    if unit[0].stacked:
+        experts = range(unit[0].shape[0])
     for expert in experts:
         modules: dict[HFName, list[Output]] = defaultdict(list)
         is_given = True
@@ -111,14 +115,18 @@ def packed_groups(
         if not is_given:
             importance = list[Tensor]()
             if unit[0].weighted:
-                importance += (_importance(name, given) for name in modules)
+                for name in modules:
+                    importance.append(_importance(name, given))
             computed = _packed(plan, unit, expert, device, read, importance)
         group = []
         for (name, outputs), own in zip(modules.items(), computed, strict=True):
             tensors = {}
-            for output in outputs:  # what calibration gave comes first
+            for output in outputs:
                 leaf = output.name.rpartition(".")[2]
-                tensors[leaf] = given.read(output.name) if output.name in given else own[leaf]
+                if output.name in given:  # what calibration gave comes first
+                    tensors[leaf] = given.read(output.name)
+                else:
+                    tensors[leaf] = own[leaf]
             group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
         yield group
 
@@ -146,7 +154,7 @@ def _packed(
     codes.
     """
     scheme = SCHEMES[unit[0].scheme]
-    if scheme.format == "nvfp4-pack-quantized" and all(tensor.form == "mxfp4" for tensor in unit):
+    if scheme.form == "nvfp4" and {tensor.form for tensor in unit} == {"mxfp4"}:
         members = []
         for tensor in unit:
             found = stored(plan, tensor)
@@ -195,11 +203,13 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
             32], E8M0 as uint8 or float8_e8m0fnu) of modules that share a global scale at run time.
 
     Returns: `weight_packed` uint8 [N, K // 2], `weight_scale` float8_e4m3fn [N, K // 16] and
-        `weight_global_scale` F32 [1], a divisor: value = code * weight_scale / weight_global_scale.
+        `GLOBAL_SCALE` F32 [1], a divisor: value = code * weight_scale / divisor.
     """
-    exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
-    used = []
-    for (packed, _), exponent in zip(members, exponents, strict=True):
+    exponents = list[Tensor]()
+    used = list[Tensor]()
+    for packed, scale in members:
+        exponent = scale.view(torch.uint8).to(torch.int16) - 127
+        exponents.append(exponent)
         blocks = (packed.view(torch.uint8) & _MAGNITUDE_BITS).unflatten(1, (exponent.shape[1], -1))
         # Blocks of zeros carry arbitrary exponents, and must not widen the range.
         used.append(exponent[blocks.ne(0).any(-1)])
@@ -215,7 +225,7 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
     for (packed, _), exponent in zip(members, exponents, strict=True):
         # Powers of two become E4M3 without rounding.
         scale = (exponent + shift).clamp(_BOTTOM, _TOP).float().exp2().to(torch.float8_e4m3fn)
-        tensors = {"weight_packed": packed.view(torch.uint8), "weight_global_scale": global_scale}
+        tensors = {"weight_packed": packed.view(torch.uint8), GLOBAL_SCALE: global_scale}
         found.append(tensors | {"weight_scale": scale.repeat_interleave(2, dim=1)})
     return found
 
@@ -233,8 +243,9 @@ def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
 
     Returns: the weight; dequantized forms come as BF16, plain ones in their own dtype.
     """
-    found = stored(plan, tensor)
-    on_device = {leaf: value.to(device, non_blocking=True) for leaf, value in found.items()}
+    on_device = dict[str, Tensor]()
+    for leaf, value in stored(plan, tensor).items():
+        on_device[leaf] = value.to(device, non_blocking=True)
     return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
 
 

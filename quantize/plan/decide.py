@@ -15,10 +15,11 @@ from functools import cache
 
 from ...checkpoints.source import MTP_FILES, Entry, Source
 from ...checkpoints.source_of import release_of
-from ...checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, StoredWeight
+from ...checkpoints.stored import OTHER_LEAVES, StoredWeight
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.family_view import FamilyView, Place, unknown_place
+from ...recipes.forms import NOT_COMPUTED
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme

@@ -13,10 +13,11 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from ...checkpoints.source import Entry
-from ...checkpoints.stored import Form, StoredWeight
+from ...checkpoints.stored import StoredWeight
 from ...recipes.conventions import Change
 from ...recipes.family import HFName, Part, Role, VLLMName
 from ...recipes.family_view import Place
+from ...recipes.forms import Form
 from ...recipes.frozen import Shape
 from ...recipes.schemes import DTYPE_BITS, SCHEMES, TensorSpec
 

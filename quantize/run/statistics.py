@@ -28,12 +28,13 @@ from ...checkpoints.values import typed
 from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
+from ...recipes.forms import TENSOR_SCALES
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, outputs_of
 
-_TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *CACHE_LEAVES)
+_ONE_VALUE = (*TENSOR_SCALES, *CACHE_LEAVES)
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
@@ -219,7 +220,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
     scales = dict[HFName, float]()
     for name in statistics:
-        if name.rpartition(".")[2] in _TENSOR_SCALES:
+        if name.rpartition(".")[2] in _ONE_VALUE:
             scales[name] = value = statistics.read(name).item()
             if not 0 < value < math.inf:
                 raise CheckpointError(

@@ -3,9 +3,7 @@
 In: a plan. Out: small files, written whole or not at all. No weight is read and torch is not
 needed, so a refusal costs nothing.
 
-Easy to get wrong: only the same plan may continue from a killed run's shards. OUT.partial/.keepmtp
-has the fingerprint of that plan and the hashes of its finished shards; it is removed when the
-folder has its final name.
+Easy to get wrong: only the same plan may continue from a killed run's shards.
 """
 
 import hashlib
@@ -33,21 +31,23 @@ from ...checkpoints.files import (
     within,
     write_whole,
 )
-from ...checkpoints.identity import listed, refuse_changed, states_of
+from ...checkpoints.identity import FileStamp, listed, refuse_changed, states_of
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.frozen import Json, Raw
 from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe
-from ..config.written import config_of, files_of
 from ..needs.room import calibration_folder, refuse_full_disk
+from ..plan.configs import config_of, files_of
 from ..plan.plan import Plan
 
 _ONE_RUN = "only one run may write an output"
 
 
 def _stamp(partial: Path) -> Path:
+    # The fingerprint of the plan is kept with the hashes of its finished shards. Both go when the
+    # folder has its final name.
     return partial / WORK / "plan.sha256"
 
 
@@ -75,15 +75,14 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
 @contextmanager
 def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     """The partial folder, marked as this plan's and held against other runs for as long as the
-    context lasts.
-
-    Nothing in it is read or written before it is held: two runs that start at the same time would
-    mix their plans. `calibration` is what `fingerprint` takes.
+    context lasts. `calibration` is what `fingerprint` takes.
 
     Raises:
         RecipeError: another run holds it, or see `refuse_output`.
     """
     partial = partial_path(out)
+    # Nothing in it is read or written before it is held: two runs that start at the same time would
+    # mix their plans.
     with held(partial, _ONE_RUN):
         try:
             refuse_place(plan.source, out)  # another run may have finished since this one looked
@@ -105,7 +104,12 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
         CheckpointError: the source was written to since it was opened, or the folder has a file of
             something else.
     """
-    weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
+    weight_map = dict[str, str]()
+    own = set[str]()  # every file that this run writes
+    for shard in plan.shards:
+        own.add(shard.file)
+        for output in shard.outputs:
+            weight_map[output.name] = shard.file
     index = {
         "metadata": {"total_size": plan.num_bytes_after},
         "weight_map": dict(sorted(weight_map.items())),
@@ -117,17 +121,16 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     for name, text in texts.items():
         write_whole(partial / name, text)
     source = plan.source
-    other = plan.source.mtp_source
     assert source.folder is not None
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
-    # What no part of this run wrote would be served and published with the output.
-    own = {*texts, *plan.companions, *(shard.file for shard in plan.shards)}
+    own.update(texts, plan.companions)
     strays = list[str]()
     for path in sorted(partial.rglob("*")):
         name = path.relative_to(partial).as_posix()
-        is_file = path.is_symlink() or not path.is_dir()
-        if is_file and name not in own and not name.startswith(f"{WORK}/"):
+        is_folder = path.is_dir() and not path.is_symlink()
+        # What no part of this run wrote would be served and published with the output.
+        if not is_folder and name not in own and not name.startswith(f"{WORK}/"):
             strays.append(name)
     if strays:
         raise CheckpointError(
@@ -140,14 +143,17 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     if plan.needs_calibration:
         kept = calibration_folder(final_path(partial))
         cure = f"Remove {partial} and {kept}, and run the same command again"
-    own_states = {
-        name: state for name, state in source.states.items() if not name.startswith(MTP_FILES)
-    }
+    # The files of a separate MTP source are in its own folder, and have a prefix in `states`.
+    own_states = dict[str, FileStamp]()
+    mtp_states = dict[str, FileStamp]()
+    for name, state in source.states.items():
+        if name.startswith(MTP_FILES):
+            mtp_states[name.removeprefix(MTP_FILES)] = state
+        else:
+            own_states[name] = state
     refuse_changed(source.folder, own_states, cure=cure)
-    if other is not None and other.folder is not None:
-        refuse_changed(
-            other.folder, {name: other.states[name] for name in source.mtp_files}, cure=cure
-        )
+    if source.mtp_source is not None and source.mtp_source.folder is not None:
+        refuse_changed(source.mtp_source.folder, mtp_states, cure=cure)
 
 
 def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
@@ -158,14 +164,13 @@ def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
 
 
 def tidy(out: Path, *, keep_calibration: bool) -> None:
-    """Remove what a finished output does not need. The folder of hashes is last: it shows a later
-    run what to do.
-    """
+    """Remove what a finished output does not need."""
     if not (out / WORK).is_dir():
         return
     refuse_strange(out / WORK)
     if not keep_calibration:
         shutil.rmtree(calibration_folder(out), ignore_errors=True)
+    # This folder is the last to go: while it is there, a later run knows that it must tidy.
     shutil.rmtree(out / WORK, ignore_errors=True)
 
 
@@ -195,12 +200,17 @@ def is_finished(plan: Plan, out: Path) -> bool:
             return False
     source = plan.source
     recipe = plan.recipe.model_dump(mode="json", exclude=passed_over)
-    carried = {name for name in (*plan.companions, *source.code) if (out / name).is_file()}
+    for key, value in recipe.items():
+        if record.recipe.whole.get(key) != value:
+            return False
+    if record.keepmtp != __version__ or record.versions != _versions(plan, record.calibration):
+        return False
+    # The same plan carries the checkpoint's own code only if it is trusted now, too.
+    for name in (*plan.companions, *source.code):
+        if (out / name).is_file() != (name in plan.companions):
+            return False
     return (
-        all(record.recipe.whole.get(key) == value for key, value in recipe.items())
-        and (record.keepmtp, record.versions) == (__version__, _versions(plan, record.calibration))
-        and carried == {*plan.companions}
-        and _is_same(source, record.source, file_sizes(source))
+        _is_same(source, record.source, file_sizes(source))
         and _is_same(source.mtp_source, record.mtp_source, mtp_file_sizes(source))
         and _is_older(plan, (out / RECORD).stat().st_mtime_ns)
     )
@@ -216,10 +226,11 @@ def asked(recipe: Recipe) -> str:
 def _is_same(
     source: Source | None, record: RecordedSource | None, files: Mapping[str, int]
 ) -> bool:
-    """Whether a record is of this source. A Hub's commit never changes."""
+    """Whether a record is of this source."""
     if source is None or record is None:
         return source is record
     is_named = (record.name, record.revision) == (_name_of(source), source.revision)
+    # A Hub's commit never changes, and a folder may.
     return is_named and (source.folder is None or record.files == files)
 
 
@@ -228,12 +239,18 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
     if plan.source.folder is None:
         return True
     states = list(plan.source.states.values())
-    calibration = plan.recipe.calibration
-    for texts in calibration.mix if calibration else ():
-        if (dataset := find_path(texts.dataset)) is not None:
-            files = filter(Path.is_file, (dataset, *dataset.rglob("*")))
-            states += states_of(Path("/"), map(str, files)).values()
-    return all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)
+    if plan.recipe.calibration is not None:
+        for texts in plan.recipe.calibration.mix:
+            dataset = find_path(texts.dataset)
+            if dataset is None:  # of the Hub: the recipe has its revision
+                continue
+            for path in (dataset, *dataset.rglob("*")):
+                if path.is_file():
+                    states += states_of(path.parent, [path.name]).values()
+    newest = 0
+    for state in states:
+        newest = max(newest, state.mtime_ns, state.ctime_ns)
+    return newest < made_ns
 
 
 def _name_of(source: Source) -> str:
@@ -245,7 +262,9 @@ def _name_of(source: Source) -> str:
 
 def is_empty(out: Path) -> bool:
     """Whether it is an empty folder, which an output can replace."""
-    return out.is_dir() and not (out.is_symlink() or out.is_mount() or any(out.iterdir()))
+    if out.is_symlink() or out.is_mount() or not out.is_dir():
+        return False
+    return not any(out.iterdir())
 
 
 def refuse_place(source: Source, out: Path) -> None:
@@ -269,7 +288,9 @@ def refuse_place(source: Source, out: Path) -> None:
     folder = source.folder
     if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         faults.append(("the output must lie outside the source", f"a folder in {folder}"))
-    parent = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
+    parent = out.absolute().parent
+    while not (parent.exists() or parent.is_symlink()):
+        parent = parent.parent
     if not parent.is_dir():
         faults.append(("must be in a folder", f"{parent}, a file"))
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -289,7 +310,7 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     if stamp.is_file():
         if stamp.read_text() == wanted:
             return
-    elif all(path.name == WORK for path in partial.iterdir()):
+    elif {path.name for path in partial.iterdir()} <= {WORK}:
         return
     if not is_ours and is_held(partial):
         raise RecipeError(
@@ -320,15 +341,20 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     """
     source = plan.source
     needs = bool(plan.needs_calibration)
+    if not needs:
+        calibration = ""
+    mtp_revision = ""
+    if source.mtp_source is not None:
+        mtp_revision = source.mtp_source.revision
     parts = {
         "recipe": plan.recipe.model_dump(
             mode="json", exclude={"evaluation", "gates"}
         ),  # they change no byte
         "config": files_of(plan)["config.json"],
         "source": file_sizes(source),
-        "mtp": [source.mtp_source.revision if source.mtp_source else "", mtp_file_sizes(source)],
+        "mtp": [mtp_revision, mtp_file_sizes(source)],
         "files": plan.companions,
-        "calibration": calibration if needs else "",
+        "calibration": calibration,
         "versions": [__version__, _versions(plan, needs)],
     }
     digest = hashlib.sha256(json.dumps(parts).encode())
@@ -340,15 +366,20 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
 def record_of(plan: Plan, calibration: Raw | None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
     source = plan.source
-    other = plan.source.mtp_source
+    mtp_source = None
+    if source.mtp_source is not None:
+        mtp_source = _recorded(source.mtp_source, mtp_file_sizes(source))
+    fates = Counter[str]()
+    for tensor in plan.tensors:
+        fates[tensor.fate] += 1
     return Record.model_validate(
         {
             "keepmtp": __version__,
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": _recorded(source, file_sizes(source)),
-            "mtp_source": other and _recorded(other, mtp_file_sizes(source)),
+            "mtp_source": mtp_source,
             "calibration": dict(calibration or {}) or None,
-            "tensors": dict(Counter(tensor.fate for tensor in plan.tensors)),
+            "tensors": dict(fates),
             "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
             "versions": _versions(plan, calibration),
         }
@@ -365,8 +396,10 @@ def _versions(plan: Plan, is_calibrated: object) -> dict[str, str]:
     calibration = plan.recipe.calibration
     if is_calibrated and calibration is not None:
         packages += ["llmcompressor", "compressed-tensors", "transformers"]
-        packages += ["nvidia-modelopt"] * (calibration.backend == "modelopt")
-        packages += ["auto-round"] * (calibration.algorithm == "autoround")
+        if calibration.backend == "modelopt":
+            packages.append("nvidia-modelopt")
+        if calibration.algorithm == "autoround":
+            packages.append("auto-round")
     found = {"python": platform.python_version()}
     for package in packages:
         try:

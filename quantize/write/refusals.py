@@ -28,7 +28,10 @@ def refuse(plan: Plan, out: Path) -> None:
             sequences.
     """
     if not is_finished(plan, out):
-        refuse_output(plan, out, calibration=None if plan.needs_batches else "")
+        calibration = ""
+        if plan.needs_batches:
+            calibration = None  # the batches are not read yet
+        refuse_output(plan, out, calibration=calibration)
     for refuse_plan in _REFUSALS:
         refuse_plan(plan)
     if plan.recipe.calibration is not None and plan.needs_batches:

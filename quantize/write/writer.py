@@ -4,16 +4,10 @@ In: a plan over a local source, and the statistics of calibration if it needs th
 and the other files of `output.py`, in a folder that gets its final name only when it is whole. What
 calibration gave is copied; everything else is packed from the source.
 
-The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each
-tensor directly at its place. Memory holds only the tensors that are being written, whatever the
-size of shards. A shard gets its name when it is complete. After a kill, the next run keeps the
-complete ones, once their hashes are compared, and writes the others again, with the same bytes.
+Memory holds only the tensors that are being written, whatever the size of shards. After a kill, the
+next run keeps the shards that are complete and writes the others again, with the same bytes.
 
-Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider
-dtypes come first. And that a file has a shard's name says nothing about its bytes. A disk may have
-lost some, so they are read again; and the source may have become another one, so the stamps of its
-files count. Hashes of what is read would say more of a source that was moved, but they double the
-work, and a shard is written again as fast as compared.
+Easy to get wrong: that a file has a shard's name says nothing about its bytes.
 """
 
 import hashlib
@@ -51,7 +45,8 @@ from ..run.statistics import Statistics, refuse_statistics
 from .output import finish
 
 _log = logging.getLogger(__name__)
-_COPY_BYTES, _BLOCK_BYTES = 32 * 2**20, 1 << 20
+_COPY_BYTES = 32 * 2**20
+_BLOCK_BYTES = 2**20
 _FREE_IT = "Free the device of other processes, or pack fewer weights at a time with --threads 1"
 _ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
@@ -114,10 +109,10 @@ def write_shards(
         devices = _devices()
     stop = threading.Event()
     torch_threads = torch.get_num_threads()
-    given = statistics or Statistics(folder=folder, entries={})
-    torch.set_num_threads(
-        1
-    )  # several shards at a time use the cores better than threads inside one operator
+    if statistics is None:
+        statistics = Statistics(folder=folder, entries={})
+    # Several shards at a time use the cores better than threads inside one operator.
+    torch.set_num_threads(1)
     with ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = []
         for number, shard in enumerate(plan.shards[ranks.rank :: ranks.size]):
@@ -125,7 +120,7 @@ def write_shards(
                 plan=plan,
                 shard=shard,
                 device=devices[number % len(devices)],
-                given=given,
+                given=statistics,
                 progress=progress,
                 stop=stop,
             )
@@ -141,9 +136,10 @@ def write_shards(
 
 def _devices() -> list[torch.device]:
     """Every GPU in turn, or the CPU."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")]
+    devices = list[torch.device]()
+    for index in range(torch.cuda.device_count()):
+        devices.append(torch.device("cuda", index))
+    return devices or [torch.device("cpu")]
 
 
 @frozen
@@ -165,7 +161,8 @@ class _Job:
         where = plan.recipe.name
         layout = lay_out(shard.outputs)
         kept = folder / WORK / f"{shard.file}.sha256"
-        if final.is_file():  # of an earlier run
+        if final.is_file():
+            # Of an earlier run. The disk may have lost bytes of it since, so all are read again.
             found = self._read_again(final, layout)
             if self.stop.is_set() or (kept.is_file() and kept.read_text() == found):
                 self._done(plan.num_bytes_read(chain(*shard.units)))
@@ -176,6 +173,8 @@ class _Job:
         sums = {output.name: hashlib.sha256() for output in shard.outputs}
         partial = fresh(partial_path(final))
         with naming_file(partial), open(partial, "xb", buffering=0) as file:
+            # The plan fixes every output's name, dtype and shape: the header can be written first,
+            # and each tensor directly at its place.
             file.write(layout.header)
             file.truncate(layout.num_bytes)
             for unit in shard.units:
@@ -212,17 +211,19 @@ class _Job:
             return self._sum(header, sums)
 
     def _sum(self, header: bytes, sums: Mapping[HFName, "hashlib._Hash"]) -> str:
-        """A hash over the header of a shard, those of its tensors' bytes, and the source files that
-        it was made from, as they were when the source was opened.
-        """
+        """A hash over the header of a shard, its tensors' bytes, and what it was made from."""
         digest = hashlib.sha256(header)
         plan = self.plan
         files = set[str]()
         for unit in self.shard.units:
             for tensor in unit:
-                files |= {plan.entries[name].file for name in tensor.inputs}
+                for name in tensor.inputs:
+                    files.add(plan.entries[name].file)
         for name in sorted(sums):
             digest.update(sums[name].digest())
+        # The source may have become another one, so the stamps of its files count. Hashes of what
+        # is read would say more of a source that was moved, but they double the work, and a shard
+        # is written again as fast as compared.
         for file in sorted(files & plan.source.states.keys()):
             digest.update(f"{file} {plan.source.states[file]!r}".encode())
         return digest.hexdigest()
@@ -235,8 +236,12 @@ class _Job:
         """Read, compute and write one unit of the plan."""
         num_bytes = self.plan.num_bytes_read(unit)
         if unit[0].fate == "quantize":
-            # Experts in 3-D tensors an expert at a time: such a tensor alone may be several GiB.
-            num_groups = max(tensor.shape[0] if tensor.stacked else 1 for tensor in unit)
+            # Experts in 3-D tensors are packed an expert at a time: such a tensor alone may be
+            # several GiB.
+            num_groups = 1
+            for tensor in unit:
+                if tensor.stacked:
+                    num_groups = tensor.shape[0]
             for group in packed_groups(self.plan, unit, self.given, device=self.device):
                 for module in group:
                     for output in module.outputs:
@@ -244,8 +249,9 @@ class _Job:
                 self._done(num_bytes // num_groups)
             return
         outputs = outputs_of(unit)
-        if all(output.name in self.given for output in outputs):  # an algorithm rescaled it
-            for output in outputs:
+        given = [output for output in outputs if output.name in self.given]
+        if len(given) == len(outputs):  # an algorithm rescaled it
+            for output in given:
                 place.put(output, self.given.read(output.name))
         else:
             for tensor in unit:
@@ -259,7 +265,9 @@ class _Job:
         found = parts(self.plan, tensor)
         if tensor.fate == "dequantize":
             weight = load(self.plan, tensor, self.device)
-            pieces = separate(weight, tensor.slices) if tensor.slices else (weight,)
+            pieces = (weight,)
+            if tensor.slices:
+                pieces = separate(weight, tensor.slices)
             for output, piece in zip(tensor.outputs, pieces, strict=True):
                 place.put(output, piece)
             return
@@ -296,7 +304,8 @@ class _Place:
         got = (tuple(value.shape), value.dtype)
         assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output}: computed {got}"
         value = value.cpu().contiguous()
-        if other := self.plan.spelled.get(output.name):
+        other = self.plan.spelled.get(output.name)
+        if other is not None:
             value = changed(value, other.change, TORCH_DTYPES[other.output.dtype])
         self._write(output, value.reshape(-1).view(torch.uint8), at=0)
 

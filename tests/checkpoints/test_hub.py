@@ -71,7 +71,7 @@ def test_a_mangled_list_of_files(whole, body):
     refused(whole, f"GET /api/models/{REPO}", status=200, body=sent)
 
 
-@cases
+@pytest.mark.parametrize("status", [400, 401, 404, 418, 429, 503])
 def test_a_refusal_of_the_hub(whole, status):
     refused(whole, f"GET /api/models/{REPO}", status=status)
 
@@ -140,7 +140,13 @@ def test_an_answer_without_a_byte_is_asked_for_again(part, status):
     assert len(ranges(part)) == 3
 
 
-@cases
+@pytest.mark.parametrize(
+    "status, says, asked",
+    [
+        (0, "the Hub must be reachable", 5),
+        (403, "", 1),
+    ],
+)
 def test_a_line_that_stays_cut_is_given_up_and_a_refusal_not_asked_again(part, status, says, asked):
     part.faults = [Fault("GET .*resolve", status=status, times=99)]
     with pytest.raises(NoCheckpointError, match=f"{REPO}: {says}"):
@@ -196,12 +202,19 @@ def test_a_token_is_sent_by_https_only(endpoint):
     assert "secret" not in str(refusal.value)
 
 
-@cases
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "https://huggingface.co",
+        "https://hub.corp:8443",
+        "http://127.0.0.1:8000",
+    ],
+)
 def test_an_endpoint_that_will_do(endpoint):
     hub_client.refuse_endpoint(endpoint)
 
 
-@cases
+@pytest.mark.parametrize("value", ["soon", "0", "nan", "1e9"])
 def test_a_deadline_is_a_number_of_seconds(monkeypatch, value):
     monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", value)
     with pytest.raises(RecipeError, match="KEEPMTP_HUB_TIMEOUT: must be a number of seconds"):

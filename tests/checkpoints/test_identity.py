@@ -11,7 +11,6 @@ from commands import shell
 from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import CACHE, file_sha256, identify
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from tables import cases
 
 
 @pytest.fixture
@@ -46,7 +45,23 @@ def test_the_place_does_not_matter(folder, tmp_path):
     assert identify(moved) == found, "a link counts as what it leads to, as in the Hub's cache"
 
 
-@cases
+@pytest.mark.parametrize(
+    "command, is_other",
+    [
+        (
+            'printf "\\001" | dd of=model.safetensors bs=1 seek=2999999 conv=notrunc status=none',
+            True,
+        ),
+        ("mv encoding code", True),
+        ("touch new.txt", True),
+        ("rm encoding/a.py", True),
+        ("mkdir .cache && echo x > .cache/x", False),
+        ("echo x > .gitattributes", False),
+        ("echo x > model.safetensors.partial", False),
+        ("touch config.json", False),
+        ("mkdir empty", False),
+    ],
+)
 def test_what_is_another_checkpoint(command, is_other, folder, tmp_path):
     before = identify(folder, cache=tmp_path / "made.report")
     shell(command, folder)
@@ -86,7 +101,16 @@ def test_what_was_written_just_now_is_not_remembered(folder, tmp_path):
     assert sorted(Path(name).name for name in kept) == ["a.py", "model.safetensors"]
 
 
-@cases
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 2, "files": {}}',
+        '{"version": 1, "files": {"a": 1}}',
+    ],
+)
 def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     evidence = tmp_path / "made.report"
     found = identify(folder, cache=evidence)
@@ -124,7 +148,15 @@ def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
     assert len(json_of(evidence / CACHE)["files"]) == 6
 
 
-@cases
+@pytest.mark.parametrize(
+    "command, says",
+    [
+        ("rm config.json", "must hold a checkpoint; got no config.json"),
+        ("ln -s nowhere lost", "lost: must be a readable file; got No such file"),
+        ("ln -s encoding more", "more: .*; got a link to a folder"),
+        ("mkfifo pipe", "pipe: must be a regular file"),
+    ],
+)
 def test_what_is_no_checkpoint(command, says, folder):
     shell(command, folder)
     with pytest.raises(CheckpointError, match=says):

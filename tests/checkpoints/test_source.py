@@ -14,7 +14,6 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint, write_shard
 from safetensors.torch import load_file
-from tables import cases
 
 
 @pytest.fixture
@@ -71,7 +70,14 @@ def test_a_file_is_no_source(folder):
     assert "got a file. Name the folder of a checkpoint" in refusal(folder / "config.json")
 
 
-@cases
+@pytest.mark.parametrize(
+    "file, says",
+    [
+        ("", "an empty folder"),
+        ("adapter_config.json", "adapter_config.json"),
+        ("a/config.json", "a"),
+    ],
+)
 def test_what_is_there_instead_is_named(file, says, tmp_path):
     if file:
         (tmp_path / file).parent.mkdir(exist_ok=True)

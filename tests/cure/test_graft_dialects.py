@@ -15,7 +15,7 @@ from commands import captured
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.graft import Graft, carry_out, plan_graft
-from keepmtp.quantize.config.written import modules_of
+from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.check_on import check_on

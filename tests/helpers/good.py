@@ -13,7 +13,7 @@ from typing import Any
 
 import releases
 from checkpoint_files import Checkpoint, as_source
-from keepmtp.quantize.config.written import files_of, modules_of
+from keepmtp.quantize.plan.configs import files_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.families import find_view

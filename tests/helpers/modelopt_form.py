@@ -23,8 +23,8 @@ from typing import Any
 
 from checkpoint_files import Checkpoint
 from good import ours, planned
-from keepmtp.quantize.config.modules import RuntimeModule
-from keepmtp.quantize.config.written import modules_of
+from keepmtp.checkpoints.dialects.modules import RuntimeModule
+from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.recipes.renamer import renamer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import good
 import releases
-from keepmtp.quantize.config.written import config_of
+from keepmtp.quantize.plan.configs import config_of
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.family_view import FamilyView, Place

@@ -14,7 +14,7 @@ import pytest
 import releases
 from commands import captured
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.config.written import files_of
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check

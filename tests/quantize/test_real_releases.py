@@ -8,7 +8,7 @@ from good import released
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source, open_source, read
 from keepmtp.pipeline import plan_for, quantize
-from keepmtp.quantize.config.written import files_of
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe

@@ -14,11 +14,9 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES
 from seeds import seeded
-from tables import cases
 from writing import tiny, written
 
 SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
-FORMS = {"nvfp4-pack-quantized": "nvfp4", "pack-quantized": "int_packed", "int-quantized": "int8"}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
@@ -55,8 +53,7 @@ def error_of(
 ) -> float:
     """The squared error, each channel weighted by its count."""
     scheme = SCHEMES[name]
-    form = FORMS.get(scheme.format) or ("fp8_block" if scheme.block else "fp8_channel")
-    values = dequantize(form, packed, shape=tuple(weight.shape), block=scheme.block).double()
+    values = dequantize(scheme.form, packed, shape=tuple(weight.shape), block=scheme.block).double()
     return float(((values - weight.double()).square() * counts).sum())
 
 
@@ -75,7 +72,7 @@ def errors_of_all_scales(
     return torch.stack([error.sum(1) for error in errors], 1)
 
 
-@cases
+@pytest.mark.parametrize("kind", ["normal", "long tails", "even"])
 def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     """What modelopt's NVFP4MSECalibrator finds by trying each: the table's values are 0.4 % of a
     step apart.
@@ -233,7 +230,18 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
         assert_equal(expected, {leaf: made[f"{module}.{leaf}"] for leaf in expected})
 
 
-@cases
+@pytest.mark.parametrize(
+    "scheme, search, words",
+    [
+        ("MXFP4", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
+        (
+            "FP8_DYNAMIC",
+            "four-over-six",
+            "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC",
+        ),
+        ("w4a16-gptq", "mse", r"rounded to nearest; got calibration\.algorithm gptq"),
+    ],
+)
 def test_a_search_without_a_meaning_is_refused(scheme, search, words):
     """Nor beside an algorithm with scales of its own."""
     with pytest.raises(RecipeError, match=words):

@@ -8,7 +8,8 @@ import good
 import pytest
 import releases
 import sglang_table
-from keepmtp.quantize.config.written import QuantizationConfig, config_of, matrices_of, modules_of
+from keepmtp.checkpoints.dialects.written import QuantizationConfig
+from keepmtp.quantize.plan.configs import config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES

@@ -7,12 +7,11 @@ import torch
 from drafts import weights_of
 from json_files import json_of
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.config.written import files_of
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
-from tables import cases
 from writing import tiny, written
 from written_values import poke
 
@@ -31,7 +30,17 @@ def bits(value: torch.Tensor) -> bytes:
     return value.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@cases
+@pytest.mark.parametrize(
+    "model, variant, mtp",
+    [
+        ("dsv4-flash", "w4a16-fp8", None),
+        ("dsv4-flash", "w4a16-fp8", "source"),
+        ("deepseek-v3.1", "W4A16", "source"),
+        ("glm-4.7", "NVFP4A16", "FP8_DYNAMIC"),
+        ("qwen3.5-397b", "W4A16", "bf16"),
+        ("mimo-7b", "W8A16", "bf16"),
+    ],
+)
 def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
     """Names, dtypes and shapes for all; bytes for what is kept; numbers for what was packed in the
     source.

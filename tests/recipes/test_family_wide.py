@@ -8,7 +8,7 @@ import pytest
 import releases
 from checkpoint_files import Checkpoint, as_source
 from good import companions, released
-from keepmtp.quantize.config.written import files_of
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family_wide import COMMON, model_mapping

@@ -15,7 +15,7 @@ from checkpoint_files import Checkpoint
 from dry_corpus import SEPARATE
 from good import outputs_of, plan_of, released
 from json_files import json_of
-from keepmtp.quantize.config.written import modules_of
+from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName

@@ -26,30 +26,16 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
-from ...checkpoints.stored import NOT_COMPUTED, Form, StoredWeight
+from ...checkpoints.stored import StoredWeight
 from ...checkpoints.values import read_parts, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
+from ...recipes.forms import FORMS, NOT_COMPUTED
 from ...recipes.frozen import Advance
 from ..facts.findings import Objections, objection
 from .reading import is_remote
 from .runtime_view import Member, RuntimeView
 
-# The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it
-# has on a normal distribution, since GPTQ moves weights further than rounding does.
-BOUND: Mapping[Form, float] = {
-    "plain": 0.01,
-    "fp8_block": 0.08,
-    "fp8_sliced": 0.08,
-    "fp8_channel": 0.08,
-    "fp8_tensor": 0.1,
-    "mxfp8": 0.08,
-    "int8": 0.05,
-    "nvfp4": 0.3,
-    "nvfp4_modelopt": 0.3,
-    "mxfp4": 0.35,
-    "int_packed": 0.35,
-}
 # Elements of a weight in which a transform is looked for: a vocabulary is not turned into F32
 # whole.
 _DESCRIBED = 64 * 2**20
@@ -139,7 +125,7 @@ def compared(
 
 def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     weight, theirs, place = pair
-    bound = max(BOUND[weight.form], BOUND[theirs.form])
+    bound = max(FORMS[weight.form].error, FORMS[theirs.form].error)
     severity = "error"
     name = weight.weight.name
     kind = f"{place.part} {place.row.path}"

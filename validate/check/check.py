@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...checkpoints.dialects.choose import unloadable
+from ...checkpoints.dialects.patterns import time_limit
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, open_source, uncollected
 from ...recipes.errors import (
@@ -26,21 +28,19 @@ from ...recipes.errors import (
     shortened,
 )
 from ...recipes.families import is_drafted, promises_mtp
+from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.dry_load import LoadAccount
 from ..facts.findings import (
     CheckpointFacts,
     Objection,
     Objections,
-    Runtime,
     errors_first,
     grouped,
     objection,
 )
 from ..facts.results import CheckData
 from . import rules_config, rules_forms, rules_kv, rules_mtp
-from .dialects.choose import unloadable
-from .dialects.patterns import time_limit
 from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
 

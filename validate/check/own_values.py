@@ -53,21 +53,16 @@ def refuse_broken_values(
 
 
 def _cure(plan: Plan, partial: Path, finding: "Finding") -> str:
-    maker = next(
-        (
-            each
-            for each in plan.tensors
-            if finding.where in {output.name for output in each.outputs}
-        ),
-        None,
-    )
-    if maker is None:
-        return finding.cure
-    if maker.calibrated or maker.tuned:
-        folder = calibration_folder(final_path(partial))
-        return f"{finding.cure}: remove {partial} and {folder}, and run the same command again"
-    entry = plan.entries[maker.inputs[0]]
-    return (
-        f"{entry.name} of the source gives it: download {entry.file} again, and run the same "
-        "command again"
-    )
+    """What to do: where the tensor was calibrated that is done again, else its source is mended."""
+    for tensor in plan.tensors:
+        if finding.where not in [output.name for output in tensor.outputs]:
+            continue
+        if tensor.calibrated or tensor.tuned:
+            folder = calibration_folder(final_path(partial))
+            return f"{finding.cure}: remove {partial} and {folder}, and run the same command again"
+        entry = plan.entries[tensor.inputs[0]]
+        return (
+            f"{entry.name} of the source gives it: download {entry.file} again, and run the same "
+            "command again"
+        )
+    return finding.cure

@@ -26,9 +26,10 @@ from torch import Tensor
 from ...checkpoints.hub import AT_A_TIME, GAP_BYTES
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
-from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES
+from ...checkpoints.stored import KV_SCALE_LEAVES, SCALE_LEAVES
 from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
+from ...recipes.forms import FLOATS
 from ...recipes.frozen import Advance, frozen
 from .runtime_view import RuntimeView
 

@@ -9,14 +9,14 @@ Easy to get wrong: of two quantization configs vLLM reads one, and which one han
 from collections.abc import Mapping
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...checkpoints.dialects.choose import method_of, quantization_of, read_dialect
+from ...checkpoints.dialects.dialect import Dialect, UnknownDialect
+from ...checkpoints.dialects.given import Raw
+from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
 from ...recipes.family import Part, VLLMName
 from ...recipes.renamer import renamer
 from ..facts.findings import Objections, objection
-from .dialects.choose import method_of, quantization_of, read_dialect
-from .dialects.given import Raw
-from .dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
 from .runtime_view import RuntimeView, StoredView
-from .vllm_module import Dialect, UnknownDialect
 
 # The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")

@@ -13,51 +13,47 @@ not the one on disk.
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Literal
 
-from ...checkpoints.stored import FP8, StoredWeight
+from ...checkpoints.dialects.compressed_tensors import CompressedTensors
+from ...checkpoints.dialects.dialect import Exceptions, Refusal, UnknownDialect, entry_for
+from ...checkpoints.dialects.fp8 import Fp8
+from ...checkpoints.dialects.gptq import Awq, Gptq
+from ...checkpoints.dialects.modelopt import ModelOpt
+from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, VLLMName
+from ...recipes.forms import FP8
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
-from .dialects.compressed_tensors import CompressedTensors
-from .dialects.fp8 import Fp8
-from .dialects.gptq import ACT_ORDER, Awq, Gptq
-from .dialects.modelopt import ModelOpt
 from .layouts import layout_problem, leaves_built, manner
 from .runtime_view import Member, Module, RuntimeView, StoredView
-from .vllm_module import UnknownDialect
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}
 _AGAIN = "Quantize this weight again"
 _EFFECT = "vLLM raises on it, or reads other numbers than were stored, in silence"
-# Words of what vLLM raises as it resolves a module, and what to do; the first that fits.
-_CURES = (
-    (ACT_ORDER, "Quantize it again with desc_act=False, or with static groups"),
-    ("input_activations", "Say in the group's input_activations how inputs are quantized"),
-    ("hards", "Name all parts of a fused module, or the fused module itself, in the same list"),
-    ("rojections", "Name all projections of the experts in the same list"),
-    ("Fused module", "Name all parts of a fused module in extra_config"),
-    ("", "Complete quantization_config, or quantize again in a scheme that vLLM has"),
-)
-# The list of what stays plain, and an entry of it, by the dialect's name.
-_EXCEPTIONS = {
-    "modelopt": ("ignore", "{stem}*"),
-    "fp8": ("ignored_layers", "{name}"),
-    "gptq": ("dynamic", "-:^{pattern}"),
-    "awq": ("modules_to_not_convert", "{name}"),
-    "auto-round": ("extra_config", "{name}"),
-    "quark": ("exclude", "re:^{pattern}"),
+_COMPLETE = "Complete quantization_config, or quantize again in a scheme that vLLM has"
+_CURES: Mapping[Refusal, str] = {
+    "order": "Quantize it again with desc_act=False, or with static groups",
+    "inputs": "Say in the group's input_activations how inputs are quantized",
+    "shards": "Name all parts of a fused module, or the fused module itself, in the same list",
+    "projections": "Name all projections of the experts in the same list",
+    "parts": "Name all parts of a fused module in extra_config",
 }
-_IGNORE = ("ignore", "re:^{pattern}")
+# Of a config that names no dialect that keepmtp knows.
+_USUAL = Exceptions(("ignore",), of_stem="re:^{}")
 
 
 def fused_modules_are_uniform(runtime: RuntimeView) -> Objections:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
-    for module in filter(_is_mixed, runtime.modules):
-        usual, _ = Counter(manner(member.weight) for member in module.members).most_common(1)[0]
-        for member in module.members:
-            if (own := manner(member.weight)) != usual:
+    for module in runtime.modules:
+        if not _is_mixed(module):
+            continue
+        manners = [manner(member.weight) for member in module.members]
+        usual, _ = Counter(manners).most_common(1)[0]
+        for member, own in zip(module.members, manners, strict=True):
+            if own != usual:
                 says = (
                     f"stored as {own}, but vLLM holds it in {module.name} together with weights "
                     f"stored as {usual}: it "
@@ -76,19 +72,22 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
     shards do: R15; M2.
     """
     for module in runtime.modules:
+        if len(module.members) < 2:
+            continue
         built = module.resolution.built
         shapes = dict[str, tuple[int, ...]]()
-        for member in module.members if len(module.members) > 1 else ():
+        for member in module.members:
             path = member.place.row.path
             weight = member.weight.weight
             expected = shapes.setdefault(path, weight.shape)
+            # The last part of a fused module may end in a part of a block.
             is_inner = path not in runtime.view.last_shards or module.kind == "experts"
-            are_blocks = built.block and built.form == member.weight.form == "fp8_block"
+            are_blocks = built.form == member.weight.form == "fp8_block"
             if weight.shape != expected:
                 says = f"has shape {list(weight.shape)} where the others of its projection have "
                 says += f"{list(expected)}: a narrower expert loads in silence, the rest raises"
                 yield objection("shapes", weight.name, says, _AGAIN, f"{module.part} {path}")
-            elif built.block and are_blocks and weight.shape[0] % built.block[0] and is_inner:
+            elif built.block and are_blocks and is_inner and weight.shape[0] % built.block[0]:
                 says = f"has {weight.shape[0]} rows, no multiple of the block of {built.block[0]}, "
                 says += (
                     "and is fused with others: vLLM raises ValueError (validate_fp8_block_shape)"
@@ -108,12 +107,13 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
     """
     for module in view.modules:
         answer = module.resolution
-        if error := answer.error:
+        error = answer.error
+        if error:
             first = module.members[0].name
             says = f"vLLM fails as it builds {module.name} ({first}): {error}"
-            cure = next(cure for words, cure in _CURES if words in error)
+            cure = _CURES.get(answer.refusal, _COMPLETE)
             cause = error.replace(module.name, "*")
-            if "activations" not in cause:
+            if answer.refusal != "inputs":
                 cause = f"{answer.entry} {cause}"
             yield objection("config-group", answer.entry or module.name, says, cure, cause)
         elif not (module.loads_quantized and _is_mixed(module)):
@@ -147,15 +147,18 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
+        where = HFName(f"{weight.module}.{leaf}")
         part = leaves_built(built, weight).get(leaf)
-        where = HFName(f"{weight.module}.{leaf}") if part is None else part.name
+        if part is not None:
+            where = part.name
         says = f"vLLM builds {module.name} as {built.form} ({_decided(view, module)}); {said}"
         cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
     else:
         # FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0.
         scale = weight.parts.get("weight_scale")
-        is_block = built.form == "fp8_block" and isinstance(view.dialect, CompressedTensors)
-        if not is_block or scale is None or scale.dtype == "F32":
+        if built.form != "fp8_block" or not isinstance(view.dialect, CompressedTensors):
+            return
+        if scale is None or scale.dtype == "F32":
             return
         rule = "scale-dtype"
         where = scale.name
@@ -163,7 +166,9 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
         says = f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
         says += "forward on Hopper and Blackwell; other kernels take them"
         cure = "Store the scales as F32"
-    severity = "warning" if rule == "scale-dtype" else "error"
+    severity = "error"
+    if rule == "scale-dtype":
+        severity = "warning"
     yield objection(rule, where, says, cure, cause, severity)
 
 
@@ -180,7 +185,8 @@ def _leaves_problem(
         optional.discard("g_idx")  # the loaders of vLLM's other classes drop it (AutoWeightsLoader)
     if module.kind == "experts" and built.form == "nvfp4":
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
-    if extra := sorted(leaves - built.leaves - optional):
+    extra = sorted(leaves - built.leaves - optional)
+    if extra:
         wanted = ", ".join(sorted(built.leaves))
         says = f"its parameters are {wanted}, so {extra[0]} has no place: {_EFFECT}"
         cure = (
@@ -190,7 +196,8 @@ def _leaves_problem(
         if extra == ["g_idx"]:
             cure = "Remove the g_idx of the MTP block: without desc_act it is the natural order"
         return extra[0], says, cure
-    if missing := sorted(built.leaves - leaves):
+    missing = sorted(built.leaves - leaves)
+    if missing:
         says = f"{missing[0]} is not in the checkpoint: vLLM raises, or leaves it uninitialised "
         return missing[0], f"{says}in silence", _AGAIN
     return None
@@ -198,7 +205,8 @@ def _leaves_problem(
 
 def _decided(view: StoredView, module: Module) -> str:
     """Which entry of the config decided it."""
-    if entry := module.resolution.entry:
+    entry = module.resolution.entry
+    if entry:
         return f"by the entry {entry!r}"
     if module.resolution.built.form != "plain":
         return f"by {view.dialect.name}, which quantizes what is not excluded"
@@ -217,9 +225,11 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
         stem = view.stem_of(module) or stem
     if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
         return "Quantize again in groups of 128: in other groups no entry excepts experts"
-    key, entry = _EXCEPTIONS.get(dialect.name.removeprefix("deepseek_v4_"), _IGNORE)
-    entry = entry.format(stem=stem, name=module.name, pattern=re.escape(stem))
-    return f"Add '{entry}' to {key}: vLLM's name, not the one on disk"
+    exceptions = dialect.exceptions or _USUAL
+    entry = entry_for(exceptions.of_name, module.name)
+    if exceptions.of_stem:
+        entry = entry_for(exceptions.of_stem, stem)
+    return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk"
 
 
 def _cover_cure(view: StoredView, module: Module) -> str:
@@ -307,7 +317,9 @@ def schemes_are_known(view: StoredView) -> Objections:
     cure = "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself"
     where = "config.json: quantization_config"
     yield objection("dialect", where, says, cure, severity="warning")
-    for module in unknown if is_unknown else ():
+    if not is_unknown:
+        return
+    for module in unknown:
         name = module.name
         weight = module.members[0].weight
         if module.part != "mtp" or weight.form != "plain" or module.role in ("norm", "head"):
@@ -331,7 +343,8 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
     tables: dict[tuple[HFName, VLLMName], list[StoredWeight]] = defaultdict(list)
     for module in runtime.modules:
         for member in module.members:
-            if scale := member.place.row.table_scale:
+            scale = member.place.row.table_scale
+            if scale:
                 stem = member.place.module.removesuffix(member.place.row.path)
                 tables[HFName(stem + scale), module.name].append(member.weight)
     for (scale, name), parts in tables.items():
@@ -366,24 +379,31 @@ def _table_built(
     if named == _FP8_TABLE:
         return "fp8"
     if named is not None and has_nvfp4:
-        return "nvfp4" if named == "nvfp4" else "refused"
+        if named == "nvfp4":
+            return "nvfp4"
+        return "refused"
     if isinstance(dialect, UnknownDialect):
         return "unknown"
     if isinstance(dialect, Fp8):
-        is_plain = any(
-            entry == name or entry.startswith(f"{name}.shard_") for entry in dialect.ignored
-        )
-        return "plain" if is_plain else "fp8"
+        # The table itself, or a shard of it.
+        for entry in dialect.ignored:
+            if entry == name or entry.startswith(f"{name}.shard_"):
+                return "plain"
+        return "fp8"
     form = dialect.resolve(name, shards=(), kind="linear").built.form
     if form == "plain":
         return "plain"
     if isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION":
         if form == "fp8_tensor":
             return "fp8"
+        if has_nvfp4 and form == "nvfp4_modelopt":
+            return "nvfp4"
         if not has_nvfp4:
             return "plain"
-        return "nvfp4" if form == "nvfp4_modelopt" else "refused"
-    return "plain" if has_nvfp4 else "refused"
+        return "refused"
+    if has_nvfp4:
+        return "plain"
+    return "refused"
 
 
 RULES = (
@@ -403,7 +423,9 @@ def _is_mixed(module: Module) -> bool:
     """
     kinds = set[tuple[str, ...]]()
     for _, weight in module.members:
-        form = "fp8" if weight.form.startswith("fp8") else weight.form
+        form = weight.form
+        if form.startswith("fp8"):
+            form = "fp8"
         kinds.add((form, *sorted(weight.parts)))
     return len(kinds) > 1
 
@@ -433,8 +455,10 @@ def _is_made_over(view: StoredView, module: Module, member: Member) -> bool:
     row = member.place.row
     weight = member.weight
     if not module.loads_quantized:
-        is_wk = row.path.endswith("indexer.wk") and "weight_scale_inv" in weight.parts
-        if row.table_scale or (is_wk and weight.weight.dtype in FP8):
+        if row.table_scale:
+            return True
+        has_scale = "weight_scale_inv" in weight.parts
+        if row.path.endswith("indexer.wk") and has_scale and weight.weight.dtype in FP8:
             return True
     return _is_put_in_order(module, member) or _is_replaced(view, module, member)
 
@@ -454,9 +478,12 @@ def _is_replaced(view: StoredView, module: Module, member: Member) -> bool:
     built = module.resolution.built.form
     if row.role not in ("embedding", "head") or not built.startswith(("plain", "fp8")):
         return False
-    size = tuple(view.text_config.get(key) for key in ("vocab_size", "hidden_size"))
+    size = (view.text_config.get("vocab_size"), view.text_config.get("hidden_size"))
     if "weight" not in parts:
         return not loader.unknown_name
+    if parts["weight"].shape != size:
+        return False
     others = parts.keys() - {"weight"}
-    is_dropped = loader.drops_scales and others == {"weight_scale"}
-    return parts["weight"].shape == size and (not others or not loader.unknown_name or is_dropped)
+    if loader.drops_scales and others == {"weight_scale"}:
+        return True
+    return not others or not loader.unknown_name

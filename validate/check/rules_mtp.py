@@ -13,8 +13,9 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Set
 
+from ...checkpoints.dialects.choose import Unquantized
+from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.stored import (
-    FLOATS,
     OTHER_LEAVES,
     SCALE_LEAVES,
     TRANSPOSED_LEAVES,
@@ -22,9 +23,8 @@ from ...checkpoints.stored import (
     StoredWeight,
 )
 from ...recipes.family import HFName, Part
+from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
-from .dialects.choose import Unquantized
-from .dialects.fp8 import Fp8
 from .rules_kv import is_kv_scale
 from .runtime_view import RuntimeView, StoredView
 

@@ -20,9 +20,17 @@ from functools import partial
 from typing import NamedTuple
 
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import KV_SCALE_LEAVES, Form
+from ...checkpoints.stored import KV_SCALE_LEAVES
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
+from ...recipes.forms import (
+    DIVISORS,
+    FIRST_SCALES,
+    FORMS,
+    GLOBAL_SCALE,
+    IN_MODELOPT,
+    INPUT_GLOBAL_SCALE,
+)
 from ..facts.findings import Objection, Objections, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
@@ -30,26 +38,14 @@ from .runtime_view import RuntimeView
 
 _objection = partial(objection, origin="values")
 _warning = partial(objection, origin="values", severity="warning")
-_DIVISORS = ("weight_global_scale", "input_global_scale")
-_INPUT_SCALES = ("input_scale", "input_global_scale")
-_GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
-_FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
-# The largest magnitude of a code, before its scales.
-_LARGEST_CODE: Mapping[Form, float] = {
-    "fp8_block": 448.0,
-    "fp8_sliced": 448.0,
-    "fp8_channel": 448.0,
-    "fp8_tensor": 448.0,
-    "mxfp8": 448.0,
-    "nvfp4": 6.0,
-    "nvfp4_modelopt": 6.0,
-    "mxfp4": 6.0,
-    "int8": 127.0,
-}
+_INPUT_SCALES = ("input_scale", INPUT_GLOBAL_SCALE)
+_GLOBAL_SCALES = (GLOBAL_SCALE, IN_MODELOPT[GLOBAL_SCALE])
 # Weights of released models are between these by orders of magnitude; a scale that should be its
 # reciprocal is not.
-_TOO_LARGE, _TOO_SMALL = 1e4, 1e-8
-_NORM_TOO_SMALL, _NORM_TOO_LARGE = 1e-4, 1e4
+_TOO_LARGE = 1e4
+_TOO_SMALL = 1e-8
+_NORM_TOO_LARGE = 1e4
+_NORM_TOO_SMALL = 1e-4
 # A matrix with so many block scales, or a model with so many input scales, does not have them all
 # equal by chance.
 _MANY = 16
@@ -90,7 +86,9 @@ class Tensor(NamedTuple):
         """Equal for tensors of one kind: all scales of one name in the backbone, or in the MTP
         block.
         """
-        role = self.place.role if self.leaf == "weight" else ""
+        role = ""
+        if self.leaf == "weight":
+            role = self.place.role
         return f"{self.place.part} {role} {self.leaf}"
 
 
@@ -111,7 +109,8 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
             # A scale of the KV cache may be named after the attention itself.
             attention = attention_of_scale(name)
             for path in ("k_proj", "kv_b_proj"):
-                place = place or runtime.view.place(HFName(f"{attention}.{path}.weight"))
+                if place is None:
+                    place = runtime.view.place(HFName(f"{attention}.{path}.weight"))
         if place is not None and place.role != "vision":
             tensors[name] = Tensor(runtime.source.entries[name], place, summary)
     graft = (
@@ -119,7 +118,9 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
         "--out NEW`"
     )
     for tensor in tensors.values():
-        cure = graft if tensor.is_mtp else _REQUANTIZE
+        cure = _REQUANTIZE
+        if tensor.is_mtp:
+            cure = graft
         if tensor.leaf in _INPUT_SCALES:
             cure = (
                 "Calibrate again with samples that reach this module, and keep its experts' "
@@ -177,7 +178,7 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
     may_be_negative = leaf == "scales"
     if weight is not None and weight.form == "int_packed" and leaf == "weight_scale":
         may_be_negative = "weight_zero_point" not in weight.parts
-    if summary.is_zero and leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
+    if summary.is_zero and leaf in (*DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
         says = "is 0, and vLLM divides by it: everything behind it is infinite or NaN"
     elif summary.is_zero:
         says = "is 0: vLLM computes with a matrix of zeros"
@@ -208,10 +209,12 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
     if len(tensor.entry.shape) < 2 or tensor.size < _MANY:
         return
     is_lost = False
-    for leaf in _FIRST_SCALES:
+    for leaf in FIRST_SCALES:
         scale = tensors.get(HFName(f"{tensor.module}.{leaf}"))
         is_lost |= scale is not None and scale.size > 1 and not scale.summary.is_constant
-    what = "zeros" if summary.is_zero else "one repeated value"
+    what = "one repeated value"
+    if summary.is_zero:
+        what = "zeros"
     happens = "it was never trained"
     cure = "Take this tensor from the release"
     if is_lost:
@@ -222,7 +225,9 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
         cure = graft
     says = f"holds {what} only: {happens}"
     cause = f"{tensor.cause} {what} {is_lost}"
-    severity = "error" if tensor.is_mtp or is_lost else "warning"
+    severity = "warning"
+    if tensor.is_mtp or is_lost:
+        severity = "error"
     yield _objection("empty-weight", tensor.name, says, cure, cause, severity)
 
 
@@ -232,14 +237,22 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
     """
     for weight in runtime.weights.values():
         parts = {leaf: tensors.get(entry.name) for leaf, entry in weight.parts.items()}
-        scale = next(filter(None, map(parts.get, _FIRST_SCALES)), None)
+        scale = None
+        for leaf in FIRST_SCALES:
+            if scale is None:
+                scale = parts.get(leaf)
         if scale is None:
             continue
-        largest = scale.summary.largest * _LARGEST_CODE.get(weight.form, math.nan)
-        for leaf in _GLOBAL_SCALES:
-            if common := parts.get(leaf):
-                factor = common.summary.largest or math.nan
-                largest = largest / factor if leaf in _DIVISORS else largest * factor
+        storage = FORMS[weight.form]
+        largest = scale.summary.largest * storage.largest
+        common = parts.get(storage.common)
+        if common is not None:
+            factor = common.summary.largest
+            if not factor:  # another rule objects to a scale of 0
+                continue
+            if storage.divides:
+                factor = 1 / factor
+            largest *= factor
         if math.isfinite(largest) and largest and not _TOO_SMALL <= largest <= _TOO_LARGE:
             says = (
                 f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its "
@@ -247,7 +260,7 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
             )
             cure = (
                 "Write the scale in this dialect's convention: compressed-tensors divides by "
-                "weight_global_scale, modelopt multiplies by weight_scale_2"
+                f"{GLOBAL_SCALE}, modelopt multiplies by {IN_MODELOPT[GLOBAL_SCALE]}"
             )
             cause = f"{scale.place.part} {scale.place.row.path} {largest > 1}"
             yield _objection("scale-magnitude", scale.name, says, cure, cause)
@@ -257,52 +270,71 @@ def fused_scales_agree(tensors: _Tensors) -> Objections:
     """Weights that vLLM fuses have one global scale: vllm#54150."""
     groups: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
-        if tensor.place.shares and tensor.leaf in (*_GLOBAL_SCALES, "input_global_scale"):
+        if tensor.place.shares and tensor.leaf in (*_GLOBAL_SCALES, INPUT_GLOBAL_SCALE):
             groups[tensor.place.shares, tensor.leaf].append(tensor)
     for (_, leaf), members in groups.items():
-        values = {member.name: member.summary.largest for member in members}
-        if len({*values.values()}) < 2 or not all(0 < each < math.inf for each in values.values()):
+        scales = sorted(member.summary.largest for member in members)
+        # What is 0, infinite or NaN is another rule's; here its logarithm is asked for.
+        is_usable = scales[0] > 0 and math.isfinite(sum(scales))
+        if not is_usable or scales[0] == scales[-1]:
             continue
-        used = members[0].name
-        if members[0].place.expert is None:
-            used = max(values, key=lambda name: values[name])
-        worst = max(members, key=lambda member: abs(math.log(values[member.name] / values[used])))
+        used = members[0]  # of routed experts, that of the first projection
+        if used.place.expert is None:
+            used = max(members, key=_scale_of)
+        worst = members[0]
+        furthest = 0.0
+        for member in members:
+            distance = abs(math.log(_scale_of(member) / _scale_of(used)))
+            if distance > furthest:
+                worst = member
+                furthest = distance
         others = ", ".join(member.module.rpartition(".")[2] for member in members)
         severity = "warning"
         happens = "inputs are then rounded on another grid than the calibrated one"
         if leaf in _GLOBAL_SCALES:
-            factor = values[worst.name] / values[used]
-            factor = factor if leaf in _DIVISORS else 1 / factor
+            factor = _scale_of(worst) / _scale_of(used)
+            if leaf not in DIVISORS:
+                factor = 1 / factor
             severity = "error"
             happens = f"these weights are then {factor:.3g} times what they should be"
         says = (
-            f"is {values[worst.name]:.6g}, but {others} are one fused module with one {leaf}, and "
-            f"vLLM takes {values[used]:.6g} of {used}: {happens}"
+            f"is {_scale_of(worst):.6g}, but {others} are one fused module with one {leaf}, and "
+            f"vLLM takes {_scale_of(used):.6g} of {used.name}: {happens}"
         )
         cause = f"{worst.place.part} {worst.place.row.path} {leaf}"
         cure = f"Quantize {others} together, with one {leaf}"
         yield _objection("fused-scales", worst.name, says, cure, cause, severity)
 
 
+def _scale_of(member: Tensor) -> float:
+    return member.summary.largest
+
+
 def input_scales_are_measured(tensors: _Tensors) -> Objections:
     """Input scales are not all one constant: no batch gave them."""
     for leaf in _INPUT_SCALES:
-        found = [each for each in tensors.values() if each.leaf == leaf and each.size == 1]
-        values = {each.summary.largest for each in found}
-        if len(found) >= _MANY and len(values) == 1:
+        scales = list[Tensor]()
+        values = set[float]()
+        for tensor in tensors.values():
+            if tensor.leaf == leaf and tensor.size == 1:
+                scales.append(tensor)
+                values.add(tensor.summary.largest)
+        if len(scales) >= _MANY and len(values) == 1:
             says = (
-                f"all {len(found):,} scales named {leaf} are {values.pop():g}: no batch gave them, "
-                "and inputs that are larger are cut off"
+                f"all {len(scales):,} scales named {leaf} are {values.pop():g}: no batch gave "
+                "them, and inputs that are larger are cut off"
             )
             cure = "Calibrate, or use a scheme with dynamic input scales"
-            yield _warning("input-scale-constant", found[0].name, says, cure)
+            yield _warning("input-scale-constant", scales[0].name, says, cure)
 
 
 def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Objections:
     """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds
     one.
     """
-    initial = 0.0 if runtime.view.family.norms_add_one else 1.0
+    initial = 1.0
+    if runtime.view.family.norms_add_one:
+        initial = 0.0
     layers: dict[int | None, list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
         if tensor.is_mtp and tensor.place.role == "norm":

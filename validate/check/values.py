@@ -7,15 +7,14 @@ Easy to get wrong: a value that is odd is not always wrong. A finding is an erro
 computes something else than the release does.
 """
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError
-from ...recipes.frozen import Bar
+from ...recipes.frozen import Bar, unwatched
 from ..facts.findings import Finding, errors_first, grouped
-from .against import compared, pairs
+from .against import Pair, compared, pairs
 from .check import Checked
 from .reading import Level, chosen, joined, summaries
 from .rules_values import objections
@@ -57,17 +56,19 @@ def check_values(
             name of this one.
     """
     entries = chosen(runtime, level)
-    found = [] if release is None else pairs(runtime, release, whole=level == "all")
-    if release is not None and not found:
-        rule = (
-            f"the release must have weights by the names of {runtime.source.where}, in a form "
-            "that can be read"
-        )
-        raise CheckpointError(
-            release.source.where, rule, got="none", cure="Give the release as --source"
-        )
+    found = list[Pair]()
+    if release is not None:
+        found = pairs(runtime, release, whole=level == "all")
+        if not found:
+            rule = (
+                f"the release must have weights by the names of {runtime.source.where}, in a form "
+                "that can be read"
+            )
+            raise CheckpointError(
+                release.source.where, rule, got="none", cure="Give the release as --source"
+            )
     num_bytes = total_bytes((*joined(runtime.source, entries), *found))
-    with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
+    with (reading or unwatched)(num_bytes) as progress:
         objected = list(objections(runtime, summaries(runtime, entries, progress)))
         if release is not None:
             objected += compared(runtime, release, found, progress)

@@ -21,6 +21,7 @@ from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
 from ...recipes.frozen import Raw, Say
+from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
@@ -32,7 +33,7 @@ from ..facts.dry_load import (
     listed,
     places,
 )
-from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first, errors_of
+from ..facts.findings import Finding, Objection, by_cause, errors_first, errors_of
 from ..facts.vllm_env import VLLM
 from .failures import cures_in_vllm, known_defect
 from .loader import DryLoader, Job, headers_of

@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BufferedIOBase
 
+from ...checkpoints.dialects.choose import Unquantized
+from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import printable, shortened
 from ...recipes.frozen import frozen
 from ..check.check import Checked
-from ..check.dialects.choose import Unquantized
-from ..check.dialects.modelopt import ModelOpt
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
 from .failures import DEFECTS_FIRST, IN_LOGS, KnownFailure, known_failure

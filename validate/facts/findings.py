@@ -16,11 +16,10 @@ from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
 from ...recipes.families import families
 from ...recipes.family import Loader
+from ...recipes.runtimes import Runtime
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry", "values"]
-Runtime = Literal["vllm", "sglang"]
-"""Whose reading of a checkpoint a finding is about."""
 _MOST = 2000  # characters of a sentence; a name of a stranger may be longer
 
 

@@ -19,8 +19,9 @@ from ...checkpoints.companions import inside
 from ...checkpoints.files import nearest_folder, within
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import INDEX, Source
-from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, StoredWeight, stored_weights
+from ...checkpoints.stored import KV_SCALE_LEAVES, StoredWeight, stored_weights
 from ...recipes.errors import CheckpointError, VLLMError
+from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import without
 from ...recipes.schemes import num_bytes
 from ..facts.vllm_env import VLLM

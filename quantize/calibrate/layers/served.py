@@ -10,7 +10,7 @@ they were comes before.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from compressed_tensors.quantization import QuantizationStatus
 from torch import Tensor
 
 from ....checkpoints.dequantize import dequantize
-from ....checkpoints.stored import Form
 from ....recipes.family import HFName
 from ....recipes.schemes import SCHEMES, Scheme
 from ...pack.unit import Calibrations, PackedModule, from_source, packed_groups
@@ -27,14 +26,6 @@ from ...plan.tensor_plan import TensorPlan
 from ..model.binding import Binding, Piece, scheme_of
 from .caches import serve_cache
 from .work import LayerWork
-
-_FORMS: Mapping[str, Form] = {
-    "nvfp4-pack-quantized": "nvfp4",
-    "mxfp4-pack-quantized": "mxfp4",
-    "float-quantized": "fp8_channel",
-    "pack-quantized": "int_packed",
-    "int-quantized": "int8",
-}
 
 
 class InMemory(dict[HFName, Tensor]):
@@ -191,5 +182,4 @@ def served_rows(
 
 def decompressed(scheme: Scheme, packed: PackedModule, shape: Sequence[int]) -> Tensor:
     """A packed weight as values: [N, K], BF16, on the device of its tensors."""
-    form = "fp8_block" if scheme.block else _FORMS[scheme.format]
-    return dequantize(form, packed.tensors, shape=tuple(shape), block=scheme.block)
+    return dequantize(scheme.form, packed.tensors, shape=tuple(shape), block=scheme.block)

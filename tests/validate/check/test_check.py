@@ -10,6 +10,7 @@ import releases
 from broken import BROKEN, GOOD, WITHOUT_MTP, Case, agree, built
 from checkpoint_files import as_source, write
 from good import ours, planned, released, with_scales
+from keepmtp.checkpoints.dialects import choose
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import families
@@ -17,7 +18,6 @@ from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, examine
-from keepmtp.validate.check.dialects import choose
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
 from tables import cases, table
 

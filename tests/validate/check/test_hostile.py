@@ -14,11 +14,11 @@ import pytest
 from broken import GOOD, built
 from checkpoint_files import write
 from commands import keepmtp
+from keepmtp.checkpoints.dialects import patterns
 from keepmtp.recipes import match_clock
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
-from keepmtp.validate.check.dialects import patterns
 from keepmtp.validate.facts.results import CheckData
 from tables import cases, table
 

@@ -16,10 +16,10 @@ from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
+from keepmtp.recipes.forms import FORMS
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check import against
 from keepmtp.validate.check.against import (
-    BOUND,
     can_be_read,
     compared,
     has_column_factors,
@@ -74,12 +74,12 @@ WRONG = {
 
 
 # Each form that can be read: the scheme that packs it, and its tensors by the form's own names.
-FORMS = table("validate/values/test_against")["FORMS"]
+PACKED_AS = table("validate/values/test_against")["FORMS"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", PACKED_AS)
 def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(form, weight):
-    scheme, names = FORMS[form]
+    scheme, names = PACKED_AS[form]
     parts = {
         names.get(leaf, leaf): part for leaf, part in pack(SCHEMES[scheme], [weight])[0].items()
     }
@@ -87,16 +87,16 @@ def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(f
         parts["weight_scale_2"] = 1 / parts["weight_scale_2"]
     block = (128, 128) if form == "fp8_block" else None
     own = dequantize(form, parts, shape=(N, K), block=block).float()
-    assert relative_error(own, weight.float()) < BOUND[form] / 1.5
+    assert relative_error(own, weight.float()) < FORMS[form].error / 1.5
     own[: N // 2] *= 4
-    assert relative_error(own, weight.float()) > BOUND[form]
+    assert relative_error(own, weight.float()) > FORMS[form].error
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pack_is_outside_the_bound_and_no_transform(name, weight, packed):
     wrong, original = values(WRONG[name](packed)), weight.float()
-    assert relative_error(wrong, original) > BOUND["nvfp4"]
-    assert not has_column_factors(wrong, original, BOUND["nvfp4"])
+    assert relative_error(wrong, original) > FORMS["nvfp4"].error
+    assert not has_column_factors(wrong, original, FORMS["nvfp4"].error)
 
 
 def test_smoothed_columns_are_told_from_another_weight(weight):

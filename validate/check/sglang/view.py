@@ -20,6 +20,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ....checkpoints.dialects.choose import UNQUANTIZED, method_of, quantization_of
+from ....checkpoints.dialects.compressed_tensors import read_compressed_tensors
+from ....checkpoints.dialects.dialect import Dialect, UnknownDialect
+from ....checkpoints.dialects.fp8 import read_sglang_fp8
+from ....checkpoints.dialects.given import Raw
+from ....checkpoints.dialects.matching import OneAnswer, plain, raises
+from ....checkpoints.dialects.modelopt import ModelOpt, read_sglang_modelopt
+from ....checkpoints.dialects.patterns import time_limit
+from ....checkpoints.dialects.quark import Quark, read_quark
 from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
 from ....recipes.family_view import FamilyView, Place
@@ -31,16 +40,7 @@ from ....recipes.runtimes.sglang import (
     sglang_module,
     sglang_stem,
 )
-from ..dialects.choose import UNQUANTIZED, method_of, quantization_of
-from ..dialects.compressed_tensors import read_compressed_tensors
-from ..dialects.fp8 import read_sglang_fp8
-from ..dialects.given import Raw
-from ..dialects.matching import OneAnswer, plain, raises
-from ..dialects.modelopt import ModelOpt, read_sglang_modelopt
-from ..dialects.patterns import time_limit
-from ..dialects.quark import Quark, read_quark
 from ..runtime_view import KINDS, Member, Module, RuntimeView
-from ..vllm_module import Dialect, UnknownDialect
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
 # the tests.

@@ -39,7 +39,9 @@ def sglang_asks(
     """
     modules = list(modules)
     file = sglang_model(view.config).file
-    owner = {name: module for module in modules for name in concrete(module.spelled)}
+    owner = dict[str, NamedModule]()
+    for module in modules:
+        owner |= dict.fromkeys(concrete(module.spelled), module)
     asked = list[tuple[str, NamedModule, Spellings]]()
     clashes = list[str]()
     for module in modules:
@@ -57,10 +59,9 @@ def sglang_asks(
             if other.scheme == module.scheme:
                 asked.append((name, module, spelled))
                 continue
-            both = " and ".join(
-                f"{each.place.module} ({each.scheme or 'plain'})" for each in (module, other)
-            )
-            clashes.append(f"it asks for {name} for both {both} ({file})")
+            first = f"{place.module} ({module.scheme or 'plain'})"
+            second = f"{other.place.module} ({other.scheme or 'plain'})"
+            clashes.append(f"it asks for {name} for both {first} and {second} ({file})")
     return asked, clashes
 
 

@@ -3,32 +3,25 @@
 In: quantization_config, and the modules on disk with and without integers. Out: a `Gptq` or an
 `Awq`.
 
-Easy to get wrong: under GPTQ linear modules and routed experts are asked differently. A linear
-module is quantized if the name of a module with integers on disk is a part of its own; vLLM reads
-those names from the headers. Routed experts are quantized unless `dynamic` has a `-:` expression
-for them. `+:` expressions change bits and groups, and except nothing. AWQ's entries are parts of
-names. Without a list vLLM makes one of the headers: all modules that hold floating-point numbers
-alone. Its names are those on disk, so one expert's name is no part of the name of all. In groups
-that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`, and takes AWQ's
-list as it is written.
+Easy to get wrong: what is quantized is said by the headers as much as by the config, and differs
+for linear modules and routed experts.
 
 Source: vLLM 0.32.0 quantization/auto_gptq.py, auto_awq.py, moe_wna16.py,
 quantization/utils/{gptq_utils,marlin_utils, quant_utils}.py, models/qwen3_5_mtp.py; compared with
-the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
+the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ..vllm_module import ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from .dialect import ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import AwqGiven, GptqGiven, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,
     SHARDS_DIFFER,
     Substrings,
-    entries_of,
     lacks,
     left_out,
     plain,
@@ -40,11 +33,23 @@ from .patterns import matches_start
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
 
+class Override(NamedTuple):
+    """An entry of `dynamic`.
+
+    Attributes:
+        expression: matches the start of a name.
+        changes: keys that are otherwise for these modules; None where they are left alone.
+    """
+
+    expression: str
+    changes: Raw | None
+
+
 class Gptq(NamedTuple):
     """`quant_method: gptq`.
 
     Attributes:
-        dynamic: expressions in their order, with what each overrides; None for one that excepts.
+        dynamic: in their order.
         stored: modules that are quantized, by a part of their name; all if there are none.
         error: vLLM's exception as it reads the config; "" for none.
         excepts_draft: Qwen3.5's draft class builds its layers plain: an exception speaks of mtp.
@@ -54,35 +59,51 @@ class Gptq(NamedTuple):
     group_size: int
     is_symmetric: bool
     has_quantized_head: bool
-    dynamic: tuple[tuple[str, Raw | None], ...]
+    dynamic: tuple[Override, ...]
     stored: Substrings
     entries: tuple[ConfigEntry, ...]
     error: str
     excepts_draft: bool
     name: str = "gptq"
 
+    @property
+    def exceptions(self) -> Exceptions:
+        """`-:` expressions. The first of `dynamic` that matches decides."""
+        return Exceptions(("dynamic",), of_name="-:^{}$", of_stem="-:^{}", value={})
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """The expression without its sign; vLLM renames none."""
+        return ConfigEntry("dynamic", entry, (entry.removeprefix("-:"),))
+
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_linear_quant_method` and `get_moe_quant_method`, then `override_config`."""
+        if self.error == ACT_ORDER:
+            return raises(self.error, refusal="order")
         if self.error:
             return raises(self.error)
         if kind == "head" and not self.has_quantized_head:
             return plain()
-        dynamic = () if kind == "experts" and self.is_blind_to_experts else self.dynamic
-        entry, override = next((row for row in dynamic if matches_start(module, row[0])), ("", {}))
+        # A linear module is quantized if the name of one with integers on disk is a part of its
+        # own. Experts are quantized unless `dynamic` excepts them.
         if kind != "experts" and self.stored:
             hits = [self.stored.within(name) for name in shards or (module,)]
-            if all(hit is None for hit in hits):
+            if hits.count(None) == len(hits):
                 return plain()
             if None in hits:
-                return raises(SHARDS_DIFFER.format(module), "")
-        if override is None:
+                return raises(SHARDS_DIFFER.format(module), "", "shards")
+        override = Override("", {})
+        if kind != "experts" or not self.is_blind_to_experts:
+            override = self._override(module)
+        entry = override.expression
+        changes = override.changes
+        if changes is None:
             return plain(f"-:{entry}")
-        bits = _number(override, "bits", self.bits)
-        is_symmetric = bool(override.get("sym", self.is_symmetric))
+        bits = _number(changes, "bits", self.bits)
+        is_symmetric = bool(changes.get("sym", self.is_symmetric))
         if bits not in (4, 8) or not is_symmetric:
             error = f"ValueError: Unsupported quantization config: bits={bits}, sym={is_symmetric}"
             return raises(error, entry or "quantization_config")
-        size = _number(override, "group_size", self.group_size)
+        size = _number(changes, "group_size", self.group_size)
         return Resolution(gptq_built(bits, size), entry)
 
     @property
@@ -93,6 +114,13 @@ class Gptq(NamedTuple):
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether its expression matches the name from the start."""
         return matches_start(name, entry.read[0])
+
+    def _override(self, module: str) -> Override:
+        """`get_dynamic_override`: the first that matches."""
+        for override in self.dynamic:
+            if matches_start(module, override.expression):
+                return override
+        return Override("", {})
 
 
 class Awq(NamedTuple):
@@ -107,9 +135,19 @@ class Awq(NamedTuple):
     has_zeros: bool
     has_quantized_head: bool
     skipped: Substrings
+    rename: Renamer
     entries: tuple[ConfigEntry, ...]
     error: str
     name: str = "awq"
+
+    @property
+    def exceptions(self) -> Exceptions:
+        """Parts of names."""
+        return Exceptions(("modules_to_not_convert",), of_stem="{}")
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """As the mapper of vLLM's class leaves it."""
+        return _part_of_names(entry, self.rename)
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_skipped` by parts of names, first of the fused name; experts have no shards
@@ -120,12 +158,17 @@ class Awq(NamedTuple):
         if kind == "head" and not self.has_quantized_head:
             return plain()
         skipped = self.skipped
+        # In groups that Marlin does not have, experts go to MoeWNA16, which takes the list as it is
+        # written.
         if kind == "experts" and self.group_size not in MARLIN_GROUPS:
             skipped = Substrings(entry.written for entry in self.entries)
-        parts = shards if kind == "linear" else ()
-        for names in ((module,), parts):
-            if found := left_out(names, skipped.within, SHARDS_DIFFER.format(module)):
-                return found
+        asked: list[Sequence[str]] = [(module,)]
+        if kind == "linear":
+            asked.append(shards)
+        for names in asked:
+            answer = left_out(names, skipped.within, SHARDS_DIFFER.format(module))
+            if answer is not None:
+                return answer
         return Resolution(awq_built(self.group_size, has_zeros=self.has_zeros))
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
@@ -145,33 +188,43 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic = list[tuple[str, Raw | None]]()
+    dynamic = list[Override]()
+    entries = list[ConfigEntry]()
+    excepts_draft = False
     for key, value in (given.dynamic or {}).items():
-        override = value if isinstance(value, Mapping) else {}
-        dynamic.append(
-            (key.removeprefix("-:").removeprefix("+:"), None if key.startswith("-:") else override)
-        )
-    excepted = [expression for expression, override in dynamic if override is None]
+        # `+:` changes bits and groups, and excepts nothing.
+        expression = key.removeprefix("-:").removeprefix("+:")
+        changes: Raw | None = {}
+        if isinstance(value, Mapping):
+            changes = value
+        if key.startswith("-:"):
+            changes = None
+            entries.append(ConfigEntry("dynamic", f"-:{expression}", (expression,)))
+            excepts_draft |= "mtp" in key
+        dynamic.append(Override(expression, changes))
     needed = ("bits", "group_size", "desc_act", "sym")
     error = lacks({key: getattr(given, key) for key in needed})
-    for override in ({}, *(override or {} for _, override in dynamic)):
-        is_ordered = (
-            override.get("desc_act", given.desc_act)
-            and override.get("group_size", given.group_size) != -1
-        )
-        error = error or (ACT_ORDER if is_ordered else "")
-    listed = given.modules_in_block_to_quantize or ()
-    words = [word for item in listed for word in ((item,) if isinstance(item, str) else item)]
+    for override in (Override("", {}), *dynamic):
+        changes = override.changes or {}
+        is_grouped = changes.get("group_size", given.group_size) != -1
+        if not error and changes.get("desc_act", given.desc_act) and is_grouped:
+            error = ACT_ORDER
+    stored = list[str]()
+    for item in given.modules_in_block_to_quantize or ():
+        if isinstance(item, str):
+            stored.append(item)
+        else:
+            stored += item
     return Gptq(
         bits=given.bits or 0,
         group_size=given.group_size or 0,
         is_symmetric=bool(given.sym),
         has_quantized_head=bool(given.lm_head),
         dynamic=tuple(dynamic),
-        stored=Substrings(rename.name(word) for word in words or integers),
-        entries=tuple(ConfigEntry("dynamic", f"-:{each}", (each,)) for each in excepted),
+        stored=Substrings(rename.name(word) for word in stored or integers),
+        entries=tuple(entries),
         error=error,
-        excepts_draft=any(key.startswith("-:") and "mtp" in key for key in given.dynamic or {}),
+        excepts_draft=excepts_draft,
     )
 
 
@@ -192,15 +245,22 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     error = lacks({"w_bit": bits, "q_group_size": group_size, "zero_point": given.zero_point})
     if not error and bits != 4:
         error = f"ValueError: Unsupported num_bits = {bits}. Supported: 4"
+    # Without a list vLLM makes one of the headers, in the names on disk: so one expert's name is no
+    # part of the name of all.
     listed = given.modules_to_not_convert or ()
     return Awq(
         group_size=group_size or 0,
         has_zeros=bool(given.zero_point),
         has_quantized_head=bool(given.lm_head),
         skipped=Substrings(rename.name(word) for word in listed or floats),
-        entries=entries_of("modules_to_not_convert", listed, rename.name),
+        rename=rename,
+        entries=tuple(_part_of_names(entry, rename) for entry in listed),
         error=error,
     )
+
+
+def _part_of_names(entry: str, rename: Renamer) -> ConfigEntry:
+    return ConfigEntry("modules_to_not_convert", entry, (rename.name(entry),))
 
 
 def gptq_built(bits: int, group_size: int) -> VLLMModule:
@@ -208,9 +268,8 @@ def gptq_built(bits: int, group_size: int) -> VLLMModule:
     are not used.
     """
     unused = frozenset({"qzeros", "g_idx"})
-    return registers(
-        "gptq", "qweight", "scales", optional=unused, group_size=_group(group_size), bits=bits
-    )
+    size = _group(group_size)
+    return registers("gptq", "qweight", "scales", optional=unused, group_size=size, bits=bits)
 
 
 def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
@@ -223,9 +282,13 @@ def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:
 
 
 def _group(size: int) -> int | None:
-    return size if size > 0 else None
+    if size > 0:
+        return size
+    return None
 
 
-def _number(override: Raw, key: str, default: int) -> int:
-    found = override.get(key, default)
-    return found if isinstance(found, int) else default
+def _number(changes: Raw, key: str, default: int) -> int:
+    given = changes.get(key, default)
+    if isinstance(given, int):
+        return given
+    return default

@@ -11,17 +11,14 @@ config.json.
 
 from collections.abc import Iterable
 
-from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...recipes.conventions import FP8_CACHE, Format
+from ...recipes.conventions import Format
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json, Raw, frozen, without
 from ...recipes.runtimes.sglang import VERSION
-from ..plan.decide import FP8_TABLE
-from ..plan.plan import Plan
-from ..plan.tensor_plan import TensorPlan
+from ..companions import HF_QUANT_CONFIG
 from .compressed_tensors import compressed_tensors_config
 from .modelopt import hf_quant_config, modelopt_config
-from .modules import Matrix, RuntimeModule, named_modules, runtime_modules
+from .modules import Matrix, named_modules
 
 
 @frozen
@@ -63,8 +60,10 @@ def quantization_config(
     Raises:
         RecipeError: see `modelopt_config`.
     """
-    made = modelopt_config if format == "modelopt" else compressed_tensors_config
-    value, obstacles = made(view, named_modules(view, matrices))
+    written = compressed_tensors_config
+    if format == "modelopt":
+        written = modelopt_config
+    value, obstacles = written(view, named_modules(view, matrices))
     return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
 
 
@@ -85,50 +84,3 @@ def config_files(config: Raw, quantization: Raw, view: FamilyView) -> dict[str, 
     if quantization["quant_method"] == "modelopt":
         files[HF_QUANT_CONFIG] = hf_quant_config(quantization)
     return files
-
-
-# --- of a plan ------------------------------------------------------------------------------------
-
-
-def matrices_of(plan: Plan) -> list[TensorPlan]:
-    """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding
-    or a head holds.
-    """
-    opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
-    return [
-        tensor
-        for tensor in plan.tensors
-        if len(tensor.shape) >= 2
-        and tensor.fate != "drop"
-        and (tensor.module != tensor.name or tensor.role == "experts")
-        and not tensor.name.startswith(opaque)
-    ]
-
-
-def modules_of(plan: Plan) -> list[RuntimeModule]:
-    """Every module of the plan that vLLM may ask its quantization config about, by its fused
-    runtime name.
-    """
-    return runtime_modules(named_modules(plan.view, matrices_of(plan)))
-
-
-def config_of(plan: Plan) -> QuantizationConfig:
-    """The quantization config that a plan writes, in the dialect that the recipe's `format`
-    names.
-    """
-    cache = plan.recipe.kv_cache and dict(FP8_CACHE)
-    return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
-
-
-def files_of(plan: Plan) -> dict[str, Json]:
-    """The config files of a plan: the source's config.json has a new quantization_config instead of
-    its own.
-    """
-    family = plan.view.family
-    config = {**plan.source.config, **family.config_changes}
-    if family.fp8_table_key and any(
-        tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE
-        for tensor in plan.tensors
-    ):  # a table in FP8, which the quantization config cannot say
-        config["text_config"] = {**config["text_config"], family.fp8_table_key: "float8_e4m3fn"}
-    return config_files(config, config_of(plan).value, plan.view)

@@ -3,14 +3,13 @@ a module.
 
 In: quantization_config and config.json. Out: an `Fp8` as one of the servers reads it.
 
-Easy to get wrong: vLLM's exceptions are whole names, never patterns; in SGLang each counts with and
-without `model.` before it. DeepSeek-V4 has a class of its own. Its experts are MXFP4 even if the
-config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name `.scale` on disk.
+Easy to get wrong: DeepSeek-V4 has a class of its own (`Family.fp8_class`), whose routed experts
+have another form than the config says.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4
 as well), models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23
 layers/quantization/fp8.py (Fp8Config). Compared with the real functions by
-tests/validate/check/test_dialects.py and test_sglang.py.
+tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 import re
@@ -19,20 +18,22 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ...facts.findings import Runtime
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer, family_of
+from ...recipes.runtimes import Runtime
+from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
-from .matching import OneAnswer, entries_of, plain, raises, registers, skipped
+from .matching import OneAnswer, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
 
-_DSV4_MXFP4 = registers(
+_EXPERTS_ON_DISK = re.compile(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$")
+_SCALE = "scale"
+_MXFP4_EXPERTS = registers(
     "mxfp4",
     "weight",
     "weight_scale",
     group_size=32,
-    renames=MappingProxyType({"scale": "weight_scale"}),
+    renames=MappingProxyType({_SCALE: "weight_scale"}),
 )
 
 
@@ -52,32 +53,43 @@ class Fp8(NamedTuple):
     ignored: tuple[str, ...]
     linear: VLLMModule
     experts: VLLMModule
+    rename: Renamer = Renamer()
     entries: tuple[ConfigEntry, ...] = ()
     keeps_mxfp4: tuple[str, ...] = ()
     num_layers: int = 0
     runtime: Runtime = "vllm"
     name: str = "fp8"
 
+    @property
+    def exceptions(self) -> Exceptions:
+        """Whole names."""
+        return Exceptions(("ignored_layers", "modules_to_not_convert"), may_be_on_disk=True)
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """As the mapper of vLLM's class leaves it."""
+        return ConfigEntry("ignored_layers", entry, (self.rename.name(entry),))
+
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_skipped`; heads are never quantized."""
         if kind == "head":
             return plain()
-        if found := skipped(
-            self.runtime, module, () if kind == "experts" else shards, self.ignored
-        ):
-            return found
+        if kind == "experts":
+            shards = ()
+        # vLLM's list has whole names, never patterns.
+        answer = skipped(self.runtime, module, shards, self.ignored)
+        if answer is not None:
+            return answer
         if kind == "linear":
             return Resolution(self.linear)
-        if self.keeps_mxfp4 and (
-            match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)
-        ):
-            index = int(match[1])
-            on_disk = (
-                f"layers.{index}" if index < self.num_layers else f"mtp.{index - self.num_layers}"
-            )
+        match = _EXPERTS_ON_DISK.search(module)
+        if match is not None:
+            stem = f"layers.{match[1]}"
+            after = int(match[1]) - self.num_layers
+            if after >= 0:
+                stem = f"mtp.{after}"
             for pattern in self.keeps_mxfp4:
-                if fnmatchcase(f"{on_disk}.ffn.experts", pattern):
-                    return Resolution(_DSV4_MXFP4, pattern)
+                if fnmatchcase(f"{stem}.ffn.experts", pattern):
+                    return Resolution(_MXFP4_EXPERTS, pattern)
         return Resolution(self.experts)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
@@ -92,23 +104,20 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(Fp8Given, raw)
-    entries = entries_of(
-        "ignored_layers", given.ignored_layers or given.modules_to_not_convert or (), rename.name
-    )
-    linear = _built(given, config)
-    found = Fp8(
-        ignored=tuple(entry.read[0] for entry in entries),
-        linear=linear,
-        experts=linear,
-        entries=entries,
-    )
-    if not _is_v4(config):
+    listed = given.ignored_layers or given.modules_to_not_convert or ()
+    own_class = _own_class(config)
+    linear = _built(given, own_class)
+    found = Fp8(ignored=(), linear=linear, experts=linear, rename=rename)
+    entries = tuple(map(found.reads, listed))
+    found = found._replace(entries=entries, ignored=tuple(entry.read[0] for entry in entries))
+    if not own_class:
         return found
-    found = found._replace(num_layers=config.get("num_hidden_layers") or 0, name="deepseek_v4_fp8")
+    found = found._replace(num_layers=config.get("num_hidden_layers") or 0, name=own_class)
     if config.get("expert_dtype", "fp4") != "fp4":
         return found
+    # Experts are MXFP4 even if the config says blocks.
     if given.moe_quant_algo != "NVFP4":
-        return found._replace(experts=_DSV4_MXFP4)
+        return found._replace(experts=_MXFP4_EXPERTS)
     return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 
 
@@ -125,29 +134,37 @@ def read_sglang_fp8(raw: Raw, config: Raw) -> Fp8 | OneAnswer:
     if given.weight_block_size and given.activation_scheme != "dynamic":
         error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
         return OneAnswer("fp8", raises(error))
-    listed = given.modules_to_not_convert if given.ignored_layers is None else given.ignored_layers
-    bare = [entry.removeprefix("model.") for entry in listed or ()]
-    linear = _built(given, config)
-    return Fp8(
-        ignored=tuple(name for entry in bare for name in (entry, f"model.{entry}")),
-        linear=linear,
-        experts=UNKNOWN if _is_v4(config) else linear,
-        runtime="sglang",
-    )
+    listed = given.ignored_layers
+    if listed is None:
+        listed = given.modules_to_not_convert or ()
+    ignored = list[str]()
+    for entry in listed:
+        # Each counts with and without `model.` before it.
+        bare = entry.removeprefix("model.")
+        ignored += [bare, f"model.{bare}"]
+    own_class = _own_class(config)
+    linear = experts = _built(given, own_class)
+    if own_class:
+        experts = UNKNOWN
+    return Fp8(ignored=tuple(ignored), linear=linear, experts=experts, runtime="sglang")
 
 
-def _is_v4(config: Raw) -> bool:
-    return config.get("model_type") == "deepseek_v4"
+def _own_class(config: Raw) -> str:
+    """The servers' class for this model's FP8; "" for the usual one."""
+    family = family_of(config)
+    if family is None:
+        return ""
+    return family.fp8_class
 
 
-def _built(given: Fp8Given, config: Raw) -> VLLMModule:
+def _built(given: Fp8Given, own_class: str) -> VLLMModule:
     """What a linear module registers; DeepSeek-V4's loaders rename `.scale`."""
     leaves = ["weight", "weight_scale"]
     if given.activation_scheme == "static":
         leaves.append("input_scale")
     built = registers("fp8_tensor", *leaves)
-    if block := given.weight_block_size:
-        built = inverse_blocks(*block)
-    if _is_v4(config):
-        built = built._replace(renames=MappingProxyType({"scale": "weight_scale_inv"}))
+    if given.weight_block_size:
+        built = inverse_blocks(*given.weight_block_size)
+    if own_class:
+        built = built._replace(renames=MappingProxyType({_SCALE: "weight_scale_inv"}))
     return built

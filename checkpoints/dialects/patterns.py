@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from ....recipes.errors import CheckpointError, shortened
-from ....recipes.match_clock import SIMPLER, MatchClock
+from ...recipes.errors import CheckpointError, shortened
+from ...recipes.match_clock import SIMPLER, MatchClock
 
 
 def _hangs(entry: str, got: str) -> CheckpointError:
@@ -35,7 +35,9 @@ def equal_or_regex(name: str, entry: str) -> bool:
     Raises:
         CheckpointError: the entry is no regular expression, or takes too long to match.
     """
-    return _matches(entry, name) if _is_regex(entry) else entry == name
+    if _is_regex(entry):
+        return _matches(entry, name)
+    return entry == name
 
 
 def matches_start(name: str, expression: str) -> bool:
@@ -60,10 +62,13 @@ class Entries:
 
     def __init__(self, written: Iterable[str]) -> None:
         self.written = tuple(written)
-        self._regexes = [(at, entry) for at, entry in enumerate(self.written) if _is_regex(entry)]
-        self._places = {
-            entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)
-        }
+        self._regexes = list[tuple[int, str]]()
+        self._places = dict[str, int]()
+        for at, entry in enumerate(self.written):
+            if _is_regex(entry):
+                self._regexes.append((at, entry))
+            else:
+                self._places.setdefault(entry, at)
         self._of_class = dict[str, str | None]()
 
     def has(self, name: str) -> bool:
@@ -76,16 +81,21 @@ class Entries:
         for at, entry in self._regexes:
             if at < place and _matches(entry, name):
                 return entry
-        return name if name in self._places else None
+        if name in self._places:
+            return name
+        return None
 
     def first_for_class(self, name: str) -> str | None:
         """The first entry for a class of vLLM's: a part of the class's name is enough."""
         if name not in self._of_class:
-            low = name.lower()
-            fits = (
-                e for e in self.written if (_matches(e, name) if _is_regex(e) else e.lower() in low)
-            )
-            self._of_class[name] = next(fits, None)
+            self._of_class[name] = None
+            for entry in self.written:
+                is_hit = entry.lower() in name.lower()
+                if _is_regex(entry):
+                    is_hit = _matches(entry, name)
+                if is_hit:
+                    self._of_class[name] = entry
+                    break
         return self._of_class[name]
 
     def refuse_wrong(self) -> None:

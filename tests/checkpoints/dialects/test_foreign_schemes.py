@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from foreign_form import SAID
+from keepmtp.checkpoints.dialects.autoround import read_autoround
+from keepmtp.checkpoints.dialects.dialect import PLAIN, UNKNOWN, VLLMModule
+from keepmtp.checkpoints.dialects.given import QuarkLayer
+from keepmtp.checkpoints.dialects.gptq import read_awq, read_gptq
+from keepmtp.checkpoints.dialects.quark import scheme_of
 from keepmtp.recipes.family import Renames, VLLMName
 from keepmtp.recipes.renamer import Renamer
-from keepmtp.validate.check.dialects.autoround import read_autoround
-from keepmtp.validate.check.dialects.given import QuarkLayer
-from keepmtp.validate.check.dialects.gptq import read_awq, read_gptq
-from keepmtp.validate.check.dialects.quark import scheme_of
-from keepmtp.validate.check.vllm_module import PLAIN, UNKNOWN, VLLMModule
 from real_vllm import ask
 from tables import table
 
@@ -71,7 +71,7 @@ answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [ha
 answers.append([skips(words) for words in lists])
 print("ANSWERS" + json.dumps(answers))
 """
-TABLES = table("validate/check/foreign_schemes")
+TABLES = table("checkpoints/dialects/foreign_schemes")
 FP8 = TABLES["quark"][0][0]
 
 

@@ -1,8 +1,9 @@
 """What vLLM builds for a module, which entry of the config decides it, and what each dialect must
 answer.
 
-In and out: values only. A dialect is one way to write a quantization config. Each dialect has a
-file of its own in dialects/; dialects/choose.py picks one.
+In and out: values only. A dialect is one way to write a quantization config. Each has a file of its
+own in this folder, which says how it is read, what is built by it, and how it leaves a module
+alone; compressed_tensors.py and modelopt.py also write it. choose.py picks one.
 
 Easy to get wrong: a `VLLMModule` is what vLLM registers, not what is on disk. The check compares
 the two.
@@ -13,10 +14,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
-from ...checkpoints.stored import Form
 from ...recipes.family import VLLMName
+from ...recipes.frozen import Raw
+from ..stored import Form
 
 Kind = Literal["linear", "experts", "head", "embedding"]
+Refusal = Literal["", "order", "inputs", "shards", "projections", "parts", "algorithms", "target"]
+"""Why a server raises as it resolves a module, for who cures it; people read the exception.
+
+order: GPTQ's desc_act. inputs: a config group does not say how they are quantized. shards: a list
+names some of a fused module's. projections: those of an expert differ. parts: AutoRound's entries
+for a fused module differ. algorithms: modelopt's for one do. target: none matches. "": another
+reason.
+"""
 
 
 class VLLMModule(NamedTuple):
@@ -52,11 +62,13 @@ class Resolution(NamedTuple):
         entry: the entry of the config that decided; "" where none matched or none is needed.
         error: the exception that vLLM raises while it resolves the module; `built` then has no
             meaning.
+        refusal: what kind of exception that is.
     """
 
     built: VLLMModule
     entry: str = ""
     error: str = ""
+    refusal: Refusal = ""
 
 
 class ConfigEntry(NamedTuple):
@@ -67,6 +79,35 @@ class ConfigEntry(NamedTuple):
     where: str
     written: str
     read: tuple[str, ...]
+
+
+class Exceptions(NamedTuple):
+    """How the tool that wrote a config says that modules are left alone.
+
+    Attributes:
+        keys: where it says so; the first one with entries counts, and the first where none has any.
+        of_name: the entry for one module; `{}` is its name, escaped where there is a `^`.
+        of_stem: the entry for all names that start so; "" where there are whole names only.
+        of_experts: the entry for all routed experts of a layer, where `of_name` reaches none.
+        may_be_on_disk: where a mapper of vLLM's spoils its own name, the name on disk may do.
+        parts_come_first: vLLM looks for the parts of a fused module before it tries `of_stem`.
+        value: what an entry has where it is a key of a mapping; None where it is an item of a list.
+    """
+
+    keys: tuple[str, ...]
+    of_name: str = "{}"
+    of_stem: str = ""
+    of_experts: str = ""
+    may_be_on_disk: bool = False
+    parts_come_first: bool = False
+    value: Raw | None = None
+
+
+def entry_for(template: str, name: str) -> str:
+    """An entry of `Exceptions`, which is a regular expression where it has an anchor."""
+    if "^" in template:
+        name = re.escape(name)
+    return template.format(name)
 
 
 class Dialect(Protocol):
@@ -80,6 +121,15 @@ class Dialect(Protocol):
     @property
     def entries(self) -> tuple[ConfigEntry, ...]:
         """The names and patterns of the config's lists, as vLLM compares them with its names."""
+        ...
+
+    @property
+    def exceptions(self) -> Exceptions | None:
+        """How the config leaves modules alone; None where keepmtp does not know."""
+        ...
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """An entry of `exceptions`, as vLLM's class reads it."""
         ...
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -107,6 +157,11 @@ class UnknownDialect(NamedTuple):
 
     name: str
     entries: tuple[ConfigEntry, ...] = ()
+    exceptions: Exceptions | None = None
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """As it is written."""
+        return ConfigEntry("", entry, (entry,))
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """It never knows."""

@@ -3,31 +3,28 @@
 In: quantization_config. Out: a `Quark` as one of the servers reads it.
 
 Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start, so a glob excludes
-nothing. Routed experts are plain as soon as one entry is a name below theirs. What nothing excludes
-has the scheme of its layer. A list of one config is as good as the config; a list of two is NVFP4,
-or for experts also integers inside FP8. Of NVFP4 the inputs' scale is called `input_scale_2`.
-SGLang's draft classes look at the list before it is read (sglang/view.py).
+nothing. What nothing excludes has the scheme of its layer. SGLang's draft classes look at the list
+before it is read (validate/check/sglang/view.py).
 
 Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
 (get_moe_method_target), quark/{utils,schemes}, utils/ocp_mx_utils.py,
 quantization/utils/config_utils.py; SGLang 0.5.23 layers/quantization/quark/{quark,utils}.py.
-Compared with the real functions by tests/validate/check/test_dialects.py, test_foreign_schemes.py
-and test_sglang.py.
+Compared with the real functions by tests/checkpoints/dialects and tests/validate/check/
+test_sglang.py.
 """
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
 from typing import NamedTuple
 
-from ....checkpoints.stored import Form
-from ....recipes.family import VLLMName
-from ....recipes.renamer import Renamer
-from ...facts.findings import Runtime
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from ..stored import Form
+from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
 from .matching import (
     SCHEMES_DIFFER,
-    entries_of,
     left_out,
     plain,
     raises,
@@ -44,6 +41,7 @@ _NO_LAYER_TYPES = (
 )
 _NO_SCHEME = "it has no scheme of Quark's with these weights and inputs"
 _TWO = ("weight", "weight_scale")
+_ONE_FP8_SCALE = ("fp8_e4m3", "per_tensor", False)
 _MX_DTYPES = ("fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3")
 _MX_FORMS: Mapping[str | None, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
 # Modules that SGLang knows to be fused although no class says so.
@@ -69,12 +67,22 @@ class Quark(NamedTuple):
     exclude: Entries
     layers: Mapping[str, QuarkLayer]
     usual: QuarkLayer
+    rename: Renamer
     entries: tuple[ConfigEntry, ...] = ()
     pack_method: str = "reorder"
     error: str = ""
     error_unless_excluded: str = ""
     runtime: Runtime = "vllm"
     name: str = "quark"
+
+    @property
+    def exceptions(self) -> Exceptions:
+        """Whole names, and expressions."""
+        return Exceptions(("exclude",), of_stem="re:^{}.*")
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """As the mapper of vLLM's class leaves it."""
+        return ConfigEntry("exclude", entry, (self.rename.name(entry),))
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`should_ignore_layer`, then the config of the layer; heads are never quantized."""
@@ -84,31 +92,37 @@ class Quark(NamedTuple):
             return plain()
         is_experts = kind == "experts"
         last = module.rpartition(".")[2]
-        parts: Sequence[str] = () if is_experts else shards
+        parts: Sequence[str] = shards
+        if is_experts:
+            parts = ()
+            # One entry for one expert leaves all of the layer plain.
+            for entry in self.exclude.written:
+                if entry == module or entry.startswith(f"{module}."):
+                    return plain(entry)
         if self.runtime == "sglang" and last in _FUSED:
             parts = [module.replace(last, part) for part in _FUSED[last]]
-        for entry in self.exclude.written if is_experts else ():
-            if entry == module or entry.startswith(f"{module}."):
-                return plain(entry)
         for names in ((module,), parts):
-            if found := left_out(names, self.exclude.first, SCHEMES_DIFFER.format(module)):
-                return found
+            answer = left_out(names, self.exclude.first, SCHEMES_DIFFER.format(module))
+            if answer is not None:
+                return answer
         if self.error_unless_excluded:
             return raises(self.error_unless_excluded)
-        choices = [self._layer(name) for name in parts or (module,)]
-        entry, layer = choices[0]
-        if any(other != layer for _, other in choices):
-            return raises(SCHEMES_DIFFER.format(module), entry)
+        names = parts or (module,)
+        entry, layer = self._layer(names[0])
+        for name in names[1:]:
+            if self._layer(name)[1] != layer:
+                return raises(SCHEMES_DIFFER.format(module), entry, "shards")
         if self.runtime == "sglang":
             # Its schemes are those of linear modules; what it raises is not known.
             built = scheme_of(layer, "reorder", is_experts=False)
-            return Resolution(UNKNOWN if isinstance(built, str) else built)
+            if isinstance(built, str):
+                built = UNKNOWN
+            return Resolution(built)
         built = scheme_of(layer, self.pack_method, is_experts=is_experts)
         if isinstance(built, str):
             return raises(built, entry)
-        if (
-            is_experts and built.form == "mxfp4"
-        ):  # they load a scale of their inputs, if there is one
+        if is_experts and built.form == "mxfp4":
+            # They load a scale of their inputs, if there is one.
             built = built._replace(optional=built.optional | {"input_scale"})
         return Resolution(built, entry)
 
@@ -146,18 +160,20 @@ def read_quark(raw: Raw, rename: Renamer, runtime: Runtime = "vllm") -> Quark:
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
     usual = given.global_quant_config or QuarkLayer()
+    found = Quark(Entries(()), layers, usual, rename, runtime=runtime)
     if runtime == "sglang":
-        found = Quark(Entries(read_by_sglang(listed, rename)), layers, usual, runtime="sglang")
+        found = found._replace(exclude=Entries(read_by_sglang(listed, rename)))
     else:
-        found = Quark(
-            Entries(rename.name(entry) for entry in listed),
-            layers,
-            usual,
-            entries_of("exclude", listed, rename.name),
+        entries = tuple(map(found.reads, listed))
+        found = found._replace(
+            exclude=Entries(entry.read[0] for entry in entries),
+            entries=entries,
             pack_method=export.pack_method or "",
-            error=_NO_EXPORT * (given.export is None),
-            error_unless_excluded=_NO_LAYER_TYPES * (given.layer_type_quant_config is None),
         )
+        if given.export is None:
+            found = found._replace(error=_NO_EXPORT)
+        if given.layer_type_quant_config is None:
+            found = found._replace(error_unless_excluded=_NO_LAYER_TYPES)
     found.exclude.refuse_wrong()
     return found
 
@@ -170,66 +186,80 @@ def scheme_of(layer: QuarkLayer, pack_method: str, *, is_experts: bool) -> VLLMM
     inputs = _listed(layer.input_tensors)
     if layer.output_tensors or layer.bias or not weights:
         return _NO_SCHEME
+    built = None
+    # Two are NVFP4 with its common scale, or for experts also integers inside FP8.
     if len(weights) > 1 or len(inputs) > 1:
-        return _of_lists(weights, inputs, is_experts=is_experts) or _NO_SCHEME
-    if inputs:
-        return _with_inputs(weights[0], inputs[0], is_experts=is_experts) or _NO_SCHEME
-    if weights[0].dtype in ("int4", "uint4") and pack_method in ("order", "reorder"):
-        return UNKNOWN
-    return _mx(weights[0]) or _NO_SCHEME
+        built = _of_lists(weights, inputs, is_experts=is_experts)
+    elif inputs:
+        built = _with_inputs(weights[0], inputs[0], is_experts=is_experts)
+    elif weights[0].dtype in ("int4", "uint4") and pack_method in ("order", "reorder"):
+        built = UNKNOWN
+    else:
+        built = _mx(weights[0])
+    return built or _NO_SCHEME
 
 
 def _with_inputs(
     weight: QuarkTensor, inputs: QuarkTensor, *, is_experts: bool
 ) -> VLLMModule | None:
-    of_inputs = () if inputs.is_dynamic else ("input_scale",)
-    given = weight.kind
+    leaves = [*_TWO]
     is_dynamic = bool(inputs.is_dynamic)
-    is_static_fp8 = inputs.kind == ("fp8_e4m3", "per_tensor", False)
-    if (
-        given[0] == "fp8_e4m3"
-        and not given[2]
-        and (is_static_fp8 or (is_dynamic and inputs.dtype == "fp8_e4m3"))
-    ):
-        if given[1] in ("per_tensor", "per_channel"):
-            form: Form = "fp8_tensor" if given[1] == "per_tensor" else "fp8_channel"
-            return registers(form, *_TWO, *of_inputs)
-        are_symmetric = weight.symmetric and inputs.symmetric
-        are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128
-        if (
-            given[1] == "per_block"
-            and inputs.qscheme == "per_group"
-            and are_symmetric
-            and are_blocks
-        ):
-            return registers("fp8_block", *_TWO, block=(128, 128))
-    is_static = inputs.kind == ("int8", "per_tensor", False) and not given[2]
-    is_int8 = is_static or inputs.kind == ("int8", "per_channel", True)
-    if given[0] == "int8" and is_int8 and weight.symmetric:
-        zeros = frozenset({"weight_zero_point", "input_zero_point"})
-        rows = registers("int8", *_TWO, *of_inputs, optional=zeros)
-        return {"per_channel": rows, "per_tensor": UNKNOWN}.get(given[1] or "")
+    if not is_dynamic:
+        leaves.append("input_scale")
+    is_static_fp8 = inputs.kind == _ONE_FP8_SCALE
+    takes_fp8 = is_static_fp8 or (is_dynamic and inputs.dtype == "fp8_e4m3")
+    match weight.kind:
+        case "fp8_e4m3", "per_tensor", False if takes_fp8:
+            return registers("fp8_tensor", *leaves)
+        case "fp8_e4m3", "per_channel", False if takes_fp8:
+            return registers("fp8_channel", *leaves)
+        case "fp8_e4m3", "per_block", False if takes_fp8:
+            are_symmetric = weight.symmetric and inputs.symmetric
+            are_blocks = weight.block_size == (128, 128) and inputs.group_size == 128
+            if inputs.qscheme == "per_group" and are_symmetric and are_blocks:
+                return registers("fp8_block", *_TWO, block=(128, 128))
+        case "int8", qscheme, is_computed if weight.symmetric:
+            is_static = inputs.kind == ("int8", "per_tensor", False) and not is_computed
+            if is_static or inputs.kind == ("int8", "per_channel", True):
+                return _of_int8(qscheme, leaves)
     if is_dynamic and inputs.dtype in _MX_DTYPES:
         return _mx(weight)
     # Static inputs are FP8 of one scale, and outside experts only of FP4.
-    if is_static_fp8 and inputs.symmetric and (is_experts or given == ("fp4", "per_group", False)):
+    takes_static = is_experts or weight.kind == ("fp4", "per_group", False)
+    if is_static_fp8 and inputs.symmetric and takes_static:
         return _mx(weight, "input_scale")
+    return None
+
+
+def _of_int8(qscheme: str | None, leaves: Sequence[str]) -> VLLMModule | None:
+    """What weights of eight bits register."""
+    zeros = frozenset({"weight_zero_point", "input_zero_point"})
+    if qscheme == "per_channel":
+        return registers("int8", *leaves, optional=zeros)
+    if qscheme == "per_tensor":
+        return UNKNOWN
     return None
 
 
 def _of_lists(
     weights: list[QuarkTensor], inputs: list[QuarkTensor], *, is_experts: bool
 ) -> VLLMModule | None:
-    second = ("fp8_e4m3", "per_tensor", False)
-    kinds = [tensor.kind for tensor in (*weights, *inputs)]
-    of_nvfp4 = [("fp4", "per_group", False), second, ("fp4", "per_group", True), second]
     if len(weights) != 2:
         return None
+    kinds = [tensor.kind for tensor in (*weights, *inputs)]
+    of_nvfp4 = [
+        ("fp4", "per_group", False),
+        _ONE_FP8_SCALE,
+        ("fp4", "per_group", True),
+        _ONE_FP8_SCALE,
+    ]
     if kinds == of_nvfp4 and weights[0].group_size == inputs[0].group_size == 16:
+        # modelopt calls the inputs' scale `input_scale`.
         leaves = (*_TWO, "weight_scale_2", "input_scale_2")
         return registers("nvfp4_modelopt", *leaves, group_size=16)
-    is_int4 = is_experts and kinds[1] == ("int4", "per_channel", False)
-    return UNKNOWN if is_int4 else None
+    if is_experts and kinds[1] == ("int4", "per_channel", False):
+        return UNKNOWN
+    return None
 
 
 def _mx(weight: QuarkTensor, *of_inputs: str) -> VLLMModule | None:
@@ -238,13 +268,12 @@ def _mx(weight: QuarkTensor, *of_inputs: str) -> VLLMModule | None:
     if weight.qscheme == "per_group" and is_grouped:
         if weight.dtype in _MX_FORMS:
             return registers(_MX_FORMS[weight.dtype], *_TWO, *of_inputs, group_size=32)
-        return UNKNOWN if weight.dtype in _MX_DTYPES else None
+        if weight.dtype in _MX_DTYPES:
+            return UNKNOWN
+        return None
     is_block = weight.kind == ("fp8_e4m3", "per_block", False) and weight.symmetric
-    if (
-        is_block
-        and weight.scale_type == "float8_e8m0fnu"
-        and (weight.block_size or ())[1:] == (32,)
-    ):
+    columns = (weight.block_size or ())[1:]
+    if is_block and weight.scale_type == "float8_e8m0fnu" and columns == (32,):
         return UNKNOWN
     return None
 
@@ -253,4 +282,6 @@ def _listed(given: QuarkTensor | tuple[QuarkTensor, ...] | None) -> list[QuarkTe
     """A list of one is as good as the one."""
     if isinstance(given, tuple):
         return [*given]
-    return [given] if given else []
+    if given is None:
+        return []
+    return [given]

@@ -13,8 +13,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from ....recipes.errors import CheckpointError, first_fault
-from ....recipes.frozen import Raw
+from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.frozen import Raw
 
 _LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
 _Size = Annotated[int, Field(ge=1, le=_LARGEST)]

@@ -3,23 +3,21 @@
 In: quantization_config. Out: an `AutoRound`.
 
 Easy to get wrong: a name in `extra_config` is also an exception for every module that ends in it.
-Routed experts are asked about by the name of them all: an entry for one expert does not except
-them. Of FP8 in blocks vLLM has no experts.
 
 Source: vLLM 0.32.0 quantization/inc/{inc,config_parser}.py, quantization/inc/schemes; compared with
-the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
+the real functions by tests/checkpoints/dialects/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....recipes.family import VLLMName
-from ....recipes.frozen import without_none
-from ....recipes.renamer import Renamer
-from ..vllm_module import UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.family import VLLMName
+from ...recipes.frozen import without_none
+from ...recipes.renamer import Renamer
+from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
-from .matching import entries_of, lacks, plain, raises, registers
+from .matching import lacks, plain, raises, registers
 from .patterns import matches_inside
 
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
@@ -33,6 +31,9 @@ _PACKINGS = {
     "auto_round:fp8": "fp",
     "auto_round:llm_compressor": "mx_fp",
 }
+# What the config must say of the inputs, if it says anything.
+_INPUTS = {"act_bits": 8, "act_data_type": "mx_fp", "act_sym": True, "act_dynamic": True}
+_FP8_INPUTS = {**_INPUTS, "act_data_type": "fp", "fmt": "e4m3", "activation_scheme": "dynamic"}
 _NO_EXPERTS = "NotImplementedError: INCFp8Scheme does not support MoE layers"
 _SHARD_ERROR = "ValueError: Fused module '{}' requires consistent quant config for its parts"
 
@@ -61,9 +62,20 @@ class AutoRound(NamedTuple):
     packing: str
     blocks: tuple[str, ...]
     extra: Mapping[str, AutoRoundException]
+    rename: Renamer
     entries: tuple[ConfigEntry, ...]
     error: str
     name: str = "auto-round"
+
+    @property
+    def exceptions(self) -> Exceptions:
+        """Expressions, with the bits of a plain weight."""
+        left_alone = {"bits": _PLAIN_BITS, "data_type": "float"}
+        return Exceptions(("extra_config",), of_name="^{}$", of_stem="^{}.*", value=left_alone)
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """As the mapper of vLLM's class leaves it."""
+        return _excepting(entry, self.rename)
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_quant_method`: an exception by whole name, then INCConfigParser."""
@@ -72,10 +84,14 @@ class AutoRound(NamedTuple):
         for name in (module, f"model.{module}"):
             if name in self.extra and (self.extra[name].bits or _PLAIN_BITS) >= _PLAIN_BITS:
                 return plain(name)
-        choices = self._choices(module, () if kind == "experts" else shards, kind)
+        # Experts are asked about by the name of them all: an entry for one does not except them.
+        if kind == "experts":
+            shards = ()
+        choices = self._choices(module, shards, kind)
         choice = choices[0]
-        if any(other[:3] != choice[:3] for other in choices):
-            return raises(_SHARD_ERROR.format(module), choice.entry)
+        for other in choices[1:]:
+            if other._replace(entry=choice.entry) != choice:
+                return raises(_SHARD_ERROR.format(module), choice.entry, "parts")
         if choice.bits >= _PLAIN_BITS:
             return plain(choice.entry)
         built = self._built(choice)
@@ -92,18 +108,26 @@ class AutoRound(NamedTuple):
         """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for
         itself.
         """
-        ends = (key for key in self.extra if module.endswith(f".{key}"))
-        if named := module if module in self.extra else next(ends, ""):
-            return [self._of(named, is_quantized=True)]
-        is_quantized = module.startswith(self.blocks) if self.blocks else kind != "head"
-        names = shards if any(map(self._entry_of, shards)) else (module,)
+        if module in self.extra:
+            return [self._of(module, is_quantized=True)]
+        for key in self.extra:
+            if module.endswith(f".{key}"):
+                return [self._of(key, is_quantized=True)]
+        is_quantized = kind != "head"
+        if self.blocks:
+            is_quantized = module.startswith(self.blocks)
+        names: Sequence[str] = (module,)
+        if any(map(self._entry_of, shards)):
+            names = shards
         return [self._of(name, is_quantized=is_quantized) for name in names]
 
     def _of(self, name: str, *, is_quantized: bool) -> _Choice:
         """`get_config`: what an entry leaves out is usual, or plain where the block is not
         quantized.
         """
-        base = self.usual if is_quantized else _Choice(_PLAIN_BITS, -1, is_symmetric=True)
+        base = self.usual
+        if not is_quantized:
+            base = _Choice(_PLAIN_BITS, -1, is_symmetric=True)
         entry = self._entry_of(name)
         if not entry:
             return base
@@ -112,20 +136,20 @@ class AutoRound(NamedTuple):
         return base._replace(entry=entry, **without_none(said))
 
     def _entry_of(self, name: str) -> str:
-        return (
-            name
-            if name in self.extra
-            else next((key for key in self.extra if _is_in(name, key)), "")
-        )
+        if name in self.extra:
+            return name
+        for key in self.extra:
+            if _is_in(name, key):
+                return key
+        return ""
 
     def _built(self, choice: _Choice) -> VLLMModule:
         size = choice.group_size
         is_one = isinstance(choice.group_size, int)
         match self.packing, choice.bits, choice.is_symmetric:
             case "fp", 8, True if isinstance(size, list | tuple):
-                return registers(
-                    "fp8_block", "weight", "weight_scale_inv", block=(size[0], size[1])
-                )
+                block = (size[0], size[1])
+                return registers("fp8_block", "weight", "weight_scale_inv", block=block)
             case "mx_fp", 4, _:
                 return registers("mxfp4", "weight_packed", "weight_scale", group_size=_MX_GROUP)
             case "mx_fp", 8, _:
@@ -150,11 +174,16 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
         data_type = "fp"
     packed = _PACKINGS.get(given.packing_format or "", "")
     if given.packing_format is None:
-        packed = "mx_fp" if "mx_fp" in data_type else "gptq"
+        packed = "gptq"
+        if "mx_fp" in data_type:
+            packed = "mx_fp"
         if data_type == "fp" and given.bits == 8 and not isinstance(given.group_size, int):
             packed = "fp"
-    words = f"{data_type} {packed} {backend}"
-    packing = next((word for word in ("mx_fp", "gptq", "awq") if word in words), packed)
+    packing = packed
+    for word in ("mx_fp", "gptq", "awq"):
+        if word in f"{data_type} {packed} {backend}":
+            packing = word
+            break
     error = lacks({"bits": given.bits, "group_size": given.group_size})
     is_known = packed and backend in _BACKENDS and given.bits in range(2, 9)
     if not error and not (is_known and _is_supported(raw, given, data_type, packed, backend)):
@@ -166,16 +195,25 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
     blocks = given.block_name_to_quantize or given.to_quant_block_names or ()
     if isinstance(blocks, str):
         blocks = blocks.split(",")
-    extra = {name: (rename.name(name), each) for name, each in (given.extra_config or {}).items()}
-    excepted = [name for name, (_, each) in extra.items() if (each.bits or 0) >= _PLAIN_BITS]
+    extra = dict[str, AutoRoundException]()
+    entries = list[ConfigEntry]()
+    for name, exception in (given.extra_config or {}).items():
+        extra[rename.name(name)] = exception
+        if (exception.bits or 0) >= _PLAIN_BITS:
+            entries.append(_excepting(name, rename))
     return AutoRound(
         usual=_Choice(given.bits or 0, given.group_size, is_symmetric=given.sym is not False),
         packing=packing,
         blocks=tuple(map(rename.name, blocks)),
-        extra=dict(extra.values()),
-        entries=entries_of("extra_config", excepted, rename.name),
+        extra=extra,
+        rename=rename,
+        entries=tuple(entries),
         error=error,
     )
+
+
+def _excepting(entry: str, rename: Renamer) -> ConfigEntry:
+    return ConfigEntry("extra_config", entry, (rename.name(entry),))
 
 
 def _is_supported(
@@ -183,23 +221,21 @@ def _is_supported(
 ) -> bool:
     """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
     size = given.group_size
-    is_pair = (
-        isinstance(size, list | tuple)
-        and len(size) == 2
-        and all(isinstance(each, int) for each in size)
-    )
+    is_one = isinstance(size, int)
+    is_pair = False
+    of_groups = size
+    if isinstance(size, list | tuple) and len(size) == 2:
+        of_groups = size[0]
+        is_pair = isinstance(size[0], int) and isinstance(size[1], int)
     if data_type == "int":
-        return isinstance(size, int) and packed in ("gptq", "awq")
-    inputs = {"act_bits": 8, "act_data_type": "mx_fp", "act_sym": True, "act_dynamic": True}
-    if isinstance(size, int):
-        inputs["act_group_size"] = size
-    elif is_pair:
-        inputs["act_group_size"] = size[0]
-    else:
+        return is_one and packed in ("gptq", "awq")
+    if not is_one and not is_pair:
         return False
+    inputs = _INPUTS
     if data_type == "fp":
-        inputs |= {"act_data_type": "fp", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    has_inputs = all(raw.get(key) in (None, value) for key, value in inputs.items())
+        inputs = _FP8_INPUTS
+    wanted = {**inputs, "act_group_size": of_groups}
+    has_inputs = all(raw.get(key) in (None, value) for key, value in wanted.items())
     is_usual = given.sym is not False and backend == "auto" and packed == data_type
     if data_type == "fp":
         return given.bits == 8 and is_pair and is_usual and has_inputs

@@ -13,11 +13,11 @@ import pytest
 import releases
 from checkpoint_files import as_source
 from good import released
+from keepmtp.checkpoints.dialects.choose import read_dialect
+from keepmtp.checkpoints.dialects.dialect import Dialect, UnknownDialect
+from keepmtp.checkpoints.dialects.modelopt import ModelOpt
 from keepmtp.recipes.families import find_family, find_view
-from keepmtp.validate.check.dialects.choose import read_dialect
-from keepmtp.validate.check.dialects.modelopt import ModelOpt
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
-from keepmtp.validate.check.vllm_module import Dialect, UnknownDialect
 from real_vllm import ask
 from tables import table
 
@@ -254,7 +254,7 @@ def ours(dialect: Dialect, module: Module) -> list[str]:
 
 # Classes that vLLM's CPU build can import; the others' mappers are compared by the dry load's names
 # and answers.
-CPU_MODELS = table("validate/check/test_dialects")["CPU_MODELS"]
+CPU_MODELS = table("checkpoints/dialects/test_dialects")["CPU_MODELS"]
 
 
 @pytest.mark.full

@@ -12,19 +12,19 @@ nothing there.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ....checkpoints.companions import HF_QUANT_CONFIG
-from ....checkpoints.stored import FLOATS
-from ....recipes.errors import CheckpointError
-from ....recipes.family import HFName, Part
-from ....recipes.renamer import Renamer, renamer
-from ....recipes.runtimes.vllm import NEWEST, asked, minor
-from ..vllm_module import ConfigEntry, Dialect, UnknownDialect
+from ...recipes.errors import CheckpointError
+from ...recipes.family import HFName, Part
+from ...recipes.renamer import Renamer, family_of, renamer
+from ...recipes.runtimes.vllm import NEWEST, asked, minor
+from ..companions import HF_QUANT_CONFIG
+from ..stored import FLOATS
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
+from .dialect import ConfigEntry, Dialect, UnknownDialect
 from .fp8 import read_fp8
 from .given import Raw
 from .gptq import read_awq, read_gptq
-from .matching import OneAnswer, entries_of, plain
+from .matching import OneAnswer, plain
 from .modelopt import read_modelopt
 from .quark import read_quark
 
@@ -80,7 +80,9 @@ def _read(
     vllm: str,
 ) -> Dialect:
     """The dialect of a quantization config, whose file the caller knows."""
-    match method := method_of(raw):
+    method = method_of(raw)
+    family = family_of(config, vllm)
+    match method:
         case "compressed-tensors":
             return read_compressed_tensors(raw, rename)
         case "fp8" | "deepseek_v4_fp8":
@@ -88,30 +90,33 @@ def _read(
         case "gptq" | "auto_gptq" | "gptq_marlin":
             return read_gptq(raw, rename, _modules(dtypes, are_floats=False))
         case "awq" | "auto_awq" | "awq_marlin":
-            return read_awq(
-                raw, rename, _modules(dtypes, are_floats=True) - _modules(dtypes, are_floats=False)
-            )
+            integers = _modules(dtypes, are_floats=False)
+            return read_awq(raw, rename, _modules(dtypes, are_floats=True) - integers)
         case "inc":
             return read_autoround(raw, rename)
-        case "quark" if config.get("model_type") != "deepseek_v4":  # it has a class of its own
+        case "quark" if family is None or not family.fp8_class:  # else it goes to that class
             return read_quark(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":
         return read_modelopt(raw, hf_quant_config, rename, vllm)
     # A dialect that keepmtp does not know: only the lists of modules to leave alone are read.
     entries = list[ConfigEntry]()
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
-        if isinstance(listed := raw.get(key), list | dict):
-            entries += entries_of(key, (word for word in listed if isinstance(word, str)), str)
+        listed = raw.get(key)
+        if not isinstance(listed, list | dict):
+            continue
+        for word in listed:
+            if isinstance(word, str):
+                entries.append(ConfigEntry(key, word, (word,)))
     return UnknownDialect(method or "quantization_config without quant_method", tuple(entries))
 
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:
     """Modules on disk with a tensor of floating-point numbers, or with one of anything else."""
-    return frozenset(
-        name.rpartition(".")[0] or name
-        for name, dtype in dtypes.items()
-        if (dtype in FLOATS) == are_floats
-    )
+    modules = set[str]()
+    for name, dtype in dtypes.items():
+        if (dtype in FLOATS) == are_floats:
+            modules.add(name.rpartition(".")[0] or name)
+    return frozenset(modules)
 
 
 def quantization_of(config: Raw) -> Raw | None:
@@ -122,14 +127,19 @@ def quantization_of(config: Raw) -> Raw | None:
         (text_config, "quantization_config"),
         (config, "compression_config"),
     )
-    found = (holder.get(key) for holder, key in places)
-    return next((each for each in found if isinstance(each, Mapping)), None)
+    for holder, key in places:
+        value = holder.get(key)
+        if isinstance(value, Mapping):
+            return value
+    return None
 
 
 def method_of(raw: Raw) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
-    word = raw.get("quant_method")
-    method = word.lower() if isinstance(word, str) else ""
+    method = raw.get("quant_method")
+    if not isinstance(method, str):
+        return ""
+    method = method.lower()
     return ALIASES.get(method, method)
 
 
@@ -165,4 +175,6 @@ def unloadable(config: Raw, vllm: str) -> tuple[str, str, str] | None:
         cure = (
             f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
         )
-    return ("config.json: quantization_config.quant_method", says, cure) if says else None
+    if not says:
+        return None
+    return "config.json: quantization_config.quant_method", says, cure

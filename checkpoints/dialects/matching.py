@@ -4,25 +4,22 @@ follow.
 In: names, and entries that `recipes/renamer.py` has rewritten. Out: a `Resolution`, or None where
 no entry names them.
 
-Easy to get wrong: vLLM's lists here are whole names. SGLang compares parts between dots, so
-`mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and nothing
-of layer 10; and it knows qkv_proj and gate_up_proj to be fused although no class says so.
-patterns.py matches regexes.
+Easy to get wrong: vLLM's lists here are whole names, and SGLang compares parts between dots.
 
 Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py;
 SGLang 0.5.23 layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
-tests/validate/check/test_dialects.py and test_sglang.py.
+tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ....checkpoints.stored import Form
-from ....recipes.renamer import Renamer
-from ....recipes.runtimes.sglang import entry_below
-from ...facts.findings import Runtime
-from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
+from ...recipes.renamer import Renamer
+from ...recipes.runtimes import Runtime
+from ...recipes.runtimes.sglang import entry_below
+from ..stored import Form
+from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Refusal, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
@@ -36,9 +33,9 @@ def plain(entry: str = "") -> Resolution:
     return Resolution(PLAIN, entry)
 
 
-def raises(error: str, entry: str = "quantization_config") -> Resolution:
+def raises(error: str, entry: str = "quantization_config", refusal: Refusal = "") -> Resolution:
     """A module that the server raises on."""
-    return Resolution(UNKNOWN, entry, error)
+    return Resolution(UNKNOWN, entry, error, refusal)
 
 
 def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
@@ -54,6 +51,11 @@ class OneAnswer(NamedTuple):
     name: str
     answer: Resolution
     entries: tuple[ConfigEntry, ...] = ()
+    exceptions: Exceptions | None = None
+
+    def reads(self, entry: str) -> ConfigEntry:
+        """As it is written."""
+        return ConfigEntry("", entry, (entry,))
 
     def resolve(self, module: str, *, shards: Sequence[str], kind: Kind) -> Resolution:
         """Without a look at the module."""
@@ -62,13 +64,6 @@ class OneAnswer(NamedTuple):
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """There are no entries."""
         return False
-
-
-def entries_of(
-    where: str, written: Iterable[str], rename: Callable[[str], str]
-) -> tuple[ConfigEntry, ...]:
-    """The entries of one list, each read as one name."""
-    return tuple(ConfigEntry(where, entry, (rename(entry),)) for entry in written)
 
 
 def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
@@ -83,12 +78,10 @@ def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
 
 def lacks(needed: Mapping[str, object]) -> str:
     """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
-    missing = next((key for key, value in needed.items() if value is None), "")
-    return (
-        f"ValueError: Cannot find any of ['{missing}'] in the model's quantization config"
-        if missing
-        else ""
-    )
+    for key, value in needed.items():
+        if value is None:
+            return f"ValueError: Cannot find any of ['{key}'] in the model's quantization config"
+    return ""
 
 
 def left_out(
@@ -106,33 +99,40 @@ def left_out(
     hits = [entry for entry in asked if entry is not None]
     if not hits:
         return None
-    return plain(hits[0]) if len(hits) == len(asked) else raises(error, hits[0])
+    if len(hits) < len(asked):
+        return raises(error, hits[0], "shards")
+    return plain(hits[0])
 
 
 def skipped(
     runtime: Runtime, module: str, shards: Sequence[str], entries: Sequence[str]
 ) -> Resolution | None:
     """The server's `is_layer_skipped`; routed experts have no shards there."""
+    error = SHARDS_DIFFER.format(module)
     last = module.rpartition(".")[2]
+    # SGLang knows these to be fused although no class says so.
     if runtime == "sglang" and not shards:
         shards = [module.replace(last, part) for part in _FUSED.get(last, ())]
     is_experts = not shards and "experts" in module
-    if is_experts and (
-        longer := next((e for e in entries if "experts" in e and module in e), None)
-    ):
-        return plain(longer)
+    if is_experts:
+        for entry in entries:
+            if "experts" in entry and module in entry:
+                return plain(entry)
     if runtime == "sglang":
-        return left_out(
-            shards or (module,), partial(entry_below, entries), SHARDS_DIFFER.format(module)
-        )
-    whole = () if is_experts else (module,)
-    return left_out(whole, partial(_whole, entries), "") or left_out(
-        shards, partial(_whole, entries), SHARDS_DIFFER.format(module)
-    )
+        # `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` all below it, and
+        # nothing of layer 10.
+        return left_out(shards or (module,), partial(entry_below, entries), error)
+    if not is_experts and module in entries:
+        return plain(module)
+    # Of the parts a list must name all or none.
+    named = partial(_whole, entries)
+    return left_out(shards, named, error)
 
 
 def _whole(entries: Sequence[str], name: str) -> str | None:
-    return name if name in entries else None
+    if name in entries:
+        return name
+    return None
 
 
 class Substrings:
@@ -151,6 +151,7 @@ class Substrings:
         """The shortest word that is a part of the name."""
         for length in self._lengths:
             for start in range(len(name) - length + 1):
-                if (part := name[start : start + length]) in self._words:
+                part = name[start : start + length]
+                if part in self._words:
                     return part
         return None

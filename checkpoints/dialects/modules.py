@@ -89,15 +89,20 @@ def runtime_modules(modules: Iterable[NamedModule]) -> list[RuntimeModule]:
     fused: dict[VLLMName, list[NamedModule]] = defaultdict(list)
     for module in modules:
         fused[module.place.runtime].append(module)
-    return [
-        RuntimeModule(
-            name=name,
-            scheme=parts[-1].scheme,
-            members=tuple(part.place.module for part in parts if part.place.role != "experts"),
-            asked=tuple(dict.fromkeys(asked for part in parts for asked in concrete(part.spelled))),
+    found = list[RuntimeModule]()
+    for name, parts in fused.items():
+        members = list[HFName]()
+        asked = dict[str, None]()
+        for part in parts:
+            if part.place.role != "experts":
+                members.append(part.place.module)
+            asked |= dict.fromkeys(concrete(part.spelled))
+        found.append(
+            RuntimeModule(
+                name=name, scheme=parts[-1].scheme, members=tuple(members), asked=tuple(asked)
+            )
         )
-        for name, parts in fused.items()
-    ]
+    return found
 
 
 def spell(view: FamilyView, place: Place) -> Spellings:
@@ -107,11 +112,14 @@ def spell(view: FamilyView, place: Place) -> Spellings:
         return Spellings(("",), None, tuple(dict.fromkeys(map(re.escape, paths))))
     paths = tuple(dict.fromkeys(map(path_regex, table_paths(view, place))))
     stems = (view.runtime_stem(place.part, place.layer), view.disk_stem(place.part, place.layer))
-    block = view.layout.mtp if place.part == "mtp" and view.layout.mtp else view.layout.layers
+    block = view.layout.layers
+    if place.part == "mtp" and view.layout.mtp:
+        block = view.layout.mtp
+    # A block with another number at run time than on disk has both in its stems.
     if "{n}" in block.runtime and view.runtime_number(place.layer) != place.layer:
         return Spellings(tuple(map(re.escape, stems)), None, paths)
-    cut = [without_number(stem, place.layer) for stem in stems]
-    return Spellings(tuple(dict.fromkeys(cut)), place.layer, paths)
+    cut = dict.fromkeys(without_number(stem, place.layer) for stem in stems)
+    return Spellings(tuple(cut), place.layer, paths)
 
 
 def without_number(stem: str, layer: int) -> str:
@@ -152,33 +160,42 @@ def regexes(modules: Iterable[Spellings]) -> list[str]:
     for (stems, numbers, parent), names in sorted(leaves.items()):
         start = _any_of(stems)
         if numbers:
-            heads, tails = zip(*(stem.split("{}") for stem in stems), strict=True)
-            assert len(set(tails)) == 1, f"stems {stems} differ behind the layer's number"
-            start = _any_of(heads) + number_regex(numbers) + tails[0]
+            heads = list[str]()
+            tails = set[str]()
+            for stem in stems:
+                head, _, tail = stem.partition("{}")
+                heads.append(head)
+                tails.add(tail)
+            assert len(tails) == 1, f"stems {stems} differ behind the layer's number"
+            start = _any_of(heads) + number_regex(numbers) + tails.pop()
         found.append(f"re:^{start}{parent}{_any_of(sorted(names))}$")
     return found
 
 
 def _any_of(choices: Sequence[str]) -> str:
-    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+    if len(choices) == 1:
+        return choices[0]
+    return f"(?:{'|'.join(choices)})"
 
 
 def number_regex(numbers: Iterable[int]) -> str:
     """A regex for exactly these numbers in decimal, e.g. 3..61 -> `(?:[3-9]|[1-5]\\d|6[0-1])`."""
+    # What comes before the last digit -> the last digits that follow it.
     by_head: dict[str, set[int]] = defaultdict(set)
     for number in set(numbers):
         text = str(number)
         by_head[text[:-1]].add(int(text[-1]))
-    by_digits: dict[str, list[str]] = defaultdict(list)
+    # Numbers that end alike are one part, whose beginnings are numbers themselves.
+    by_digits: dict[str, list[int]] = defaultdict(list)
+    parts = list[str]()
     for head, digits in by_head.items():
-        by_digits[digit_regex(digits)].append(head)
-    parts = []
+        if head:
+            by_digits[digit_regex(digits)].append(int(head))
+        else:
+            parts.append(digit_regex(digits))
     for digits, heads in by_digits.items():
-        if "" in heads:
-            parts.append(digits)
-        if longer := [int(head) for head in heads if head]:
-            parts.append(number_regex(longer) + digits)
-    return _any_of(sorted(parts, key=lambda part: (len(part), part)))
+        parts.append(number_regex(heads) + digits)
+    return _any_of(sorted(sorted(parts), key=len))
 
 
 def digit_regex(digits: Iterable[int]) -> str:

@@ -1,1 +1,0 @@
-"""The quantization config of a checkpoint, in either dialect, in the server's runtime names."""

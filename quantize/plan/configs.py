@@ -1,0 +1,58 @@
+"""The config files that a plan writes, and the modules that they speak of.
+
+In: a plan. Out: its matrices, the modules that a server asks about, and config.json with the
+quantization config in the dialect that the recipe's `format` names. `checkpoints/dialects/` does
+the writing, for a plan as for a finished checkpoint.
+"""
+
+from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
+from ...checkpoints.dialects.written import QuantizationConfig, config_files, quantization_config
+from ...recipes.conventions import FP8_CACHE
+from ...recipes.frozen import Json
+from .decide import FP8_TABLE
+from .plan import Plan
+from .tensor_plan import TensorPlan
+
+
+def matrices_of(plan: Plan) -> list[TensorPlan]:
+    """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding
+    or a head holds.
+    """
+    opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
+    return [
+        tensor
+        for tensor in plan.tensors
+        if len(tensor.shape) >= 2
+        and tensor.fate != "drop"
+        and (tensor.module != tensor.name or tensor.role == "experts")
+        and not tensor.name.startswith(opaque)
+    ]
+
+
+def modules_of(plan: Plan) -> list[RuntimeModule]:
+    """Every module of the plan that vLLM may ask its quantization config about, by its fused
+    runtime name.
+    """
+    return runtime_modules(named_modules(plan.view, matrices_of(plan)))
+
+
+def config_of(plan: Plan) -> QuantizationConfig:
+    """The quantization config that a plan writes, in the dialect that the recipe's `format`
+    names.
+    """
+    cache = plan.recipe.kv_cache and dict(FP8_CACHE)
+    return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
+
+
+def files_of(plan: Plan) -> dict[str, Json]:
+    """The config files of a plan: the source's config.json has a new quantization_config instead of
+    its own.
+    """
+    family = plan.view.family
+    config = {**plan.source.config, **family.config_changes}
+    if family.fp8_table_key and any(
+        tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE
+        for tensor in plan.tensors
+    ):  # a table in FP8, which the quantization config cannot say
+        config["text_config"] = {**config["text_config"], family.fp8_table_key: "float8_e4m3fn"}
+    return config_files(config, config_of(plan).value, plan.view)
