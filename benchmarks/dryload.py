@@ -22,7 +22,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.check import examine
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 FULL = "dsv4-flash.nvfp4-fp8"
@@ -109,7 +109,7 @@ def listed_by_expert(folder: Path, *, small: bool) -> Iterator[Figure]:
         for side, checkpoint in enumerate(checkpoints):
             source = as_source(checkpoint, folder)
             started = time.process_time()
-            check_source(source)
+            examine(source)
             best[side] = min(best[side], time.process_time() - started)
     listed, stacked = best
     yield Figure(

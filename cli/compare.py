@@ -58,7 +58,7 @@ def serve_check(
         max_tokens: Tokens generated a prompt, at most.
     """
     from ..checkpoints.source import view_of
-    from ..validate.check.check import check_source
+    from ..validate.check.check import examine
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
@@ -92,7 +92,7 @@ def serve_check(
         record_static(session.out, checkpoint.source, checkpoint.identity, source=source_opened)
         judged = session.keep(found, checkpoint)
     else:
-        checked = check_source(checkpoint.source, source=source_opened)
+        checked = examine(checkpoint.source, source=source_opened).data
         judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
         facts = {"opened": checkpoint.source, "source": source_opened, "serve": found}
         save(session.out, checked, vllm=session.setup.vllm.version, judgement=judged, **facts)

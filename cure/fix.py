@@ -16,7 +16,7 @@ from pathlib import Path
 from ..checkpoints.dialects.patterns import time_limit
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..recipes.frozen import Say
-from ..validate.check.check import Checked, examine, examine_source
+from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists
@@ -190,12 +190,12 @@ def with_commands(checked: Checked) -> Checked:
         with time_limit():
             own = static
             if of_sglang:
-                own = [*examine_source(checked.source).data.findings]
+                own = [*examine(checked.source).data.findings]
             alone = data.model_copy(update={"findings": tuple(own)})
             outcome = _outcome(checked._replace(data=alone))
             cured = [*outcome.cured]
             if of_sglang and outcome.proposal.edits:
-                after = examine_source(outcome.proposal.outcome(), runtimes=("sglang",))
+                after = examine(outcome.proposal.outcome(), runtimes=("sglang",))
                 cured += _gone(of_sglang, after.data)
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked

@@ -50,7 +50,7 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Advance, Bar, Raw, Shape
-from ..validate.check.check import Checked, examine_source
+from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.values import check_values
@@ -121,9 +121,9 @@ def plan_graft(
         CheckpointError: a tensor with another shape, a block that is there and good, no block in
             the release, an unknown dialect, or a result that would not load.
     """
-    checked = examine_source(quantized)
+    checked = examine(quantized)
     ours = _readable(checked)
-    _ = _readable(examine_source(source))
+    _ = _readable(examine(source))
     refuse_another_model(quantized, source)
     dialect = ours.dialect
     family = ours.view.family

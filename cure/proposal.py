@@ -25,7 +25,7 @@ from ..checkpoints.source import Source, small_bytes, small_object
 from ..recipes.errors import CheckpointError, printable
 from ..recipes.family import HFName
 from ..recipes.runtimes.vllm import NEWEST
-from ..validate.check.check import Checked, examine_source
+from ..validate.check.check import Checked, examine
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.facts.findings import Finding
 
@@ -285,7 +285,7 @@ class Proposal:
 
     def examined(self, vllm: str = NEWEST) -> Checked:
         """What the check finds of it for a version of vLLM, from headers."""
-        return examine_source(self.outcome(), vllm=vllm)
+        return examine(self.outcome(), vllm=vllm)
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""

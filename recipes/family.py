@@ -106,6 +106,11 @@ class Row:
     is_drafts_own: bool = False
 
     @property
+    def in_vllm(self) -> str:
+        """vLLM's path under the runtime stem."""
+        return self.runtime or self.path
+
+    @property
     def unstacked(self) -> tuple[str, ...]:
         """Paths of the tensors that a stacked parameter becomes: one for each expert and
         projection.
@@ -178,6 +183,12 @@ class Loader:
             beyond.
         plain_alone: of embedding and head, what target or draft cannot load in a packed form,
             although the target builds it as the config says.
+        plain_in_fp4: modules in vLLM that the draft builds plain under modelopt's NVFP4, whatever
+            the config says.
+        plain_where_excepted: what the names of the modules in vLLM begin with that the draft builds
+            plain where GPTQ's `dynamic` excepts mtp; "" where it leaves that to the config.
+        refuses_kv_scheme: what the target's class raises at compressed-tensors' kv_cache_scheme; ""
+            where it reads one.
     """
 
     unknown_name: Literal["KeyError", "ValueError", ""] = "KeyError"
@@ -194,10 +205,15 @@ class Loader:
     num_layers_used: int = 0
     builds_as_drafted: bool = False
     plain_alone: tuple[Role, ...] = ()
+    plain_in_fp4: tuple[str, ...] = ()
+    plain_where_excepted: str = ""
+    refuses_kv_scheme: str = ""
 
     def most_layers(self, num_drafts: int) -> int:
         """MTP layers that vLLM builds at most, to draft `num_drafts` tokens a step; 0 for all."""
-        return num_drafts if self.builds_as_drafted else self.num_layers_used
+        if self.builds_as_drafted:
+            return num_drafts
+        return self.num_layers_used
 
 
 @frozen

@@ -17,10 +17,9 @@ keys:
 What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
 replace the others.
 
-Easy to get wrong: modules of some roles are always kept, and have a usual `why_kept` in
-`_shared.yaml`. Where there is a reason, vLLM's module has no slots for scales (`loads_quantized`)
-unless it is a head or in a vision tower, or the group says so. Of a used block only the rows that
-have no reason get the group's.
+Easy to get wrong: where there is a reason to keep a module, vLLM's has no slots for scales
+(`loads_quantized`) unless it is a head or in a vision tower, or the group says so. The usual
+reasons are in `_shared.yaml`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,8 @@ def read_family(path: Path, vllm: str) -> Family:
     blocks = _shared()["blocks"] | raw.pop("blocks", {})
     for key in ("block", "linear_block", "mtp_block"):
         raw[key] = _rows(raw.get(key, ()), blocks)
-    raw["layouts"] = {name: _layout(layout, blocks) for name, layout in raw["layouts"].items()}
+    for name, layout in raw["layouts"].items():
+        raw["layouts"][name] = _layout(layout, blocks)
     raw["aliases"] = [Alias(**alias) for alias in raw.get("aliases", ())]
     raw["loader"] = Loader(**_fields(raw.get("loader", {})))
     if "draft" in raw:
@@ -60,7 +60,7 @@ def _shared() -> Raw:
 
 def _of_version(value: Any, vllm: str) -> Any:
     if isinstance(value, list):
-        return [_of_version(each, vllm) for each in value]
+        return [_of_version(item, vllm) for item in value]
     if not isinstance(value, dict):
         return value
     found: Json = {}
@@ -81,12 +81,18 @@ def _layout(raw: str | Raw, blocks: Blocks) -> Layout:
         if key in given:
             given[key] = _rows(given[key], blocks)
     for key in ("layers", "mtp"):
-        if stem := given.get(key):
-            given[key] = Stem(**stem) if isinstance(stem, dict) else Stem(disk=stem, runtime=stem)
+        stem = given.get(key)
+        if isinstance(stem, str):  # the same on disk and in vLLM
+            stem = {"disk": stem, "runtime": stem}
+        if stem:
+            given[key] = Stem(**stem)
     for key in ("renames", "draft_renames"):
         if key in given:
             given[key] = Renames(**given[key])
-    given["opaque"] = tuple((*prefixes, "vision") for prefixes in given.get("opaque", {}).items())
+    opaque = []
+    for disk, runtime in given.get("opaque", {}).items():
+        opaque.append((disk, runtime, "vision"))
+    given["opaque"] = opaque
     return Layout(**_fields(given))
 
 
@@ -100,14 +106,19 @@ def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
         at = fields.pop("at", "")
         on_disk = fields.pop("on_disk", at)
         in_vllm = fields.pop("in_vllm", at)
-        if used := fields.pop("use", ""):
+        used = fields.pop("use", "")
+        if not used:
+            listed = _listed(**fields)
+        else:
+            # Modules of some roles are always kept.
             usual = _shared()["why_kept"].get(fields.get("role"), "")
             why_kept = fields.pop("why_kept", usual)
+            listed = []
             for row in _rows(blocks[used], blocks):
-                own = replace(row, why_kept=row.why_kept or why_kept, **fields)
-                rows.append(_moved(own, on_disk, in_vllm))
-            continue
-        for row in _listed(**fields):
+                # A row's own reason says more than that of the group which uses its block.
+                reason = row.why_kept or why_kept
+                listed.append(replace(row, **fields, why_kept=reason))
+        for row in listed:
             rows.append(_moved(row, on_disk, in_vllm))
     return tuple(rows)
 
@@ -125,29 +136,28 @@ def _listed(
     runtime: str = fields.pop("runtime", fused)
     if "interleaved" in fields:
         fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
+    # vLLM's module has slots for scales unless there is a reason to keep it; of heads and towers
+    # the config decides.
     fields = {"shares": fused, "loads_quantized": not why_kept or role in _ASKED} | fields
     if isinstance(modules, tuple):
         modules = dict.fromkeys(modules, runtime)
-    return [
-        Row(
-            path=path.replace("{part}", str(part)),
-            role=role,
-            runtime=other,
-            why_kept=why_kept,
-            **fields,
-        )
-        for path, other in modules.items()
-        for part in range(parts)
-    ]
+    rows = list[Row]()
+    for path, in_vllm in modules.items():
+        for part in range(parts):
+            numbered = path.replace("{part}", str(part))
+            row = Row(path=numbered, role=role, runtime=in_vllm, why_kept=why_kept, **fields)
+            rows.append(row)
+    return rows
 
 
 def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
-    """The row below a module. vLLM asks for an expert's projection by the path in vLLM."""
+    """The row below a module."""
     path = _below(on_disk, row.path)
-    runtime = _below(in_vllm, row.runtime or row.path)
+    runtime = _below(in_vllm, row.in_vllm)
     aliases = [_below(in_vllm, alias) for alias in row.aliases]
     if runtime == path:
         runtime = ""
+    # vLLM asks for an expert's projection by the path in vLLM.
     if "{e}" in path and on_disk != in_vllm:
         aliases.insert(0, _below(in_vllm, row.path))
     return replace(
@@ -160,15 +170,21 @@ def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
 
 
 def _below(outer: str, path: str) -> str:
-    return f"{outer}.{path}" if outer and path else path
+    if outer and path:
+        return f"{outer}.{path}"
+    return path
 
 
 def _fields(raw: Raw) -> Json:
-    """With tuples for lists. What is in a mapping stays: it is a part of a config.json."""
-    return dict(zip(raw, map(_frozen, raw.values()), strict=True))
+    """With tuples for lists."""
+    fields: Json = {}
+    for key, value in raw.items():
+        # What is in a mapping stays: it is a part of a config.json.
+        fields[key] = _frozen(value)
+    return fields
 
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(map(_frozen, value))
+        return tuple([_frozen(item) for item in value])
     return value

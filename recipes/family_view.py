@@ -42,12 +42,12 @@ class Place:
 
     row: Row
     part: Part
-    layer: int | None
-    expert: int | None
+    layer: int | None = None
+    expert: int | None = None
     leaf: str
     module: HFName
     runtime: VLLMName
-    shares: str
+    shares: str = ""
 
     @property
     def role(self) -> Role:
@@ -64,7 +64,18 @@ def unknown_place(module: HFName) -> Place:
     than the disk does.
     """
     row = Row(path=module, role="state", why_kept=_UNKNOWN)
-    return _outside_layers(row, "backbone", leaf="", runtime=module)
+    return Place(row=row, part="backbone", leaf="", module=module, runtime=VLLMName(module))
+
+
+def language_config(config: Raw) -> Any:
+    """The part of config.json for the language model: `text_config` in vision-language models, else
+    all of it.
+    """
+    # Nemotron Omni calls it `llm_config`.
+    for key in ("text_config", "llm_config"):
+        if config.get(key):
+            return config[key]
+    return config
 
 
 @dataclass(frozen=True)
@@ -80,20 +91,20 @@ class FamilyView:
     @cached_property
     def layout(self) -> Layout:
         """The names of this architecture."""
-        architecture = (self.config.get("architectures") or ["*"])[0]
+        architectures = self.config.get("architectures") or ["*"]
+        architecture = architectures[0]
+        # A fine-tune may name the class of the text model, and have a tower all the same.
         if self.family.with_vision and self.config.get("vision_config"):
             architecture = self.family.with_vision
-        layout = self.family.layouts.get(architecture) or self.family.layouts["*"]
-        return _as_spelled(layout, sorted(self.names))
+        layouts = self.family.layouts
+        if architecture not in layouts:
+            architecture = "*"
+        return _as_spelled(layouts[architecture], sorted(self.names))
 
     @cached_property
     def text_config(self) -> Raw:
-        """The part of config.json for the language model: `text_config` in vision-language models,
-        else all of it.
-
-        Nemotron Omni calls it `llm_config`.
-        """
-        return self.config.get("text_config") or self.config.get("llm_config") or self.config
+        """The part of config.json for the language model."""
+        return language_config(self.config)
 
     def number(self, *keys: str) -> int:
         """The first of these keys that the language model's config has, a whole number; 0 where it
@@ -102,8 +113,14 @@ class FamilyView:
         Raises:
             CheckpointError: it is something else.
         """
-        key = next((key for key in keys if self.text_config.get(key)), keys[0])
-        value = self.text_config.get(key) or 0
+        key = keys[0]
+        value = 0
+        for tried in keys:
+            if self.text_config.get(tried):
+                key = tried
+                value = self.text_config[tried]
+                break
+        # A truth is a whole number to Python.
         if type(value) is not int or not 0 <= value < 2**31:
             raise CheckpointError(
                 "config.json",
@@ -124,14 +141,19 @@ class FamilyView:
         lists = self.family.layer_list_keys
         if not key:
             return 0
-        if (count := self.text_config.get(key)) is not None:
+        count = self.text_config.get(key)
+        if count is not None:
             return int(count)
-        if layers := next(filter(None, map(self.text_config.get, lists)), None):
-            return len(layers)
+        got = "nothing"
+        for list_key in lists:
+            got = "none of them"
+            layers = self.text_config.get(list_key)
+            if layers:
+                return len(layers)
         raise CheckpointError(
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
-            got="none of them" if lists else "nothing",
+            got=got,
             cure=(
                 "Take the key from the original release; if that lacks it too, keepmtp's table "
                 f"for {self.family.model_type} does not know this release"
@@ -142,9 +164,11 @@ class FamilyView:
     def _mtp_count(self) -> tuple[str, int]:
         """The config key that counts the MTP layers, and what it says."""
         keys = self.family.mtp_count_keys
+        # vLLM reads the language model's part of config.json first.
         for holder in (self.text_config, self.config):
             for key in keys:
-                if (count := _at(holder, key)) is not None:
+                count = _at(holder, key)
+                if count is not None:
                     return key, int(count)
         return keys[0], self.family.mtp_count_default
 
@@ -161,13 +185,22 @@ class FamilyView:
     @cached_property
     def num_mtp_parts(self) -> int:
         """Number of layers on disk for one MTP layer."""
-        lists = (self.text_config.get(key) for key in self.family.mtp_parts_keys)
-        return next((len(parts) for parts in lists if parts), 1)
+        for key in self.family.mtp_parts_keys:
+            parts = self.text_config.get(key)
+            if parts:
+                return len(parts)
+        return 1
+
+    @property
+    def first_mtp_index(self) -> int:
+        """The index on disk of the first MTP layer."""
+        if self.layout.mtp is None:
+            return self.num_layers  # they continue the decoder layers
+        return 0
 
     def place(self, name: HFName) -> Place | None:
-        """What the tensor `name` is, or None if the table has no row for it. It is looked up once,
-        and kept.
-        """
+        """What the tensor `name` is, or None if the table has no row for it."""
+        # A checkpoint has up to 130,000 names, and plan and rules ask about each of them often.
         if name not in self._places:
             self._places[name] = self._looked_up(name)
         return self._places[name]
@@ -177,38 +210,58 @@ class FamilyView:
         return {}
 
     def _looked_up(self, name: HFName) -> Place | None:
-        if found := self._top.get(name) or self._top.get(name.rpartition(".")[0]):
-            row, part = found
-            return _outside_layers(
-                row, part, leaf=name[len(row.path) + 1 :], runtime=row.runtime or row.path
-            )
+        module, _, leaf = name.rpartition(".")
+        # A parameter without a module has its whole name in the table, all others their module's.
+        for path in (name, module):
+            if path in self._top:
+                row, part = self._top[path]
+                return Place(
+                    row=row,
+                    part=part,
+                    leaf=name[len(path) + 1 :],
+                    module=HFName(path),
+                    runtime=VLLMName(row.in_vllm),
+                )
         for part, regex, stem in self._stems:
-            if match := regex.match(name):
-                index = int(match[1])
-                rest = match[2]
-                if self.layout.mtp is None and index >= self.num_layers:
-                    part = "mtp"
-                return self._place_in_block(part, stem, index, rest)
+            match = regex.match(name)
+            if match is None:
+                continue
+            index = int(match[1])
+            # Where MTP layers have no stem of their own, only their number tells them apart.
+            if self.layout.mtp is None and index >= self.num_layers:
+                part = "mtp"
+            return self._place_in_block(part, stem, index, rest=match[2])
         for prefix, runtime, role in self.layout.opaque:
             if name.startswith(prefix):
-                module, _, leaf = name.rpartition(".")
                 path = runtime + module[len(prefix) :]
+                # Blocks of a tower are alike: the table has one row for all of their numbers.
+                row = self._opaque_row(_NUMBER.sub("{}", path), role)
                 numbers = _NUMBER.findall(path)
-                like = _NUMBER.sub("{}", path)
-                why = "not part of the language model"
-                row = Row(path=like, role=role, why_kept=why, loads_quantized=False)
-                for known in self.layout.vision or ():
-                    if known.path == like:
-                        row = known
-                path = (row.runtime or row.path).format(*numbers)
-                place = _outside_layers(row, "backbone", leaf=leaf, runtime=path)
-                return replace(place, module=HFName(module))
+                return Place(
+                    row=row,
+                    part="backbone",
+                    leaf=leaf,
+                    module=HFName(module),
+                    runtime=VLLMName(row.in_vllm.format(*numbers)),
+                )
         return None
+
+    def _opaque_row(self, path: str, role: Role) -> Row:
+        """The row of a module in a part that is copied whole; its numbers are `{}`."""
+        for row in self.layout.vision or ():
+            if row.path == path:
+                return row
+        why_kept = "not part of the language model"
+        return Row(path=path, role=role, why_kept=why_kept, loads_quantized=False)
 
     def is_judged(self, place: Place) -> bool:
         """Whether it is known what vLLM builds there: in a vision tower not always."""
         rows = self.layout.vision
-        return place.role != "vision" or rows == () or place.row in (rows or ())
+        if place.role != "vision":
+            return True
+        if rows is None:
+            return False  # vLLM was not asked
+        return not rows or place.row in rows
 
     def is_mtp(self, name: HFName) -> bool:
         """Whether `name` belongs to the MTP block; False for names outside the table."""
@@ -224,42 +277,48 @@ class FamilyView:
         """
         found: dict[str, list[HFName]] = {}
         for row in (*self.layout.top, *self.layout.mtp_top):
-            found.setdefault(row.runtime or row.path, []).append(HFName(row.path))
-        first = 0 if self.layout.mtp else self.num_layers
-        blocks: list[tuple[Part, str, int]] = []
+            found.setdefault(row.in_vllm, []).append(HFName(row.path))
+        blocks: list[tuple[Part, int]] = []
         for index in range(self.num_layers):
-            kind = "linear" if index in self._linear_layers else "backbone"
-            blocks.append(("backbone", kind, index))
+            blocks.append(("backbone", index))
         for index in range(self.num_mtp_layers):
-            blocks.append(("mtp", "mtp", first + index))
-        for part, kind, index in blocks:
+            blocks.append(("mtp", self.first_mtp_index + index))
+        for part, index in blocks:
             runtime = self.runtime_stem(part, index)
             disk = self.disk_stem(part, index)
-            for row in self._rows[kind].values():
-                name = self._alone(runtime + (row.runtime or row.path))
+            for row in self._rows_of(part, index).values():
+                name = self._alone(runtime + row.in_vllm)
                 found.setdefault(name, []).append(HFName(disk + row.path))
-        return {name: tuple(modules) for name, modules in found.items()}
+        modules = dict[str, tuple[HFName, ...]]()
+        for name, on_disk in found.items():
+            modules[name] = tuple(on_disk)
+        return modules
 
     def mtp_stem(self, index: int) -> str:
         """Prefix on disk of MTP layer `index` (counted from 0)."""
-        if self.layout.mtp is None:
-            return self.layout.layers.disk.replace("{i}", str(self.num_layers + index))
-        return self.layout.mtp.disk.replace("{i}", str(index))
+        return self.disk_stem("mtp", self.first_mtp_index + index)
 
     def required_mtp_modules(self, layers: Iterable[int]) -> list[HFName]:
         """Names on disk of the glue, norms and state that the MTP layers (counted from 0) need."""
-        layers = list(layers)
-        own = [row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")]
-        names = [self.mtp_stem(index) + path for index in layers for path in own]
-        if layers:
-            names += [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")]
-        return [*map(HFName, names)]
+        required = list[HFName]()
+        stems = [self.mtp_stem(index) for index in layers]
+        for stem in stems:
+            for row in self.family.mtp_block:
+                if row.role in ("glue", "norm", "state"):
+                    required.append(HFName(stem + row.path))
+        for row in self.layout.mtp_top:
+            if stems and row.role in ("glue", "norm"):
+                required.append(HFName(row.path))
+        return required
 
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
         """The MTP layers (counted from 0) that have at least one of `names`."""
-        first = self.num_layers if self.layout.mtp is None else 0
-        places = map(self.place, names)
-        return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
+        layers = set[int]()
+        for name in names:
+            place = self.place(name)
+            if place and place.part == "mtp" and place.layer is not None:
+                layers.add(place.layer - self.first_mtp_index)
+        return layers
 
     def is_number_wrong(self, found: Collection[int]) -> bool:
         """Whether the MTP layers on disk are a block of another count, or of other numbers, than
@@ -268,8 +327,10 @@ class FamilyView:
         first = min(found, default=0)
         if not found or {*found} != {*range(first, first + len(found))}:
             return False
-        promised = self.num_mtp_layers
-        return len(found) == promised if first else len(found) != promised
+        is_as_many = len(found) == self.num_mtp_layers
+        if first:
+            return is_as_many  # the whole block, under other numbers
+        return not is_as_many
 
     def slices(self, place: Place) -> tuple[int, int, int, int]:
         """The number of slices of an interleaved matrix, and the rows of q, k and v in each.
@@ -281,19 +342,25 @@ class FamilyView:
         config = self.text_config
         assert interleaved is not None, place.row.path
         kinds = config.get(interleaved.sliding)
-        is_sliding = place.part == "mtp" or (
-            isinstance(kinds, list) and kinds[place.layer or 0 :][:1] == [1]
-        )
-        keys = ["num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"]
-        keys = [interleaved.count, *(f"swa_{key}" if is_sliding else key for key in keys)]
-        sizes = [size for key in keys if isinstance(size := config.get(key), int) and size > 0]
-        if len(sizes) < len(keys):
-            raise CheckpointError(
-                "config.json",
-                f"the rows of {place.module} need {', '.join(keys)}",
-                got=[*map(config.get, keys)],
-                cure="Take config.json from the original release",
-            )
+        is_sliding = place.part == "mtp"
+        if isinstance(kinds, list) and place.layer is not None:
+            # The list may be shorter than config.json says that there are layers.
+            is_sliding |= kinds[place.layer : place.layer + 1] == [1]
+        prefix = ""
+        if is_sliding:
+            prefix = "swa_"
+        keys = [interleaved.count]
+        for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
+            keys.append(prefix + key)
+        sizes: list[Any] = [config.get(key) for key in keys]
+        for size in sizes:
+            if not isinstance(size, int) or size <= 0:
+                raise CheckpointError(
+                    "config.json",
+                    f"the rows of {place.module} need {', '.join(keys)}",
+                    got=sizes,
+                    cure="Take config.json from the original release",
+                )
         count, heads, groups, head, value = sizes
         return count, heads * head // count, groups * head // count, groups * value // count
 
@@ -307,15 +374,15 @@ class FamilyView:
         stem = layout.layers.runtime
         if part == "mtp" and layout.mtp:
             stem = layout.mtp.runtime
-        elif part == "mtp":
-            stem = layout.mtp_runtime or stem
+        elif part == "mtp" and layout.mtp_runtime:
+            stem = layout.mtp_runtime
         return stem.replace("{i}", str(index)).replace("{n}", str(self.runtime_number(index)))
 
     def disk_stem(self, part: Part, index: int) -> str:
         """The prefix on disk of the block with index `index` on disk."""
         stem = self.layout.layers
-        if part == "mtp":
-            stem = self.layout.mtp or stem
+        if part == "mtp" and self.layout.mtp:
+            stem = self.layout.mtp
         return stem.disk.replace("{i}", str(index))
 
     @cached_property
@@ -323,9 +390,11 @@ class FamilyView:
         """Paths of the rows that come last in their fused module, and of all rows that are not
         fused.
         """
+        # A later row of the same module takes the place of the one before.
         last: dict[str, str] = {}
         for row in (*self.family.block, *self.family.linear_block, *self.family.mtp_block):
-            last[row.shares or row.path] = row.path
+            fused = row.shares or row.path
+            last[fused] = row.path
         return frozenset(last.values())
 
     @cached_property
@@ -347,7 +416,10 @@ class FamilyView:
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:
-        block = {row.path: row for row in self.family.block}
+        block = dict[str, Row]()
+        for row in self.family.block:
+            block[row.path] = row
+        # The special blocks say only what differs from the usual one.
         linear = dict(block)
         mtp = dict(block)
         for row in self.family.linear_block:
@@ -357,6 +429,12 @@ class FamilyView:
         for row in self.family.mtp_block:
             mtp[row.path] = row
         return {"backbone": block, "linear": linear, "mtp": mtp}
+
+    def _rows_of(self, part: Part, index: int) -> dict[str, Row]:
+        """The rows of the layer with this index on disk, by path."""
+        if part == "backbone" and index in self._linear_layers:
+            return self._rows["linear"]
+        return self._rows[part]
 
     @property
     def has_linear_attention(self) -> bool:
@@ -368,25 +446,34 @@ class FamilyView:
         """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list
         (counted from 1).
         """
-        if types := self.text_config.get("layer_types"):
-            return frozenset(
-                index for index, kind in enumerate(types) if kind == "linear_attention"
-            )
-        if group := self.text_config.get("layer_group_size"):
-            return frozenset(index for index in range(self.num_layers) if (index + 1) % group)
-        kda = (self.text_config.get("linear_attn_config") or {}).get("kda_layers", ())
-        return frozenset(number - 1 for number in kda)
+        linear = set[int]()
+        layer_types = self.text_config.get("layer_types")
+        group_size = self.text_config.get("layer_group_size")
+        kimi = self.text_config.get("linear_attn_config") or {}
+        if layer_types:
+            for index, kind in enumerate(layer_types):
+                if kind == "linear_attention":
+                    linear.add(index)
+        elif group_size:
+            for index in range(self.num_layers):
+                # The last layer of each group has full attention.
+                if (index + 1) % group_size:
+                    linear.add(index)
+        else:
+            for number in kimi.get("kda_layers", ()):
+                linear.add(number - 1)
+        return frozenset(linear)
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
         expert = None
         number = "{e}"
-        if match := _EXPERT.search(rest):
+        match = _EXPERT.search(rest)
+        if match:
+            # The table has one row for all experts of a layer.
             number = match[1]
             expert = int(number)
             rest = _EXPERT.sub("{e}", rest, count=1)
-        rows = self._rows[part]
-        if part == "backbone" and index in self._linear_layers:
-            rows = self._rows["linear"]
+        rows = self._rows_of(part, index)
         row = rows.get(rest)
         leaf = ""
         if row is None:
@@ -397,9 +484,10 @@ class FamilyView:
         disk = stem.disk.replace("{i}", str(index))
         path = row.path.replace("{e}", number)
         runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
-        shares = row.shares and disk + row.shares.replace("{e}", number)
-        if runtime.endswith("kv_a_proj_with_mqa"):
-            shares = ""
+        shares = ""
+        # A projection that is not fused shares no scale, whatever the table says.
+        if row.shares and not runtime.endswith("kv_a_proj_with_mqa"):
+            shares = disk + row.shares.replace("{e}", number)
         return Place(
             row=row,
             part=part,
@@ -421,48 +509,38 @@ class FamilyView:
 
 
 def _as_spelled(layout: Layout, names: Sequence[str]) -> Layout:
-    """The layout under the names that the tensors have, of those that vLLM's mapper reads as one.
-
-    The target alone has the mapper. A draft finds its block by the names of the release, also where
-    that is the last of the target's layers.
-    """
+    """The layout under the names that the tensors have, of those that vLLM's mapper makes one."""
     renames = layout.renames
+    # The target alone has the mapper. A draft finds its block by the names of the release, also
+    # where that is the last of the target's layers.
     if renames is None or layout.mtp is None or not names:
         return layout
 
     def spelled(disk: str) -> str:
+        """The spelling of a name in the table that some tensor's name begins with."""
         read = renames.read(disk)
-        for each in (disk, read, *renames.sources(read)):
-            start = each.partition("{i}")[0]
+        for spelling in (disk, read, *renames.sources(read)):
+            start = spelling.partition("{i}")[0]
+            # Names are sorted: the first that is not before `start` begins with it, or none does.
             at = bisect_left(names, start)
-            is_there = at < len(names) and names[at].startswith(start)
-            if is_there and renames.read(each) == read:
-                return each
+            if at == len(names) or not names[at].startswith(start):
+                continue
+            if renames.read(spelling) == read:
+                return spelling
         return disk
 
     top = list[Row]()
     for row in layout.top:
-        top.append(replace(row, path=spelled(row.path), runtime=row.runtime or row.path))
+        top.append(replace(row, path=spelled(row.path), runtime=row.in_vllm))
+    opaque = list[tuple[str, str, Role]]()
+    for disk, runtime, role in layout.opaque:
+        opaque.append((spelled(disk), runtime, role))
     return replace(
         layout,
         layers=replace(layout.layers, disk=spelled(layout.layers.disk)),
         top=tuple(top),
-        opaque=tuple((spelled(disk), *others) for disk, *others in layout.opaque),
+        opaque=tuple(opaque),
         head=spelled(layout.head),
-    )
-
-
-def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
-    """The place of a tensor that is in no layer."""
-    return Place(
-        row=row,
-        part=part,
-        layer=None,
-        expert=None,
-        leaf=leaf,
-        module=HFName(row.path),
-        runtime=VLLMName(runtime),
-        shares="",
     )
 
 

@@ -75,6 +75,9 @@ class SglangModel(NamedTuple):
         asserts_one_layer: its loader asserts that there is one MTP layer.
         other_linear_attention: it is fused with more than vLLM fuses, or has another name in some
             layers.
+        remade: path in the family's table -> the form on disk that a loader of its own makes over.
+        plain_where_disabled: the word in config.json's disable_quant_module by which it constructs
+            the MTP layer without a quantization config.
     """
 
     file: str
@@ -100,6 +103,8 @@ class SglangModel(NamedTuple):
     excluded_by: str = ""
     asserts_one_layer: bool = False
     other_linear_attention: bool = False
+    remade: Mapping[str, str] = _NONE
+    plain_where_disabled: str = ""
 
 
 _UNKNOWN = SglangModel(
@@ -167,8 +172,8 @@ def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
     """SGLang's prefix of the block with index `layer` on disk; None where it builds none for it."""
     model = sglang_model(view.config)
     if part == "mtp":
-        first = 0 if view.layout.mtp else view.num_layers
-        if model.draft is None or (layer > first and "{i}" not in model.draft):
+        is_further = layer > view.first_mtp_index
+        if model.draft is None or (is_further and "{i}" not in model.draft):
             return None
         return model.draft.replace("{i}", str(layer))
     return model.layers.replace("{i}", str(layer)) or None

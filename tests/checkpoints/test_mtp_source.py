@@ -18,7 +18,7 @@ from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.check import check
 from real_releases import minimax_halves
 from releases import source_layout, write_checkpoint
 from safetensors import safe_open
@@ -124,7 +124,7 @@ def test_a_release_without_a_block_is_not_told_to_get_it_from_itself(tmp_path):
         "since most tools drop it, or another repository where the release has none"
         in str(caught.value)
     )
-    found = check_source(as_source(release, tmp_path)).findings
+    found = check(as_source(release, tmp_path)).findings
     cures = {finding.cure for finding in found if finding.rule == "mtp-missing"}
     assert len(cures) == 1 and "--mtp-source" in cures.pop()
 
@@ -192,4 +192,4 @@ def test_layers_that_continue_the_decoder_layers_keep_their_names(tmp_path):
     assert {entry.file for name, entry in joined.entries.items() if name in block} == {
         "mtp_source/model.safetensors"
     }
-    assert check_source(joined).findings == ()
+    assert check(joined).findings == ()

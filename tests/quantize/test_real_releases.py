@@ -12,7 +12,7 @@ from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.check import check
 from real_releases import TABLE, nemotron_ultra, qwen38_fp8
 from releases import write_checkpoint
 
@@ -28,7 +28,7 @@ def test_layers_counted_by_a_list_of_their_kinds(tmp_path):
     """
     plan = plan_of(nemotron_ultra(), "nemotron-3-super", tmp_path)
     assert (plan.view.num_layers, plan.view.num_mtp_layers) == (4, 2)
-    assert check_source(plan.source).findings == ()
+    assert check(plan.source).findings == ()
 
 
 def test_a_config_that_counts_no_layers_is_refused_in_one_true_sentence(tmp_path):
@@ -45,7 +45,7 @@ def test_a_config_that_counts_no_layers_is_refused_in_one_true_sentence(tmp_path
         "keepmtp's table for nemotron_h does not know this release"
     )
     assert sentence in str(caught.value)
-    (finding,) = check_source(as_source(checkpoint, tmp_path)).findings
+    (finding,) = check(as_source(checkpoint, tmp_path)).findings
     assert finding.where.endswith("config.json") and "got none of them" in finding.says
 
 
@@ -65,7 +65,7 @@ def test_a_table_in_fp8_is_carried_and_vllm_is_told(tmp_path):
     assert {tensor.fate for tensor in parts} == {"keep"}
     assert {output.dtype for tensor in parts for output in tensor.outputs} == {"F8_E4M3", "BF16"}
     assert files_of(plan)["config.json"]["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
-    assert check_source(plan.source).findings == ()
+    assert check(plan.source).findings == ()
 
 
 def test_a_table_in_bf16_changes_no_key(tmp_path):
@@ -106,7 +106,7 @@ def test_a_table_that_vllm_builds_otherwise_is_one_finding(change, leaf, tmp_pat
     """The twins."""
     checkpoint = qwen38_fp8()
     change(checkpoint)
-    findings = check_source(as_source(checkpoint, tmp_path)).findings
+    findings = check(as_source(checkpoint, tmp_path)).findings
     (finding,) = (each for each in findings if each.rule == "table")
     assert finding.where == f"{TABLE}.{leaf}" and "vLLM builds" in finding.says
 

@@ -16,7 +16,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import flat_recipes
 from keepmtp.recipes.schema import Recipe, validated
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.check import check
 
 NOWHERE = Path("/nonexistent")
 CASES = [(model, variant) for model in releases.MODELS for variant in COMMON]
@@ -54,7 +54,7 @@ def test_what_it_writes_has_no_findings(model, variant):
     written = Checkpoint(config=config, tensors=tensors, json_files=companions(config))
     errors = [
         finding
-        for finding in check_source(as_source(written, NOWHERE)).findings
+        for finding in check(as_source(written, NOWHERE)).findings
         if finding.severity == "error"
     ]
     assert not errors

@@ -14,7 +14,7 @@ described as if it were a tensor of its own, with the name of the whole in messa
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,8 @@ _DESCRIBED = 64 * 2**20
 # module.
 _SAMPLED_EXPERTS = (None, 0, 1)
 # Pairs that are in memory at the same time, of folders and of a repository.
-_AT_A_TIME, _AT_A_TIME_REMOTE = 2, 4
+_AT_A_TIME = 2
+_AT_A_TIME_REMOTE = 4
 
 
 _objection = partial(objection, origin="values")
@@ -68,21 +69,28 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
     experts each.
     """
-    own = _matrices(runtime)
     theirs = _matrices(release)
-    last = runtime.view.num_layers - 1
-    found = []
-    for module, (place, weight) in own.items():
-        expert = place.expert
-        if place.row.stacked:
-            expert = int(module.rpartition(".")[0].rpartition(".")[2])
-        is_near = place.part == "mtp" or place.layer in (0, last // 2, last)
-        is_small = place.role not in ("embedding", "head") and expert in _SAMPLED_EXPERTS
-        if module in theirs and (whole or (is_near and is_small)):
-            other = theirs[module].weight
-            if can_be_read(weight) and can_be_read(other):
-                found.append(Pair(weight, other, place))
+    found = list[Pair]()
+    for module, (place, weight) in _matrices(runtime).items():
+        if module not in theirs:
+            continue
+        other = theirs[module].weight
+        if not can_be_read(weight) or not can_be_read(other):
+            continue
+        if whole or _is_sampled(runtime, module, place):
+            found.append(Pair(weight, other, place))
     return found
+
+
+def _is_sampled(runtime: RuntimeView, module: HFName, place: Place) -> bool:
+    """Whether a matrix is compared where not all are."""
+    last = runtime.view.num_layers - 1
+    if place.part != "mtp" and place.layer not in (0, last // 2, last):
+        return False
+    expert = place.expert
+    if place.row.stacked:  # then its number is in the name that it has apart
+        expert = int(module.rpartition(".")[0].rpartition(".")[2])
+    return place.role not in ("embedding", "head") and expert in _SAMPLED_EXPERTS
 
 
 def can_be_read(weight: StoredWeight) -> bool:
@@ -123,7 +131,8 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     kind = f"{place.part} {place.row.path}"
     if weight.shape != theirs.shape:
         # A vocabulary may be padded; another shape of a layer's weight is another model.
-        severity = "warning" if place.role in ("embedding", "head") else "error"
+        if place.role in ("embedding", "head"):
+            severity = "warning"
         says = (
             f"is {list(weight.shape)}, where the release has {list(theirs.shape)}: it is "
             "another model's"
@@ -133,8 +142,7 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
         return
     parts = read_parts(own, weight.parts)
     others = read_parts(release, theirs.parts)
-    is_alike = weight.form == theirs.form and parts.keys() == others.keys()
-    if is_alike and all(_is_same(part, others[leaf]) for leaf, part in parts.items()):
+    if weight.form == theirs.form and _are_same(parts, others):
         return
     ours = dequantize(weight.form, parts, shape=weight.shape, block=weight.block)
     original = dequantize(theirs.form, others, shape=theirs.shape, block=theirs.block)
@@ -155,10 +163,17 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     yield _objection("release", name, says, cure, f"{kind} {words}", severity)
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _are_same(parts: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     """Whether the bytes are the same; a NaN is equal to itself."""
-    raw, others = (each.reshape(-1).view(torch.uint8) for each in (one, other))
-    return one.dtype == other.dtype and torch.equal(raw, others)
+    if parts.keys() != others.keys():
+        return False
+    for leaf, part in parts.items():
+        raw = part.reshape(-1).view(torch.uint8)
+        if part.dtype != others[leaf].dtype:
+            return False
+        if not torch.equal(raw, others[leaf].reshape(-1).view(torch.uint8)):
+            return False
+    return True
 
 
 def relative_error(ours: Tensor, original: Tensor) -> float:
@@ -170,7 +185,9 @@ def relative_error(ours: Tensor, original: Tensor) -> float:
         theirs = original[first:last].float()
         off += (ours[first:last].float() - theirs).square().sum().item()
         norm += theirs.square().sum().item()
-    return math.sqrt(off / norm) if norm else float(bool(off))
+    if norm:
+        return math.sqrt(off / norm)
+    return float(bool(off))
 
 
 def has_column_factors(ours: Tensor, original: Tensor, bound: float) -> bool:
@@ -190,18 +207,17 @@ def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     """Every weight [N, K] of the language model, by the name that it has where experts are not
     stacked.
     """
-    found = dict[HFName, Member]()
+    matrices = dict[HFName, Member]()
     for module in runtime.modules:
         for member in module.members:
             weight = member.weight
-            num_dims = len(member.weight.shape)
+            num_dims = len(weight.shape)
             if member.place.row.stacked and weight.form == "plain" and num_dims == 3:
-                found |= {
-                    each.weight.module: each for each in _unstacked(weight.weight, member.place)
-                }
+                for apart in _unstacked(weight.weight, member.place):
+                    matrices[apart.weight.module] = apart
             elif num_dims == 2 and module.role != "vision":
-                found[weight.module] = member
-    return found
+                matrices[weight.module] = member
+    return matrices
 
 
 def _unstacked(entry: Entry, place: Place) -> Iterator[Member]:

@@ -76,6 +76,7 @@ class Checked(NamedTuple):
         accounts: of the dry loads.
         unjudged: why a version did not start, where others did.
         refusal: why there was nothing to judge; None if there was.
+        unread: why there is no source, where that is a finding.
     """
 
     data: CheckData
@@ -84,6 +85,7 @@ class Checked(NamedTuple):
     accounts: tuple[LoadAccount, ...] = ()
     unjudged: tuple[KeepMTPError, ...] = ()
     refusal: KeepMTPError | None = None
+    unread: CheckpointError | None = None
 
     def readable(self) -> Source:
         """The headers, for what needs more than findings.
@@ -91,71 +93,61 @@ class Checked(NamedTuple):
         Raises:
             KeepMTPError: there is nothing to judge, or its files cannot be read.
         """
-        if self.refusal is not None:
-            raise self.refusal
-        if self.source is None:
-            first = self.data.findings[0]
-            rule, _, got = first.says.partition("; got ")
-            raise CheckpointError(
-                first.where, rule, got=got or "what cannot be read", cure=first.cure
-            )
-        return self.source
+        if self.source is not None:
+            return self.source
+        error = self.refusal or self.unread
+        assert error is not None
+        raise error
 
 
 def check(
-    where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+    checkpoint: str | Path | Source,
+    *,
+    source: Source | None = None,
+    runtimes: Sequence[Runtime] = VLLM_ALONE,
 ) -> CheckData:
     """Check one checkpoint for the newest vLLM.
 
     Args:
-        where: a folder or a Hub id.
+        checkpoint: a folder or a Hub id, or the headers that were read of one.
         source: the release it was made from; kept MTP tensors are then compared with it.
         runtimes: the servers that are to load it.
 
     Returns: facts and findings; a checkpoint that cannot be opened at all is one finding.
     """
-    return examine(where, source=source, runtimes=runtimes).data
+    return examine(checkpoint, source=source, runtimes=runtimes).data
 
 
 @uncollected()
 def examine(
-    where: str | Path,
+    checkpoint: str | Path | Source,
     *,
     source: Source | None = None,
     runtimes: Sequence[Runtime] = VLLM_ALONE,
     vllm: str = NEWEST,
 ) -> Checked:
     """`check`, with what it read, for the vLLM of a version."""
+    if isinstance(checkpoint, Source):
+        return _examined(checkpoint, source, runtimes, vllm)
     try:
-        opened = open_source(where)
+        opened = open_source(checkpoint)
     except OSError as error:
         got = error.strerror or str(error)
         cure = "Check its permissions and its disk"
-        refusal = NoCheckpointError(error.filename or where, "must be readable", got=got, cure=cure)
-        return Checked(_refused(str(where), "files", refusal), refusal=refusal)
+        refusal = NoCheckpointError(
+            error.filename or checkpoint, "must be readable", got=got, cure=cure
+        )
+        return _unread(str(checkpoint), "files", refusal)._replace(refusal=refusal)
+    except NoCheckpointError as error:
+        return _unread(str(checkpoint), "files", error)._replace(refusal=error)
     except CheckpointError as error:
-        nothing = error if isinstance(error, NoCheckpointError) else None
-        return Checked(_refused(str(where), "files", error), refusal=nothing)
-    return examine_source(opened, source=source, runtimes=runtimes, vllm=vllm)
+        return _unread(str(checkpoint), "files", error)
+    return _examined(opened, source, runtimes, vllm)
 
 
-def check_source(
-    opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
-) -> CheckData:
-    """`check` for a checkpoint whose headers are already read."""
-    return examine_source(opened, source=source, runtimes=runtimes).data
-
-
-def examine_source(
-    opened: Source,
-    *,
-    source: Source | None = None,
-    runtimes: Sequence[Runtime] = VLLM_ALONE,
-    vllm: str = NEWEST,
+def _examined(
+    opened: Source, source: Source | None, runtimes: Sequence[Runtime], vllm: str
 ) -> Checked:
-    """`examine` for a checkpoint whose headers are already read."""
-    # Where a finding means that vLLM would fail on the config, or hang, no source goes with it, and
-    # nothing is loaded.
     stored = StoredView(opened, vllm=vllm)
     where = opened.where
     refused = unloadable(opened.config, vllm)
@@ -163,53 +155,76 @@ def examine_source(
         key, says, cure = refused
         facts = _facts(stored)
         says += f". {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
-        return Checked(_data(where, facts, [objection("method", key, says, cure)]))
+        # No source goes with it, so that nothing is loaded.
+        unread = CheckpointError(key, says, got="what cannot be read", cure=cure)
+        data = _data(where, facts, [objection("method", key, says, cure)])
+        return Checked(data, unread=unread)
+    runtime = no_family = None
+    try:
+        runtime = _view_of_family(opened, vllm)
+    except RecipeError as error:
+        no_family = error
+    except CheckpointError as error:
+        return _unread(where, "config", error)._replace(source=opened)
+    objected = list[Objection]()
+    try:
+        # Regular expressions of a stranger's config may take for ever.
+        with time_limit():
+            if no_family is not None:
+                objected += objections_without_family(stored, no_family)
+                return Checked(_data(where, _facts(stored), objected), opened)
+            assert runtime is not None
+            for server in runtimes:
+                for rule in RULES_OF[server]:
+                    objected += rule(runtime)
+    except CheckpointError as error:
+        # vLLM would fail on the config, or hang: nothing is loaded.
+        return _unread(where, "config", error)
+    if source is not None:
+        release = RuntimeView.of(source, vllm)
+        objected += rules_mtp.mtp_is_that_of_the_source(runtime, release)
+    return Checked(_data(where, _facts(runtime), objected), opened, runtime)
+
+
+def _view_of_family(opened: Source, vllm: str) -> RuntimeView:
+    """The view that vLLM has of it.
+
+    Raises:
+        RecipeError: no family has its model_type.
+        CheckpointError: config.json does not count its layers.
+    """
     try:
         runtime = RuntimeView.of(opened, vllm)
         if min(runtime.view.num_layers, runtime.promised) < 0:
             raise ValueError("a number below 0")
-    except RecipeError as error:
-        runtime = error
-    except CheckpointError as error:
-        return Checked(_refused(where, "config", error), opened)
+    except KeepMTPError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        rule = "must count its layers"
-        cure = "Take the original's config.json"
-        refusal = CheckpointError(f"{where}/config.json", rule, got=repr(error), cure=cure)
-        return Checked(_refused(where, "config", refusal), opened)
-    try:
-        with time_limit():
-            if isinstance(runtime, RecipeError):
-                found = objections_without_family(stored, runtime)
-                return Checked(_data(where, _facts(stored), found), opened)
-            found = list[Objection]()
-            for server in runtimes:
-                for rule in RULES_OF[server]:
-                    found += rule(runtime)
-    except CheckpointError as error:
-        return Checked(_refused(where, "config", error))
-    if source is not None:
-        found += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
-    return Checked(_data(where, _facts(runtime), found), opened, runtime)
+        raise CheckpointError(
+            f"{opened.where}/config.json",
+            "must count its layers",
+            got=repr(error),
+            cure="Take the original's config.json",
+        ) from error
+    return runtime
 
 
 def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[Objection]:
     """What the rules that need no family object to, and first why there is none, and what was
     judged.
 
-    Most such models have no MTP block and never had one. That is no fault of the checkpoint, so it
-    is a warning; a block that nobody drafts with, or that keepmtp cannot judge, is an error as
-    ever.
-
     Raises:
         CheckpointError: the quantization config has a key of another type than vLLM reads.
     """
-    found = [objection for rule in WITHOUT_FAMILY for objection in rule(view)]
+    objected = list[Objection]()
+    for rule in WITHOUT_FAMILY:
+        objected += rule(view)
     config = view.source.config
     severity = "error"
     says = f"{refusal.rule}; got {refusal.got}"
     cure = refusal.way_out
     if not (is_drafted(config, view.vllm) or promises_mtp(config) or view.mtp_names):
+        # Most such models never had an MTP block, which is no fault of the checkpoint.
         severity = "warning"
         says = (
             f"{config.get('model_type', '')!r} is no family of keepmtp, config.json counts no MTP "
@@ -219,28 +234,32 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
             "Serve it without method=mtp. A drafter with a checkpoint of its own, such as "
             "EAGLE-3, is another method"
         )
-    packed = sum(weight.form != "plain" for weight in view.weights.values())
-    judged = 0
+    num_packed = 0
+    for weight in view.weights.values():
+        if weight.form != "plain":
+            num_packed += 1
+    num_judged = 0
     for module in view.modules:
-        is_packed = module.members[0].weight.form != "plain"
-        judged += is_packed and module.resolution.built.form != "unknown"
+        if not module.is_plain and module.resolution.built.form != "unknown":
+            num_judged += 1
     says += (
-        f". Judged: {judged:,} of {packed:,} packed weights against {view.dialect.name}, the "
-        "layers, scales without weights, the index. Not judged: vLLM's names of modules, plain "
+        f". Judged: {num_judged:,} of {num_packed:,} packed weights against {view.dialect.name}, "
+        "the layers, scales without weights, the index. Not judged: vLLM's names of modules, plain "
         "weights, and whether vLLM has this model"
     )
-    return [objection("family", str(refusal.where), says, cure, severity=severity), *found]
+    why_none = objection("family", str(refusal.where), says, cure, severity=severity)
+    return [why_none, *objected]
 
 
-def _data(path: str, facts: CheckpointFacts, found: list[Objection]) -> CheckData:
-    return CheckData(path=path, facts=facts, findings=errors_first(grouped(found)))
+def _data(path: str, facts: CheckpointFacts, objected: list[Objection]) -> CheckData:
+    return CheckData(path=path, facts=facts, findings=errors_first(grouped(objected)))
 
 
-def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
-    """A checkpoint that cannot be read has one finding: the refusal."""
-    says = f"{refusal.rule}; got {shortened(str(refusal.got))}"
-    where = shortened(str(refusal.where))
-    return _data(path, CheckpointFacts(), [objection(rule, where, says, refusal.way_out)])
+def _unread(path: str, rule: str, error: CheckpointError) -> Checked:
+    """A checkpoint that cannot be read has one finding: why not."""
+    says = f"{error.rule}; got {shortened(str(error.got))}"
+    finding = objection(rule, shortened(str(error.where)), says, error.way_out)
+    return Checked(_data(path, CheckpointFacts(), [finding]), unread=error)
 
 
 def _facts(view: StoredView) -> CheckpointFacts:
@@ -250,7 +269,10 @@ def _facts(view: StoredView) -> CheckpointFacts:
     forms = set[str]()
     for weight in view.weights.values():
         if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
-            forms.add(weight.weight.dtype if weight.form == "plain" else weight.form)
+            form = weight.form
+            if form == "plain":
+                form = weight.weight.dtype
+            forms.add(form)
     family = ""
     num_layers = num_unjudged = 0
     if isinstance(view, RuntimeView):

@@ -15,6 +15,8 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -36,9 +38,9 @@ Level = Literal["scalars", "scales", "unpacked", "all"]
 block; every byte but those of the backbone's packed weights; every byte."""
 
 
-_NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
-# What GPTQ, AWQ and AutoRound call theirs.
-_SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES, "scales")
+_NOT_SCALES = {"weight_shape", "weight_zero_point", "weight_g_idx"}
+# The last is what GPTQ, AWQ and AutoRound call theirs.
+_SCALES = ({*SCALE_LEAVES} - _NOT_SCALES) | {*KV_SCALE_LEAVES, "scales"}
 _PIECE_BYTES = 32 * 2**20
 _GAP_OF_A_DISK = 256 * 2**10
 # Bytes looked at at a time: what fits a core's cache.
@@ -121,12 +123,11 @@ class Stretch(NamedTuple):
 
 def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
     """The tensors that a level reads, in the order of the files."""
-    entries = [
-        entry
-        for entry in runtime.source.entries.values()
-        if entry.num_bytes and _wants(runtime, entry, level)
-    ]
-    return sorted(entries, key=lambda entry: (entry.file, entry.start))
+    entries = list[Entry]()
+    for entry in runtime.source.entries.values():
+        if entry.num_bytes and _wants(runtime, entry, level):
+            entries.append(entry)
+    return sorted(entries, key=attrgetter("file", "start"))
 
 
 def summaries(
@@ -144,18 +145,21 @@ def summaries(
         CheckpointError: a file ends early, or the Hub does not send it.
     """
     source = runtime.source
-    found = dict[HFName, Summary]()
+    summaries_of = dict[HFName, Summary]()
     stop = threading.Event()
-    with ThreadPoolExecutor(max_workers=AT_A_TIME if is_remote(source) else os.cpu_count()) as pool:
+    at_a_time = os.cpu_count()
+    if is_remote(source):
+        at_a_time = AT_A_TIME
+    with ThreadPoolExecutor(max_workers=at_a_time) as pool:
         stretches = joined(source, entries)
         try:
-            all_read = pool.map(lambda stretch: _read(source, stretch, stop), stretches)
+            all_read = pool.map(partial(_read, source, stop), stretches)
             for stretch, read in zip(stretches, all_read, strict=True):
-                found |= read
+                summaries_of |= read
                 progress(stretch.num_bytes)
         finally:  # an error or Ctrl-C does not wait for the rest of a large tensor
             stop.set()
-    return found
+    return summaries_of
 
 
 def is_remote(source: Source) -> bool:
@@ -165,35 +169,41 @@ def is_remote(source: Source) -> bool:
 
 def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
     """Neighbours in one read, up to 32 MiB; a request costs what a disk's seek costs many times."""
-    gap = GAP_BYTES if is_remote(source) else _GAP_OF_A_DISK
-    found = list[Stretch]()
+    gap = _GAP_OF_A_DISK
+    if is_remote(source):
+        gap = GAP_BYTES
+    stretches = list[Stretch]()
     for entry in entries:
-        first, last = (found[-1].entries[0], found[-1].entries[-1]) if found else (entry, entry)
-        is_near = entry.file == last.file and entry.start - last.start - last.num_bytes <= gap
-        if found and is_near and entry.start + entry.num_bytes - first.start <= _PIECE_BYTES:
-            found[-1].entries.append(entry)
+        if stretches and _is_near(stretches[-1], entry, gap):
+            stretches[-1].entries.append(entry)
         else:
-            found.append(Stretch([entry]))
-    return found
+            stretches.append(Stretch([entry]))
+    return stretches
 
 
-def _read(source: Source, stretch: Stretch, stop: threading.Event) -> dict[HFName, Summary]:
+def _is_near(stretch: Stretch, entry: Entry, gap: int) -> bool:
+    """Whether one read of both costs less than two."""
+    first = stretch.entries[0]
+    last = stretch.entries[-1]
+    if entry.file != last.file or entry.start - last.start - last.num_bytes > gap:
+        return False
+    return entry.start + entry.num_bytes - first.start <= _PIECE_BYTES
+
+
+def _read(source: Source, stop: threading.Event, stretch: Stretch) -> dict[HFName, Summary]:
     first, *others = stretch.entries
     if not others:
-        return {
-            first.name: summary(
-                _pieces(source, first, stop), first.dtype, is_scale=is_scale(first.name)
-            )
-        }
+        pieces = _pieces(source, first, stop)
+        return {first.name: summary(pieces, first.dtype, is_scale=is_scale(first.name))}
     raw = read_bytes(source, first, length=stretch.num_bytes)
-    found = {}
+    summaries_of = dict[HFName, Summary]()
     for entry in stretch.entries:
         start = entry.start - first.start
         own = raw[start : start + entry.num_bytes]
         if start % 8:
             own = own.clone()  # a view of wider elements starts at a multiple of their width
-        found[entry.name] = summary([own], entry.dtype, is_scale=is_scale(entry.name))
-    return found
+        summaries_of[entry.name] = summary([own], entry.dtype, is_scale=is_scale(entry.name))
+    return summaries_of
 
 
 def _pieces(source: Source, entry: Entry, stop: threading.Event) -> Iterator[Tensor]:
@@ -212,12 +222,21 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
         dtype: as safetensors names it.
         is_scale: a byte of U8 is an exponent.
     """
-    bits = _BITS["F8_E8M0"] if dtype == "U8" and is_scale else _BITS.get(dtype, _BYTES)
-    raw_ends = list[int]()
-    largest, count, num_bad, first_bad = -1, 0, 0, -1
-    for elements in (piece.view(bits.holder) for piece in pieces):
+    bits = _BITS.get(dtype, _BYTES)
+    if dtype == "U8" and is_scale:
+        bits = _BITS["F8_E8M0"]
+    lowest = list[int]()
+    highest = list[int]()
+    largest = -1
+    count = 0
+    num_bad = 0
+    first_bad = -1
+    for piece in pieces:
+        elements = piece.view(bits.holder)
         for chunk in elements.split(_CHUNK_BYTES // elements.element_size()):
-            raw_ends += [int(end) for end in torch.aminmax(chunk)]
+            low, high = torch.aminmax(chunk)
+            lowest.append(int(low))
+            highest.append(int(high))
             magnitude = chunk & bits.magnitude
             top = int(magnitude.max())
             if bits.not_finite and top >= bits.not_finite:
@@ -225,7 +244,11 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
                 if first_bad < 0:
                     first_bad = count + int(bad.nonzero()[0])
                 num_bad += int(bad.sum())
-                top = int(magnitude.masked_fill(bad, -1 if magnitude.dtype.is_signed else 0).max())
+                # Below every magnitude, so that the largest of the others is left.
+                below = 0
+                if magnitude.dtype.is_signed:
+                    below = -1
+                top = int(magnitude.masked_fill(bad, below).max())
             largest = max(largest, top)
             count += chunk.numel()
     value = math.nan
@@ -235,9 +258,9 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
         largest=value,
         num_not_finite=num_bad,
         first_not_finite=first_bad,
-        has_negative=bits.values is not None and min(raw_ends, default=0) < 0,
+        has_negative=bits.values is not None and min(lowest, default=0) < 0,
         is_zero=bits.has_zero and largest == 0 and not num_bad,
-        is_constant=count > 1 and min(raw_ends) == max(raw_ends),
+        is_constant=count > 1 and min(lowest) == max(highest),
     )
 
 
@@ -253,9 +276,11 @@ def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
         return level != "scalars" or math.prod(entry.shape) == 1
     if level == "scalars":
         return False
-    place = runtime.view.place(entry.name)
-    is_mtp = place is not None and place.part == "mtp"
+    is_mtp = runtime.view.is_mtp(entry.name)
     if level == "unpacked":
         return is_mtp or entry.dtype in FLOATS
+    if len(entry.shape) <= 1:
+        return True
+    place = runtime.view.place(entry.name)
     is_large = place is not None and place.role in ("experts", "embedding", "head")
-    return len(entry.shape) <= 1 or (is_mtp and not is_large)
+    return is_mtp and not is_large

@@ -37,38 +37,47 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
     second = read_dialect(named, other, vllm=runtime.vllm)
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         return
+    cure = "Make both say what is on disk"
     if first.algorithm != second.algorithm:
-        read = HF_QUANT_CONFIG if reads_other_file(given) else "config.json"
+        read = "config.json"
+        if reads_other_file(given):
+            read = HF_QUANT_CONFIG
         says = (
             f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, "
             "other engines may read the other"
         )
         where = f"{HF_QUANT_CONFIG}: quantization.quant_algo"
-        yield objection("two-configs", where, says, "Make both say what is on disk")
-    elif not reads_other_file(given) and (names := _plain_in_one(runtime, other)):
+        yield objection("two-configs", where, says, cure)
+        return
+    if reads_other_file(given):
+        return
+    names = _plain_in_one(runtime, other)
+    if names:
         says = f"excepts other modules than config.json: {names[0]} is plain by one of them alone"
         if len(names) > 1:
             says += f", and so are {len(names) - 1:,} more"
         says += ". vLLM and SGLang read config.json, TensorRT-LLM reads this file"
         where = f"{HF_QUANT_CONFIG}: quantization.exclude_modules"
-        cure = "Make both say what is on disk"
         yield objection("two-configs", where, says, cure, severity="warning")
 
 
 def _plain_in_one(runtime: RuntimeView, other: Raw) -> list[VLLMName]:
     """The modules that one of the two files leaves plain, and the other does not."""
-    found = list[VLLMName]()
+    names = list[VLLMName]()
     readers: dict[Part, Dialect] = {"backbone": runtime.dialect, "mtp": runtime.draft_dialect}
-    for part, ours in readers.items():
+    for part, of_config in readers.items():
         rename = renamer(runtime.source.config, part, runtime.vllm)
-        theirs = read_modelopt({"quant_method": "modelopt", **other}, {}, rename, runtime.vllm)
+        of_other = read_modelopt({"quant_method": "modelopt", **other}, {}, rename, runtime.vllm)
         for module in runtime.modules:
-            if module.part == part and module.loads_quantized:
-                asked = {"shards": module.shards, "kind": module.kind}
-                forms = {each.resolve(module.name, **asked).built.form for each in (ours, theirs)}
-                if len(forms) > 1 and "plain" in forms:
-                    found.append(module.name)
-    return found
+            if module.part != part or not module.loads_quantized:
+                continue
+            forms = set[str]()
+            for dialect in (of_config, of_other):
+                answer = dialect.resolve(module.name, shards=module.shards, kind=module.kind)
+                forms.add(answer.built.form)
+            if len(forms) > 1 and "plain" in forms:
+                names.append(module.name)
+    return names
 
 
 def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
@@ -83,13 +92,16 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
             faults[key] = says, f"Start {original} and only add quantization_config"
     types = text.get("layer_types")
     ratios = text.get("compress_ratios")
-    expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
+    expected = view.num_layers
+    counted = "not counted"
+    if view.family.layer_types_count_mtp:
+        expected += view.num_mtp_layers
+        counted = "counted"
     if isinstance(types, list) and len(types) != expected:
         says = (
             f"has {len(types)} entries for num_hidden_layers={view.num_layers}: loading the "
             "config fails"
         )
-        counted = "counted" if view.family.layer_types_count_mtp else "not counted"
         faults["layer_types"] = says, f"Take layer_types {original}: MTP layers are {counted}"
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
         says = (
@@ -109,8 +121,10 @@ def modelopt_is_complete(runtime: RuntimeView) -> Objections:
     given = runtime.given
     other = runtime.hf_quant_config or {}
     in_config = given.file == "config.json"
-    where = f"{given.file}: quantization{'_config' if in_config else ''}"
     nested = f"{given.file}: quantization"
+    where = nested
+    if in_config:
+        where = "config.json: quantization_config"
     faults = dict[str, tuple[str, str]]()
     if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
         says = (
@@ -124,42 +138,39 @@ def modelopt_is_complete(runtime: RuntimeView) -> Objections:
         if in_config:
             effect = "raises ValueError 'Unsupported quantization config found for modelopt_mixed'"
         says = f"is not modelopt: vLLM {effect}"
-        faults[f"{HF_QUANT_CONFIG}: producer.name"] = (
-            says,
-            "Set it to modelopt, if the file is in modelopt's form",
-        )
+        cure = "Set it to modelopt, if the file is in modelopt's form"
+        faults[f"{HF_QUANT_CONFIG}: producer.name"] = says, cure
     if isinstance(dialect, ModelOpt) and given.nested is not None:
         # vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py,
         # _normalize_quantization_config.
-        is_named = _is_by_modelopt(given.raw) or "modelopt_quant_config" in given.nested
-        if is_named and dialect.algorithm not in _NESTED:
-            faults[f"{nested}.quant_algo"] = (
+        is_converted = "modelopt_quant_config" in given.nested
+        if dialect.algorithm not in _NESTED and (is_converted or _is_by_modelopt(given.raw)):
+            says = (
                 f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says "
-                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'",
-                "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
-                "and the rest at its top level",
+                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'"
             )
-        for key in (
-            ("group_size", "kv_cache_quant_algo", "exclude_modules")
-            if "NVFP4" in dialect.algorithm
-            else ()
-        ):
-            if key not in given.nested:
-                says = (
-                    "is missing: vLLM raises ValueError 'NVFP4 quantization requires the "
-                    "following fields in "
-                )
-                faults[f"{nested}.{key}"] = (
-                    f"{says}hf_quant_config.json'",
-                    "Export again with modelopt, or add it",
-                )
+            cure = (
+                "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
+                "and the rest at its top level"
+            )
+            faults[f"{nested}.quant_algo"] = says, cure
+        says = (
+            "is missing: vLLM raises ValueError 'NVFP4 quantization requires the following fields "
+            "in hf_quant_config.json'"
+        )
+        cure = "Export again with modelopt, or add it"
+        for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
+            if "NVFP4" in dialect.algorithm and key not in given.nested:
+                faults[f"{nested}.{key}"] = says, cure
     for place, (says, cure) in faults.items():
         yield objection("algorithm", place, says, cure)
 
 
 def _is_by_modelopt(raw: Raw) -> bool:
     producer = raw.get("producer")
-    return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    if not isinstance(producer, Mapping):
+        return False
+    return producer.get("name") == "modelopt"
 
 
 def extras_are_present(runtime: RuntimeView) -> Objections:
@@ -180,19 +191,19 @@ def extras_are_present(runtime: RuntimeView) -> Objections:
 def own_code_is_known(view: StoredView) -> Objections:
     """Python that the checkpoint brings, or takes from another repository: it would run as whoever
     serves it.
-
-    `auto_map` names a class of another repository as ORG/NAME--FILE.CLASS. An `auto_map` alone says
-    nothing: a quantized release may keep the key without the files.
     """
     code = [name for name in view.source.code if "/" not in name]
     auto_map = view.source.config.get("auto_map")
-    for value in auto_map.values() if isinstance(auto_map, Mapping) else ():
-        names = value if isinstance(value, list) else [value]
-        code += [
-            f"config.json: auto_map {name}"
-            for name in names
-            if isinstance(name, str) and "--" in name
-        ]
+    if not isinstance(auto_map, Mapping):
+        auto_map = {}
+    for names in auto_map.values():
+        if not isinstance(names, list):
+            names = [names]
+        for name in names:
+            # A class of another repository is ORG/NAME--FILE.CLASS. One of this repository says
+            # nothing: a quantized release may keep the key without the files.
+            if isinstance(name, str) and "--" in name:
+                code.append(f"config.json: auto_map {name}")
     if code:
         yield objection(
             "own-code",

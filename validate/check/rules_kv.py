@@ -3,9 +3,7 @@
 In: a `RuntimeView`. Out: objections. Sources: F32 (vllm #27227), vllm #44879, #45038.
 
 Easy to get wrong: an entry for the KV cache holds for the draft as well, because vLLM hands the
-target's config to it. compressed-tensors' entry reaches the class `Attention` alone: latent
-attention (MLA) never asks, and keeps a cache in BF16. modelopt's entry sets the whole engine's
-cache. All of it was seen in dry loads of every family.
+target's config to it. All of it was seen in dry loads of every family.
 
 Source: vLLM 0.32.0 layers/attention/attention.py, layers/quantization/{kv_cache,modelopt}.py,
 compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils/torch_utils.py.
@@ -46,7 +44,9 @@ def attention_of_scale(name: str) -> HFName:
 
 def draft_takes(loader: Loader, name: str) -> bool:
     """Whether a draft's loader takes a scale in the MTP layer by this name, or leaves it alone."""
-    return loader.takes_kv_scales or (loader.draft_kv_names == "own" and ".attn." in name)
+    if loader.draft_kv_names == "own" and ".attn." in name:
+        return True  # vLLM's own names need no loader that knows others
+    return loader.takes_kv_scales
 
 
 def kv_entry_is_known(runtime: RuntimeView) -> Objections:
@@ -64,10 +64,10 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
             "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and "
             "the cache is BF16"
         )
-        got = scheme if isinstance(scheme, Mapping) else {}
-        is_taken = _is_fp8(scheme) and got.get("strategy") in ("tensor", "attn_head")
-        if runtime.view.family.model_type == "qwen4_exp":
-            says = "vLLM raises NotImplementedError: Qwen4Exp QSA does not support KV quantization"
+        if runtime.loader.refuses_kv_scheme:
+            says = f"vLLM raises {runtime.loader.refuses_kv_scheme}"
+        # compressed-tensors' entry reaches the class `Attention` alone, modelopt's the whole
+        # engine's cache.
         elif runtime.view.text_config.get("kv_lora_rank"):
             severity = "warning"
             cure = "Serve with --kv-cache-dtype fp8 if you want it, or remove it"
@@ -75,7 +75,7 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
                 "has no effect: latent attention never asks for it, and vLLM keeps that cache "
                 "in BF16"
             )
-        elif not is_taken or not got.get("symmetric"):
+        elif not _is_taken(scheme):
             says = (
                 f"is {shortened(repr(scheme))}: vLLM raises NotImplementedError, ValueError or "
                 "AttributeError"
@@ -100,8 +100,16 @@ def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
 
 
 def _is_fp8(scheme: Any) -> bool:
-    wanted = {"type": "float", "num_bits": 8}
-    return isinstance(scheme, Mapping) and all(scheme.get(key) == wanted[key] for key in wanted)
+    if not isinstance(scheme, Mapping):
+        return False
+    return scheme.get("type") == "float" and scheme.get("num_bits") == 8
+
+
+def _is_taken(scheme: Any) -> bool:
+    """Whether compressed-tensors' class of the KV cache reads this scheme."""
+    if not _is_fp8(scheme) or not scheme.get("symmetric"):
+        return False
+    return scheme.get("strategy") in ("tensor", "attn_head")
 
 
 def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
@@ -139,9 +147,12 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
     has any.
     """
     scheme, algorithm = _kv_entry(runtime)
-    is_fp8 = _is_fp8(scheme) or str(algorithm).upper() == "FP8"
-    if not is_fp8 or no_place(runtime.view):
+    is_fp8_by_modelopt = str(algorithm).upper() == "FP8"
+    if not is_fp8_by_modelopt and not _is_fp8(scheme):
         return
+    if no_place(runtime.view):
+        return
+    # An attention module with a cache of keys has the matrix that makes them.
     attentions = dict[HFName, Part]()
     for name, place in runtime.placed.items():
         if place.role == "attention" and name.endswith(".k_proj"):
@@ -163,14 +174,24 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
             yield objection("kv-scales", entry.name, says, cure, cure)
     is_modelopt = isinstance(runtime.dialect, ModelOpt)
     cure = "Calibrate the cache again: each layer has two scales"
-    convention = "modelopt" if is_modelopt else "compressed-tensors"
-    with_some = {part for module, part in attentions.items() if module in stored}
-    for module, part in attentions.items() if with_some else ():
-        says = "is not there, and other layers have theirs: vLLM takes 1 for it, in silence"
+    convention = "compressed-tensors"
+    if is_modelopt:
+        convention = "modelopt"
+    with_some = set[Part]()
+    for module, part in attentions.items():
+        if module in stored:
+            with_some.add(part)
+    if not with_some:
+        return  # vLLM then computes with 1 everywhere, as a release without scales means it
+    for module, part in attentions.items():
+        taken = "1"
         if is_modelopt and stored[module]:
-            says = says.replace(" 1 ", " the other scale of this layer ")
-        # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
-        severity = "error" if part in with_some else "warning"
+            taken = "the other scale of this layer"
+        says = f"is not there, and other layers have theirs: vLLM takes {taken} for it, in silence"
+        severity = "error"
+        if part not in with_some:
+            # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
+            severity = "warning"
         for name in scale_names(runtime.view, part, module):
             if name.rpartition(".")[2] not in stored[module]:
                 where = cache_scale_in(convention, name)

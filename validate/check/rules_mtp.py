@@ -11,7 +11,7 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
@@ -51,18 +51,21 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
     effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
     if runtime.loader.refuses_missing_mtp:
         effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
+    # Layers that are there, and that other rules object to.
     elsewhere = view.mtp_layers_of(runtime.source.unindexed)
-    if any(_is_nested(runtime, name) for name in runtime.source.entries):
-        elsewhere.add(0)
+    for name in runtime.source.entries:
+        if _is_nested(runtime, name):
+            elsewhere.add(0)
+            break
     for index in sorted(set(range(promised)) - runtime.found - elsewhere):
         place = f"{view.mtp_stem(index)}*"
         cure = way_back
-        if (at := runtime.block_at) is not None:
+        at = runtime.block_at
+        if at is not None:
             place = f"{view.disk_stem('backbone', at)}*"
-            depth = view.family.num_layers_key
             cure = (
-                f"Set {depth} to {at}: layer {at} has the modules of an MTP layer, and is "
-                "counted as a decoder layer"
+                f"Set {view.family.num_layers_key} to {at}: layer {at} has the modules of an MTP "
+                "layer, and is counted as a decoder layer"
             )
         elif view.is_number_wrong(runtime.found) and min(runtime.found):
             cure = f"Rename {view.mtp_stem(min(runtime.found) + index)}* to {place}"
@@ -73,9 +76,9 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
             f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: {effect}"
         )
         yield objection("mtp-missing", place, says, cure)
-    extra = sorted(index for index in runtime.found if index >= promised)
+    extra = [index for index in runtime.found if index >= promised]
     if extra:
-        first = f"{view.mtp_stem(extra[0])}*"
+        first = f"{view.mtp_stem(min(extra))}*"
         cure = f"Correct {key}, or num_hidden_layers, to what the files hold"
         if promised == 0:
             count = "missing"
@@ -98,9 +101,9 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
 
 
 def _way_to_a_block(runtime: RuntimeView) -> str:
-    """What brings a block back. A release cannot give what it has not."""
-    has_some = any(place.part == "mtp" for place in runtime.placed.values())
-    if isinstance(runtime.dialect, Unquantized) and not has_some:
+    """What brings a block back."""
+    # A release cannot give what it has not.
+    if isinstance(runtime.dialect, Unquantized) and not runtime.mtp_names:
         return (
             "If this is the original release, it has none, and `keepmtp quantize` needs "
             "--mtp-source with the place of "
@@ -144,15 +147,19 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
 def layers_are_complete(runtime: RuntimeView) -> Objections:
     """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7,
     E8; M1, M2, M8.
-
-    Decoder layers of one family differ. So a decoder layer lacks something only if another one has
-    all that it has, and more; an MTP layer is compared with the decoder layer most like it.
     """
     view = runtime.view
     halves = _halves(runtime)
-    backbone = {index for _, part, index in halves if part == "backbone"}
-    depth = 1 + max(backbone, default=-1)
-    for index in sorted({*range(view.num_layers)} - backbone):
+    held = set[int]()
+    models: dict[str, set[frozenset[str]]] = {"mixer": set(), "ffn": set()}
+    for half, layers in halves.items():
+        for (part, index), paths in layers.items():
+            if part == "backbone":
+                held.add(index)
+                if paths:
+                    models[half].add(frozenset(paths))
+    depth = 1 + max(held, default=-1)
+    for index in sorted({*range(view.num_layers)} - held):
         cure = "Download or quantize the checkpoint again"
         if index >= depth:
             cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
@@ -161,29 +168,43 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             "tensor of it"
         )
         yield objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
-    models: dict[str, set[frozenset[str]]] = defaultdict(set)
-    for (half, part, _), paths in halves.items():
-        if part == "backbone" and paths:
-            models[half].add(frozenset(paths))
-    for (half, part, index), paths in sorted(halves.items(), key=lambda item: item[0][0] == "ffn"):
-        rule = "layer-incomplete"
-        cure = _AGAIN
-        lacks = ()
-        gaps = [model - paths for model in models[half] if part == "mtp" or paths < model]
-        if part == "mtp":
-            rule = "mtp-incomplete"
-            cure = _way_to_a_block(runtime)
-            lacks = view.family.mtp_lacks
-        for path in sorted(min(gaps, key=len, default=frozenset()).difference(lacks)):
-            leaf = ".weight*"
-            if path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
-                leaf = ""
-            where = view.disk_stem(part, index) + path.replace("{e}", "0") + leaf
-            says = (
-                "is missing, though the decoder layers of this checkpoint have it: quantized, vLLM "
-                "leaves the parameter uninitialised in silence"
-            )
-            yield objection(rule, where, says, cure, f"{part} {index} {half}")
+    for half, layers in halves.items():
+        for (part, index), paths in layers.items():
+            yield from _lacking(runtime, part, index, half, _gap(part, paths, models[half]))
+
+
+def _gap(part: Part, paths: Set[str], models: Set[frozenset[str]]) -> Set[str]:
+    """What half of a layer lacks, if it is compared with the decoder layer most like it."""
+    gaps = list[Set[str]]()
+    for model in models:
+        # Decoder layers of one family differ: one lacks something only if another one has all that
+        # it has, and more.
+        if part == "mtp" or paths < model:
+            gaps.append(model - paths)
+    return min(gaps, key=len, default=frozenset())
+
+
+def _lacking(
+    runtime: RuntimeView, part: Part, index: int, half: str, paths: Set[str]
+) -> Objections:
+    """A layer's modules, by path, that no file has."""
+    view = runtime.view
+    rule = "layer-incomplete"
+    cure = _AGAIN
+    if part == "mtp":
+        rule = "mtp-incomplete"
+        cure = _way_to_a_block(runtime)
+        paths -= {*view.family.mtp_lacks}
+    says = (
+        "is missing, though the decoder layers of this checkpoint have it: quantized, vLLM leaves "
+        "the parameter uninitialised in silence"
+    )
+    for path in sorted(paths):
+        leaf = ".weight*"
+        if path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
+            leaf = ""
+        where = view.disk_stem(part, index) + path.replace("{e}", "0") + leaf
+        yield objection(rule, where, says, cure, f"{part} {index} {half}")
 
 
 def counted_layers_are_there(view: StoredView) -> Objections:
@@ -199,30 +220,33 @@ def counted_layers_are_there(view: StoredView) -> Objections:
             yield objection("layer-missing", f"{stem}.{number}.*", says, cure, "layer")
 
 
-def _halves(runtime: RuntimeView) -> Mapping[tuple[str, Part, int], set[str]]:
+def _halves(runtime: RuntimeView) -> Mapping[str, Mapping[tuple[Part, int], set[str]]]:
     """The parts of each layer's mixer, and of its feed-forward part, in any stored form."""
     family = runtime.view.family
-    found = dict[tuple[str, Part, int], set[str]]()
-    only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
+    mixers: dict[tuple[Part, int], set[str]] = {}
+    ffns: dict[tuple[Part, int], set[str]] = {}
+    only_mtp = {row.path for row in family.mtp_block}
+    only_mtp -= {row.path for row in family.block}
     for place in runtime.placed.values():
         row = place.row
-        # Within one family some layers have a compressor or an indexer, and others have none.
-        is_rare = not row.in_every_layer or ".compressor." in row.path or ".indexer." in row.path
-        if place.layer is None or is_rare or (place.part == "mtp" and row.path in only_mtp):
+        if place.layer is None or (place.part == "mtp" and row.path in only_mtp):
             continue
-        for half in ("mixer", "ffn"):
-            found.setdefault((half, place.part, place.layer), set())
-        half = "mixer"
+        # Within one family some layers have a compressor or an indexer, and others have none.
+        if not row.in_every_layer or ".compressor." in row.path or ".indexer." in row.path:
+            continue
+        # A layer that has one half has the other, with nothing in it.
+        mixer = mixers.setdefault((place.part, place.layer), set())
+        ffn = ffns.setdefault((place.part, place.layer), set())
+        paths = mixer
         if place.role in _FFN_ROLES and not family.one_mixer:
-            half = "ffn"
-        paths = found[half, place.part, place.layer]
+            paths = ffn
         if row.stacked:
             paths.update(row.unstacked)
         elif place.leaf in ("", *WEIGHT_LEAVES):
             paths.add(row.path)
         elif place.leaf in OTHER_LEAVES:
             paths.add(f"{row.path}.{place.leaf}")
-    return found
+    return {"mixer": mixers, "ffn": ffns}
 
 
 def experts_are_complete(runtime: RuntimeView) -> Objections:
@@ -230,27 +254,35 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
     M1.
     """
     config = runtime.view.text_config
-    counts = (config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int))
-    expected = next(counts, 0)
+    expected = 0
+    for key in _NUM_EXPERTS_KEYS:
+        if isinstance(config.get(key), int):
+            expected = config[key]
+            break
+    if not expected:
+        return
+    lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
+    more = f"exists, but config.json counts {expected} experts: vLLM raises"
+    cure = f"{_AGAIN}: shards of some experts were lost"
+    counted = {*range(expected)}
     for module in runtime.modules:
-        have: dict[str, set[int]] = defaultdict(set)
-        for place, weight in module.members if expected and module.kind == "experts" else ():
+        if module.kind != "experts":
+            continue
+        held: dict[str, set[int]] = defaultdict(set)
+        for place, weight in module.members:
             if place.row.stacked:
                 # A stacked tensor without elements may say that it has a milliard experts: of those
                 # beyond, the first is enough.
-                have[place.row.path].update(range(min([*weight.shape[:1], expected + 1])))
+                num_experts = min([*weight.shape[:1], expected + 1])
+                held[place.row.path].update(range(num_experts))
             elif place.expert is not None:
-                have[place.row.path].add(place.expert)
-        for path, experts in have.items():
-            lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
-            more = f"exists, but config.json counts {expected} experts: vLLM raises"
-            first = {*range(expected)}
-            for wrong, says in ((first - experts, lost), (experts - first, more)):
+                held[place.row.path].add(place.expert)
+        stem = runtime.view.disk_stem(module.part, module.layer or 0)
+        for path, experts in held.items():
+            for wrong, says in ((counted - experts, lost), (experts - counted, more)):
                 if wrong:
-                    stem = runtime.view.disk_stem(module.part, module.layer or 0)
                     where = stem + path.replace("{e}", str(min(wrong)))
                     cause = f"{module.part} {module.layer} {says is more}"
-                    cure = f"{_AGAIN}: shards of some experts were lost"
                     yield objection("experts", where, says, cure, cause, times=len(wrong))
 
 
@@ -278,10 +310,12 @@ def names_are_known(runtime: RuntimeView) -> Objections:
     for key, weight in runtime.weights.items():
         place = runtime.placed.get(key)
         name = weight.weight.name
-        others = [leaf for leaf in weight.parts if known and leaf not in known]
+        # A place whose leaf is another belongs to a parameter that has no weight.
         if _is_nested(runtime, name) or place is None or place.leaf != "weight":
             yield _unknown(runtime, name, alike)
-        elif place.part == "mtp" and others:
+            continue
+        others = [leaf for leaf in weight.parts if leaf not in known]
+        if known and others and place.part == "mtp":
             says = (
                 "is not among the names that this draft's loader renames "
                 f"({', '.join(known)}): vLLM raises KeyError"
@@ -291,11 +325,11 @@ def names_are_known(runtime: RuntimeView) -> Objections:
     for entry in runtime.others:
         leaf = runtime.leaf_of(entry.name)
         place = runtime.placed.get(entry.name)
-        # What another rule judges, and what vLLM computes itself.
-        is_known = is_kv_scale(leaf) or _is_of_a_weight(leaf) or _RECOMPUTED.search(entry.name)
-        if place is not None:
-            is_known = is_known or place.role == "vision" or leaf in OTHER_LEAVES
-        if _is_nested(runtime, entry.name) or not is_known:
+        is_known = place is not None and (place.role == "vision" or leaf in OTHER_LEAVES)
+        # Another rule judges those.
+        is_judged = is_kv_scale(leaf) or _is_of_a_weight(leaf)
+        is_computed = _RECOMPUTED.search(entry.name) is not None
+        if _is_nested(runtime, entry.name) or not (is_known or is_judged or is_computed):
             yield _unknown(runtime, entry.name, alike)
 
 
@@ -305,7 +339,7 @@ def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
 
 
 def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) -> Objection:
-    """Names that differ in numbers alone share an objection: they may be hundreds of thousands."""
+    """A tensor without a place, once for all names that differ in numbers alone."""
     if _is_nested(runtime, name):
         says = (
             "carries the vision-language model's prefix, which the draft's loader does not strip: "
@@ -320,10 +354,12 @@ def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) ->
     at = runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
     if runtime.is_mtp_name(name):
-        severity, cause = "error", f"MTP {cause}"
+        severity = "error"
+        cause = f"MTP {cause}"
         effect = "the draft's loader raises KeyError or ValueError on names it does not know"
     elif at is not None and name.startswith(runtime.view.disk_stem("backbone", at)):
         cause = "counted as a decoder layer"
+    # They may be hundreds of thousands, each with the same sentence.
     if cause not in alike:
         cure = "Rename it to the original release's name, or remove it"
         says = f"has no place in this family: {effect}"
@@ -334,10 +370,8 @@ def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) ->
 def aliases_are_present(runtime: RuntimeView) -> Objections:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456,
     #43459); M14.
-
-    The original releases have no such copies either, and vLLM serves them: the rule says nothing
-    there.
     """
+    # The original releases have no such copies either, and vLLM serves them.
     if isinstance(runtime.dialect, Fp8 | Unquantized):
         return
     for index in sorted(runtime.found):
@@ -350,21 +384,20 @@ def aliases_are_present(runtime: RuntimeView) -> Objections:
 
 
 def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Objections:
-    """MTP tensors against the release's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8.
-
-    A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
-    logical shape, and a float32 tensor never its dtype. The writer's own test compares the bytes.
-    """
+    """MTP tensors and the release's: none lost, shapes and dtypes kept: R13; F24, C3; E4, E8."""
+    # A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
+    # logical shape, and a float32 tensor never its dtype.
     own = _every_weight(runtime)
     for name, theirs in _every_weight(source).items():
         place = source.placed.get(name)
         if place is None or place.part != "mtp" or place.row.stacked:
             continue
         # The checkpoint may have q, k and v apart where the source has them in one matrix.
-        stem = place.module.removesuffix(place.row.path)
-        interleaved = place.row.interleaved
-        if interleaved and all(HFName(stem + path) in runtime.weights for path in interleaved.into):
-            continue
+        if place.row.interleaved:
+            stem = place.module.removesuffix(place.row.path)
+            apart = {HFName(stem + path) for path in place.row.interleaved.into}
+            if apart <= runtime.weights.keys():
+                continue
         if name in own:
             yield from _changed(own[name], theirs)
         else:
@@ -375,25 +408,19 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
 
 def _every_weight(runtime: RuntimeView) -> dict[HFName, StoredWeight]:
     """The weights by module, and each other tensor described as one."""
-    found = {}
+    every = dict[HFName, StoredWeight]()
     for entry in runtime.others:
-        found[entry.name] = StoredWeight(
+        every[entry.name] = StoredWeight(
             module=entry.name, form="plain", parts={"": entry}, shape=entry.shape
         )
-    return found | dict(runtime.weights)
+    return {**every, **runtime.weights}
 
 
 def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
-    """Another logical shape, or another dtype of a plain tensor.
-
-    The shape of packed integers takes bits and group from the config.
-    """
+    """Another logical shape, or another dtype of a plain tensor."""
     name = ours.weight.name
     dtypes = (ours.weight.dtype, theirs.weight.dtype)
-    are_known = True
-    for each in (ours, theirs):
-        are_known &= each.form != "unknown" and (each.form != "int_packed" or bool(each.scheme))
-    if are_known and ours.shape != theirs.shape:
+    if _is_shape_known(ours) and _is_shape_known(theirs) and ours.shape != theirs.shape:
         says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
         yield objection("source", name, says, "Quantize again", "shape")
     elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
@@ -403,6 +430,12 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
         says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
         cure = "Keep the source's dtype"
         yield objection("source", name, says, cure, " ".join(dtypes), severity="warning")
+
+
+def _is_shape_known(weight: StoredWeight) -> bool:
+    if weight.form == "int_packed":
+        return bool(weight.scheme)  # it takes bits and group from the config
+    return weight.form != "unknown"
 
 
 RULES = (

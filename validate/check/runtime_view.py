@@ -14,7 +14,7 @@ stacked in three dimensions, without `.weight` in their name.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import commonprefix
@@ -34,7 +34,7 @@ from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weigh
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
-from ...recipes.family_view import FamilyView, Place, unknown_place
+from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
 from ...recipes.runtimes.vllm import NEWEST
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -83,7 +83,14 @@ class Module(NamedTuple):
 
     @property
     def role(self) -> Role:
-        return "experts" if self.kind == "experts" else self.members[0].place.role
+        if self.kind == "experts":
+            return "experts"
+        return self.members[0].place.role
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether none of its weights is packed."""
+        return all(member.weight.form == "plain" for member in self.members)
 
     @property
     def layer(self) -> int | None:
@@ -105,7 +112,9 @@ class GivenConfig(NamedTuple):
 
     def get(self, key: str) -> Any:
         """A value, below `quantization` where there is such a thing."""
-        return (self.raw if self.nested is None else self.nested).get(key)
+        if self.nested is None:
+            return self.raw.get(key)
+        return self.nested.get(key)
 
 
 @dataclass(frozen=True)
@@ -146,8 +155,12 @@ class StoredView:
     @cached_property
     def text_config(self) -> Raw:
         """The part of config.json for the language model."""
-        inner = self.source.config.get("text_config") or self.source.config.get("llm_config")
-        return inner if isinstance(inner, Mapping) else self.source.config
+        config = self.source.config
+        inner = language_config(config)
+        # No family has looked at this config.json: it may hold anything under the key.
+        if not isinstance(inner, Mapping):
+            return config
+        return inner
 
     @property
     def weights(self) -> Mapping[HFName, StoredWeight]:
@@ -183,13 +196,17 @@ class StoredView:
     @cached_property
     def given(self) -> GivenConfig:
         """The quantization config, empty if there is none."""
-        raw = quantization_of(self.source.config)
         file = "config.json"
+        raw = quantization_of(self.source.config)
         if raw is None:
-            raw = self.hf_quant_config or {}
             file = HF_QUANT_CONFIG
+            raw = self.hf_quant_config
+        if raw is None:
+            raw = {}
         nested = raw.get("quantization")
-        return GivenConfig(file, raw, nested if isinstance(nested, Mapping) else None)
+        if not isinstance(nested, Mapping):
+            nested = None
+        return GivenConfig(file, raw, nested)
 
     @property
     def dtypes(self) -> Mapping[HFName, str]:
@@ -209,31 +226,40 @@ class StoredView:
         """The matrices that can be judged: those that are packed, and plain ones in a place where
         others are packed.
         """
-        packed = {_kind(weight) for weight in self.weights.values() if weight.form != "plain"}
-        found = list[Module]()
+        packed_kinds = set[str]()
+        for weight in self.weights.values():
+            if weight.form != "plain":
+                packed_kinds.add(_kind(weight))
+        modules = list[Module]()
+        # Regular expressions of a stranger's config are compared with each name.
         with time_limit():
             for weight in self.weights.values():
-                if _kind(weight) in packed:
-                    found += self._alone(weight)
-        return tuple(found)
+                if _kind(weight) in packed_kinds:
+                    modules += self._alone(weight)
+        return tuple(modules)
 
     @cached_property
-    def layers(self) -> Mapping[str, Mapping[int, frozenset[str]]]:
+    def layers(self) -> Mapping[str, Mapping[int, Set[str]]]:
         """For each stem that numbers follow: number -> what stands below it, experts as one."""
-        found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        layers: dict[str, dict[int, set[str]]] = {}
         for name in self.source.entries:
-            if match := _LAYER.match(name):
-                paths = found[match["stem"]][int(match["number"])]
-                paths.add(_NUMBER.sub("{}", match["rest"]))
-        return {
-            stem: {number: frozenset(paths) for number, paths in held.items()}
-            for stem, held in found.items()
-        }
+            match = _LAYER.match(name)
+            if match is None:
+                continue
+            held = layers.setdefault(match["stem"], {})
+            paths = held.setdefault(int(match["number"]), set())
+            # Experts differ in their number alone, and are one path.
+            paths.add(_NUMBER.sub("{}", match["rest"]))
+        return layers
 
     @property
-    def decoder_layers(self) -> tuple[str, Mapping[int, frozenset[str]]]:
+    def decoder_layers(self) -> tuple[str, Mapping[int, Set[str]]]:
         """The stem that the most numbers follow, and what stands below each."""
-        return max(self.layers.items(), key=lambda item: len(item[1]), default=("", {}))
+        longest = ("", {})
+        for stem, held in self.layers.items():
+            if len(held) > len(longest[1]):
+                longest = (stem, held)
+        return longest
 
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
@@ -242,9 +268,16 @@ class StoredView:
         """
         count = self.text_config.get("num_hidden_layers")
         stem, held = self.decoder_layers
-        later = tuple(f"{stem}.{at}." for at in held if isinstance(count, int) and at >= count)
-        names = (*self.source.entries, *self.source.unindexed)
-        return frozenset(name for name in names if _MTP.search(name) or name.startswith(later))
+        later = list[str]()
+        if isinstance(count, int):
+            # DeepSeek's way: the MTP layers continue the decoder layers.
+            later = [f"{stem}.{number}." for number in held if number >= count]
+        stems = tuple(later)
+        mtp_names = set[HFName]()
+        for name in (*self.source.entries, *self.source.unindexed):
+            if _MTP.search(name) or name.startswith(stems):
+                mtp_names.add(name)
+        return frozenset(mtp_names)
 
     def _alone(self, weight: StoredWeight) -> Iterator[Module]:
         """A weight as a module of its own; nothing where only a family knows what vLLM makes of it.
@@ -262,7 +295,9 @@ class StoredView:
         kind = "linear"
         if last == "lm_head":
             kind = "head"
-        if expert := _EXPERTS.match(weight.module):
+        expert = _EXPERTS.match(weight.module)
+        if expert:
+            # vLLM asks about all experts of a layer once, under the name of the first.
             name = VLLMName(expert["experts"])
             kind = "experts"
             shards = (VLLMName(f"{name}.0.{expert['last']}"),)
@@ -272,9 +307,12 @@ class StoredView:
                 names = tuple(VLLMName(f"{stem}.{part}") for part in parts)
                 whole = VLLMName(f"{stem}.{fused}")
                 together = self.dialect.resolve(whole, shards=names, kind=kind)
+                # Only a family knows which of the two vLLM asks about.
                 if (together.built, bool(together.error)) != (answer.built, bool(answer.error)):
                     return
         if answer == Resolution(PLAIN):
+            # A target that is a class (`Linear`) reaches by class; one that is a name reaches by
+            # vLLM's names.
             for entry in self.dialect.entries:
                 if entry.where == "targets" and not entry.written.isidentifier():
                     return
@@ -312,38 +350,51 @@ class RuntimeView(StoredView):
         """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not
         know it.
         """
-        return name.startswith(self._mtp_stems) or self.view.is_mtp(HFName(name))
+        if name.startswith(self._mtp_stems):
+            return True
+        return self.view.is_mtp(HFName(name))
 
     @cached_property
     def _mtp_stems(self) -> tuple[str, ...]:
-        return (*map(self.view.mtp_stem, range(max(1, self.promised))), "mtp.")
+        num_layers = max(1, self.promised)
+        stems = [self.view.mtp_stem(index) for index in range(num_layers)]
+        return (*stems, "mtp.")
 
     def leaf_of(self, name: HFName) -> str:
         """The last part of a tensor's name, after its module; "" for a parameter without one."""
         place = self.view.place(name)
-        return super().leaf_of(name) if place is None else place.leaf
+        if place is None:
+            return super().leaf_of(name)
+        return place.leaf
 
     def stem_of(self, module: Module) -> str:
         """The runtime prefix of the module's layer or tower, "" outside."""
         for _, runtime, _ in self.view.layout.opaque:
             if module.role == "vision" and module.name.startswith(runtime):
                 return runtime
-        return "" if module.layer is None else self.view.runtime_stem(module.part, module.layer)
+        if module.layer is None:
+            return ""
+        return self.view.runtime_stem(module.part, module.layer)
 
     def dialect_of(self, module: Module) -> Dialect:
         """The quantization config, as the class that has the module reads it."""
-        return self.draft_dialect if module.part == "mtp" else self.dialect
+        return self._dialect_in(module.part)
+
+    def _dialect_in(self, part: Part) -> Dialect:
+        if part == "mtp":
+            return self.draft_dialect
+        return self.dialect
 
     @cached_property
     def plain_draft_stem(self) -> str:
         """What the draft's names begin with where it is plain; "" where another module's do too."""
         asking = [module for module in self.modules if module.loads_quantized]
-        names = [module.name for module in asking if module.part == "mtp"]
-        shared = commonprefix(names)  # noqa: RUF071 - cut to whole parts below
+        drafts = [module.name for module in asking if module.part == "mtp"]
+        shared = commonprefix(drafts)  # noqa: RUF071 - cut to whole parts below
         stem = shared[: shared.rfind(".") + 1]
         for module in asking:
-            is_plain = all(member.weight.form == "plain" for member in module.members)
-            if module.name.startswith(stem) and (module.part != "mtp" or not is_plain):
+            is_plain_draft = module.part == "mtp" and module.is_plain
+            if module.name.startswith(stem) and not is_plain_draft:
                 return ""
         return stem
 
@@ -359,13 +410,18 @@ class RuntimeView(StoredView):
         """The place of each weight (by module) and of each other tensor (by name) that the family
         knows.
         """
-        names = {module: HFName(f"{module}.weight") for module in self.weights}
-        names |= {entry.name: entry.name for entry in self.others}
-        found = {}
+        names = dict[HFName, HFName]()
+        for module in self.weights:
+            # The family's table is asked about the tensor that a module has in every form.
+            names[module] = HFName(f"{module}.weight")
+        for entry in self.others:
+            names[entry.name] = entry.name
+        placed = dict[HFName, Place]()
         for key, name in names.items():
-            if (place := self.view.place(name)) is not None:
-                found[key] = place
-        return found
+            place = self.view.place(name)
+            if place is not None:
+                placed[key] = place
+        return placed
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -386,32 +442,39 @@ class RuntimeView(StoredView):
                 continue
             if self.view.is_judged(place):
                 members[place.runtime, place.part].append(Member(place, weight))
+        modules = list[Module]()
         with time_limit():
-            return tuple(self._module(*key, tuple(group)) for key, group in members.items())
+            for (runtime, part), group in members.items():
+                modules.append(self._module(runtime, part, tuple(group)))
+        return tuple(modules)
 
     @cached_property
     def num_unjudged(self) -> int:
         """Matrices of vision towers for which it is not known what vLLM builds."""
         count = 0
+        if self.dialect.name == "none":
+            return count  # then all of them are plain
         for module, place in self.placed.items():
             is_matrix = module in self.weights and len(self.weights[module].shape) == 2
             is_read = not module.startswith(self.view.layout.unread)
-            count += is_matrix and is_read and not self.view.is_judged(place)
-        return count if self.dialect.name != "none" else 0
+            if is_matrix and is_read and not self.view.is_judged(place):
+                count += 1
+        return count
 
     def resolve(
         self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part
     ) -> Resolution:
         """What vLLM builds for a module by the quantization config."""
-        if module == "mtp.fc" and isinstance(self.dialect, ModelOpt):
-            why = "vLLM builds mtp.fc without quantization under modelopt NVFP4"
-            if "NVFP4" in self.dialect.algorithm:
-                return Resolution(PLAIN, why)
-        dialect = self.draft_dialect if part == "mtp" else self.dialect
-        # vLLM's Qwen3_5MultiTokenPredictor looks at `dynamic` itself, for its layers alone.
-        looks_itself = self.view.family.model_type in ("qwen3_5", "qwen3_5_moe")
-        excepts_draft = isinstance(dialect, Gptq) and dialect.excepts_draft
-        if looks_itself and excepts_draft and module.startswith("mtp.layers."):
+        loader = self.loader
+        is_fp4 = isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm
+        if is_fp4 and module in loader.plain_in_fp4:
+            # A config may lack the exclusion, since its tool never quantizes the module.
+            why = f"vLLM builds {module} without quantization under modelopt NVFP4"
+            return Resolution(PLAIN, why)
+        dialect = self._dialect_in(part)
+        stem = loader.plain_where_excepted
+        if stem and module.startswith(stem) and isinstance(dialect, Gptq) and dialect.excepts_draft:
+            # The draft's class looks at `dynamic` itself, before the config is asked.
             why = "vLLM builds this draft's layers plain where dynamic excepts mtp"
             return Resolution(PLAIN, why)
         if kind == "embedding" and not isinstance(dialect, CompressedTensors | UnknownDialect):
@@ -426,19 +489,25 @@ class RuntimeView(StoredView):
     @cached_property
     def found(self) -> frozenset[int]:
         """MTP layers with at least one tensor in an indexed file."""
-        first = self.view.num_layers if self.view.layout.mtp is None else 0
-        layers = (place.layer for place in self.placed.values() if place.part == "mtp")
-        return frozenset(layer - first for layer in layers if layer is not None)
+        layers = set[int]()
+        for place in self.placed.values():
+            if place.part == "mtp" and place.layer is not None:
+                layers.add(place.layer - self.view.first_mtp_index)
+        return frozenset(layers)
 
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
         """The tensors of the MTP block."""
-        found = set[HFName]()
+        mtp_names = set[HFName]()
         for key, place in self.placed.items():
-            if place.part == "mtp":
-                weight = self.weights.get(key)
-                found.update(weight.names() if weight else (key,))
-        return frozenset(found)
+            if place.part != "mtp":
+                continue
+            weight = self.weights.get(key)
+            if weight is None:
+                mtp_names.add(key)
+            else:
+                mtp_names.update(weight.names())
+        return frozenset(mtp_names)
 
     @cached_property
     def block_at(self) -> int | None:
@@ -447,40 +516,55 @@ class RuntimeView(StoredView):
         """
         if self.view.layout.mtp is not None:
             return None
-        glue = {row.path for row in self.view.family.mtp_block if row.role in ("glue", "norm")}
-        held = self.layers.get(self.view.layout.layers.disk.partition(".{i}")[0], {})
-        having = set[int]()
-        for at, paths in held.items():
-            if not glue.isdisjoint(path.rpartition(".")[0] for path in paths):
-                having.add(at)
-        is_last = having and held.keys() == {*range(max(having) + 1)}
-        return min(having) if is_last and len(having) == self.promised else None
+        glue = set[str]()
+        for row in self.view.family.mtp_block:
+            if row.role in ("glue", "norm"):
+                glue.add(row.path)
+        stem = self.view.layout.layers.disk.partition(".{i}")[0]
+        held = self.layers.get(stem, {})
+        with_glue = set[int]()
+        for number, paths in held.items():
+            modules = {path.rpartition(".")[0] for path in paths}
+            if modules & glue:
+                with_glue.add(number)
+        if not with_glue or len(with_glue) != self.promised:
+            return None
+        # They say it only where they are the last of all layers, and no layer is lost.
+        if held.keys() != {*range(max(with_glue) + 1)}:
+            return None
+        return min(with_glue)
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place
         kind = KINDS.get(place.role, "linear")
         last = name.rpartition(".")[2]
-        shards = tuple(VLLMName(name.replace(last, each)) for each in self._fused.get(last, ()))
+        parts = self._fused.get(last, ())
+        shards = [VLLMName(name.replace(last, part_of_it)) for part_of_it in parts]
         if kind == "experts":
-            shards = tuple(VLLMName(f"{name}.0.{each}") for each in self._projections)
+            # vLLM asks about expert 0 for all of them.
+            shards = [VLLMName(f"{name}.0.{projection}") for projection in self._projections]
         family = self.view.family
         asks = place.row.loads_quantized
         asked = name
         if kind == "embedding":
             asks = part in family.embeddings
             asked = VLLMName(family.embeddings.get(part, "").format(name))
-        if place.role in family.loader.plain_alone:
-            asks &= all(member.weight.form == "plain" for member in members)
-        answer = Resolution(PLAIN)
-        if asks:
-            answer = self.resolve(asked, shards, kind, part)
-        return Module(name, kind, part, shards, members, asks, answer)
+        module = Module(name, kind, part, tuple(shards), members, asks, Resolution(PLAIN))
+        if place.role in family.loader.plain_alone and not module.is_plain:
+            module = module._replace(loads_quantized=False)
+        if module.loads_quantized:
+            answer = self.resolve(asked, module.shards, kind, part)
+            module = module._replace(resolution=answer)
+        return module
 
     @cached_property
     def _projections(self) -> tuple[str, ...]:
         """Last components of one routed expert's projections, in the order vLLM asks about them."""
-        rows = [row for row in self.view.family.block if row.role == "experts"]
-        return tuple(row.path.rpartition(".")[2] for row in rows if "{e}" in row.path)
+        projections = list[str]()
+        for row in self.view.family.block:
+            if row.role == "experts" and "{e}" in row.path:
+                projections.append(row.path.rpartition(".")[2])
+        return tuple(projections)
 
     @cached_property
     def _fused(self) -> Mapping[str, list[str]]:
@@ -493,6 +577,8 @@ class RuntimeView(StoredView):
             is_inside = holder.startswith(f"{row.runtime.rpartition('.')[0]}.")
             if row.runtime and not is_inside and row.role not in ("experts", "head", "embedding"):
                 parts[row.runtime].append(last)
-        return {
-            runtime.rpartition(".")[2]: lasts for runtime, lasts in parts.items() if len(lasts) > 1
-        }
+        fused = dict[str, list[str]]()
+        for runtime, lasts in parts.items():
+            if len(lasts) > 1:
+                fused[runtime.rpartition(".")[2]] = lasts
+        return fused

@@ -20,7 +20,7 @@ from dataclasses import replace
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
-from ...recipes.frozen import Json, Raw, Say
+from ...recipes.frozen import Raw, Say
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
@@ -29,7 +29,6 @@ from ..facts.dry_load import (
     GPU,
     DryLoad,
     LoadAccount,
-    by_version,
     by_whom,
     listed,
     places,
@@ -75,41 +74,50 @@ def check_on(
         VLLMError: vLLM's process cannot be started; of several versions, not one of them.
         CheckpointError: the separate draft cannot be read.
     """
-    rules = max((vllm.version for vllm in vllms), key=parsed)
+    # The static check has the rules of one version, the newest that loads.
+    rules = max([vllm.version for vllm in vllms], key=parsed)
     with ExitStack() as stack:
+        # vLLM's processes import while the headers are read.
         needed = len(vllms) * len(gpus) * _PROCESS_BYTES
-        fits = len(vllms) == 1 or needed < free_host_bytes()
-        loaders = {vllm: _started(stack, vllm, gpus) for vllm in vllms if fits}
-        separate = own = runtime_of_draft = None
+        loaders = dict[VLLM, list[DryLoader]]()
+        if len(vllms) == 1 or needed < free_host_bytes():
+            for vllm in vllms:
+                loaders[vllm] = _started(stack, vllm, gpus)
+        separate = None
+        draft_folder = None
+        runtime_of_draft = None
         if draft:
             separate = examine(draft, vllm=rules)
             if separate.refusal is not None:
                 raise separate.refusal.at("--draft")
-            own = stack.enter_context(headers_of(separate.readable()))
+            draft_folder = stack.enter_context(headers_of(separate.readable()))
             runtime_of_draft = separate.runtime
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes, vllm=rules)
-            source, runtime = checked.source, checked.runtime
-            if source is None or (own is None and has_dspark(source.config, source.entries)):
+            source = checked.source
+            if source is None:  # vLLM would fail on its files as well
                 yield checked
                 continue
-            if runtime is not None and not runtime.view.family.num_layers_key:
+            if not draft and has_dspark(source.config, source.entries):
+                yield checked
+                continue
+            if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
                 cure = f"Check the target: `keepmtp check TARGET --draft {shlex.quote(path)}`"
                 rule = "a draft is loaded beside its target"
                 yield checked._replace(refusal=RecipeError(path, rule, got="no target", cure=cure))
                 continue
-            # A model that never had an MTP block is loaded without a draft.
-            k, accounts = num_drafts, list[LoadAccount]()
-            for each in checked.data.findings:
-                if own is None and (each.rule, each.severity) == ("family", "warning"):
-                    k = 0
             with headers_of(source) as folder:
+                job = Job(folder=folder, num_drafts=num_drafts, draft=draft_folder)
+                # With method=mtp vLLM would refuse it, and nothing would be known of the target.
+                if not draft and _never_had_a_block(checked):
+                    job = replace(job, num_drafts=0)
                 cases = list[Case]()
                 for tp in tps:
-                    job = Job(folder=folder, tp=tp, num_drafts=k, draft=own)
-                    cases.append((job, checked, runtime_of_draft))
-                refused, unknown = list[VLLMError](), list[VLLMError]()
+                    cases.append((replace(job, tp=tp), checked, runtime_of_draft))
+                accounts = list[LoadAccount]()
+                refused = list[VLLMError]()
+                unknown = list[VLLMError]()
                 for vllm in vllms:
                     # Without room for all, a version ends before the next one starts.
                     with ExitStack() as brief:
@@ -117,43 +125,69 @@ def check_on(
                             for loader in loaders.get(vllm) or _started(brief, vllm, gpus):
                                 progress(f"{path}: dry load on {loader.gpu}, vLLM {vllm.version}")
                                 loads = load_with_cures(loader, cases)
-                                if error := _over_others(vllm, checked, loads, runtime_of_draft):
-                                    unknown.append(error)
-                                else:
+                                error = _over_others(vllm, checked, loads, runtime_of_draft)
+                                if error is None:
                                     accounts += loads
+                                else:
+                                    unknown.append(error)
                         except VLLMError as error:
                             refused.append(error)
                 if len(refused) == len(vllms):
                     raise refused[0]
-            accounts = [account.model_copy(update={"path": path}) for account in accounts]
+            named = list[LoadAccount]()
+            for account in accounts:
+                # The folder that vLLM read may be one of headers alone.
+                named.append(account.model_copy(update={"path": path}))
             checked = checked._replace(unjudged=(*refused, *unknown))
-            if separate is not None:  # then the target needs no family's table
-                kept = [each for each in checked.data.findings if each.rule != "family"]
-                update = {"findings": (*kept, *separate.data.findings)}
-                checked = checked._replace(data=checked.data.model_copy(update=update))
-            yield with_loads(checked, accounts, draft=runtime_of_draft)
+            if separate is not None:
+                checked = _with_those_of_draft(checked, separate)
+            yield with_loads(checked, named, draft=runtime_of_draft)
 
 
 def _started(stack: ExitStack, vllm: VLLM, gpus: Sequence[GPU]) -> list[DryLoader]:
     return [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
 
 
+def _never_had_a_block(checked: Checked) -> bool:
+    for finding in checked.data.findings:
+        if finding.rule == "family" and finding.severity == "warning":
+            return True
+    return False
+
+
+def _with_those_of_draft(checked: Checked, draft: Checked) -> Checked:
+    """With the findings of a draft's own checkpoint: then the target needs no family's table."""
+    findings = list[Finding]()
+    for finding in checked.data.findings:
+        if finding.rule != "family":
+            findings.append(finding)
+    return _with_findings(checked, (*findings, *draft.data.findings))
+
+
+def _with_findings(checked: Checked, findings: Sequence[Finding], **also: object) -> Checked:
+    update = {"findings": tuple(findings), **also}
+    return checked._replace(data=checked.data.model_copy(update=update))
+
+
 def load_with_cures(loader: DryLoader, cases: Sequence[Case]) -> list[LoadAccount]:
     """What this vLLM does as it is; where that ends in a defect of its own, it loads again with the
     cures of the family, and an account says so where they help.
     """
-    accounts, again = loader.load_all([job for job, *_ in cases]), dict[int, Job]()
+    accounts = loader.load_all([job for job, *_ in cases])
+    again = dict[int, Job]()
     for number, (job, checked, draft) in enumerate(cases):
-        runtime, account = draft or checked.runtime, accounts[number]
+        runtime = draft or checked.runtime
         if runtime is None:
             continue
-        family, dialect = runtime.view.family.model_type, runtime.draft_dialect.name
-        cures = cures_in_vllm(family, dialect, account.load.vllm)
+        family = runtime.view.family.model_type
+        version = accounts[number].load.vllm
+        cures = cures_in_vllm(family, runtime.draft_dialect.name, version)
         if not cures:  # findings of a large checkpoint take seconds; the caller makes them anyway
             continue
-        found = errors_of(with_loads(checked, [account], draft=draft).data.findings)
-        if DEFECT in {each.rule for each in found}:
-            again[number] = replace(job, cures=",".join(cures))
+        loaded = with_loads(checked, [accounts[number]], draft=draft)
+        for finding in errors_of(loaded.data.findings):
+            if finding.rule == DEFECT:
+                again[number] = replace(job, cures=",".join(cures))
     for number, account in zip(again, loader.load_all([*again.values()]), strict=True):
         _, checked, draft = cases[number]
         (judged,) = with_loads(checked, [account], draft=draft).accounts
@@ -168,15 +202,18 @@ def _over_others(
     """Why nobody knows what is wrong: this vLLM stops over packages that it is not made for, and
     neither the static check nor a known defect says why.
     """
-    if not (vllm.unmet and checked.data.ok):
+    if not vllm.unmet or not checked.data.ok:
         return None
-    found = with_loads(checked, loads, draft=draft).data.findings
-    errors = [each for each in errors_of(found) if each.rule not in (DEFECT, "family")]
-    if not errors:
-        return None
-    rule, got = f"requires {vllm.unmet}, to be judged", f"{errors[0].where}: {errors[0].says}"
-    cure = "Set VLLM_PYTHON to an environment made for it"
-    return VLLMError(f"vLLM {vllm.version}", rule, got=got, cure=cure)
+    # What stops there may be the fault of those packages as well as the checkpoint's.
+    for finding in errors_of(with_loads(checked, loads, draft=draft).data.findings):
+        if finding.rule not in (DEFECT, "family"):
+            return VLLMError(
+                f"vLLM {vllm.version}",
+                f"requires {vllm.unmet}, to be judged",
+                got=f"{finding.where}: {finding.says}",
+                cure="Set VLLM_PYTHON to an environment made for it",
+            )
+    return None
 
 
 def with_loads(
@@ -186,20 +223,20 @@ def with_loads(
     draft: RuntimeView | None = None,
 ) -> Checked:
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
-    static, judged = checked.data.findings, list[LoadAccount]()
-    found = list[tuple[DryLoad, list[Objection]]]()
+    static = checked.data.findings
     family = dialect = ""
     if checked.runtime:
         family = checked.runtime.view.family.model_type
         dialect = checked.data.facts.dialect
-    source = checked.source
     config: Raw = {}
     if draft:
-        source = draft.source
-    if source:
-        config = source.config
+        config = draft.source.config
+    elif checked.source:
+        config = checked.source.config
+    judged = list[LoadAccount]()
+    objected = list[tuple[DryLoad, list[Objection]]]()
     for account in accounts:
-        version, failure, defect = account.load.vllm, account.load.failure, None
+        version = account.load.vllm
         own = objections(
             account,
             checked.runtime,
@@ -208,51 +245,68 @@ def with_loads(
             static=static,
             draft=draft,
         )
-        errors = []
+        errors = list[str]()
         for finding, *_ in own:
             if finding.severity == "error":
                 errors.append(f"{finding.where}: {finding.says}")
+        name_of_defect = ""
+        failure = account.load.failure
         if failure is not None:
-            known = {"family": family, "dialect": dialect, "version": version}
-            defect = known_defect(failure, **known)
-        judged.append(account.judged(errors, f"{defect.name}: {defect.sources}" if defect else ""))
-        found.append((account.load, own))
-    dry = tuple(account.load for account in judged)
-    merged = [*_bound(static, {load.vllm for load in dry}), *_once(found)]
-    update: Json = {"findings": errors_first(merged), "dry": dry}
-    if any(load.target.cls for load in dry):  # vLLM has built the towers
-        update["facts"] = checked.data.facts.model_copy(update={"num_unjudged": 0})
-    return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(judged))
+            defect = known_defect(failure, family=family, dialect=dialect, version=version)
+            if defect is not None:
+                name_of_defect = f"{defect.name}: {defect.sources}"
+        judged.append(account.judged(errors, name_of_defect))
+        objected.append((account.load, own))
+    dry = tuple([account.load for account in judged])
+    versions = {load.vllm for load in dry}
+    findings = errors_first([*_bound(static, versions), *_once(objected)])
+    facts = checked.data.facts
+    for load in dry:
+        if load.target.cls:  # vLLM has built the towers
+            facts = facts.model_copy(update={"num_unjudged": 0})
+    # Findings stay as they are: people search for vLLM's own words next to those of the rules.
+    checked = _with_findings(checked, findings, dry=dry, facts=facts)
+    return checked._replace(accounts=tuple(judged))
 
 
-def _once(found: Sequence[tuple[DryLoad, Sequence[Objection]]]) -> list[Finding]:
+def _once(objected: Sequence[tuple[DryLoad, Sequence[Objection]]]) -> list[Finding]:
     """A finding for each cause, with every place that has it, and the largest count."""
-    seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
-    for load, own in found:
+    loads_of: dict[tuple[str, str, str], list[DryLoad]] = defaultdict(list)
+    first = dict[tuple[str, str, str], Finding]()
+    largest = dict[tuple[str, str, str], int]()
+    versions = set[str]()
+    for load, own in objected:
+        versions.add(load.vllm)
         for cause, finding in by_cause(own).items():
-            seen[cause].append((load, finding))
-    merged, are_several = [], len(by_version(load for load, _ in found)) > 1
-    for each in seen.values():
-        loads, findings = zip(*each, strict=True)
-        count = max(finding.count for finding in findings)
-        where = by_whom(loads) if are_several else f"on {places(loads)}"
-        says = f"{where}: {findings[0].says}"
-        merged.append(findings[0].model_copy(update={"says": says, "count": count}))
+            loads_of[cause].append(load)
+            first.setdefault(cause, finding)
+            largest[cause] = max(finding.count, largest.get(cause, 0))
+    merged = list[Finding]()
+    for cause, loads in loads_of.items():
+        where = f"on {places(loads)}"
+        if len(versions) > 1:
+            where = by_whom(loads)
+        finding = first[cause]
+        update = {"says": f"{where}: {finding.says}", "count": largest[cause]}
+        merged.append(finding.model_copy(update=update))
     return merged
 
 
 def _bound(static: Iterable[Finding], versions: Collection[str]) -> list[Finding]:
-    """Findings of the static check with the versions that they hold for, where another was tried.
-
-    Rules that were read from none of the versions cannot fail a checkpoint: it was loaded.
+    """Findings of the static check with the versions that they hold for, where another was
+    tried.
     """
-    others = sorted(version for version in versions if not is_known(version))
+    others = [version for version in sorted(versions) if not is_known(version)]
     bound = list[Finding]()
     for finding in static:
         if others and finding.runtime == "vllm":
-            says = f"{finding.says} (a rule read from vLLM {KNOWN[0]} to {KNOWN[-1]}; of "
-            says += f"{listed(others)} the dry load tells)"
+            says = (
+                f"{finding.says} (a rule read from vLLM {KNOWN[0]} to {KNOWN[-1]}; of "
+                f"{listed(others)} the dry load tells)"
+            )
             finding = finding.model_copy(update={"says": says})
+            # Rules that were read from none of the versions cannot fail a checkpoint: it was
+            # loaded.
             if len(others) == len(versions):
                 finding = finding.model_copy(update={"severity": "warning"})
         bound.append(finding)

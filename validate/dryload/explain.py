@@ -13,7 +13,7 @@ are a stranger's bytes: nothing is printed as it came.
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import BufferedIOBase
 
@@ -26,7 +26,7 @@ from ..check.check import Checked
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
 from .failures import DEFECTS_FIRST, IN_LOGS, KnownFailure, known_failure
-from .verdict_findings import on_disk
+from .trace import on_disk
 
 _MOST_UNKNOWN = 5
 # What the engine and the server say after a worker has failed.
@@ -118,17 +118,23 @@ def explain(checked: Checked | None, log: "Log | None") -> Explanation:
         checked: the static check, and dry loads if there are any; None without a checkpoint.
         log: None without one.
     """
-    told: dict[str, object] = {}
+    explanation = Explanation()
     if checked is not None:
         data = checked.data
-        told |= {"path": data.path, "family": data.facts.family, "dialect": data.facts.dialect}
-        told["findings"] = data.findings
+        explanation = Explanation(
+            path=data.path,
+            family=data.facts.family,
+            dialect=data.facts.dialect,
+            findings=data.findings,
+        )
         if checked.runtime is not None:
-            told["groups"] = groups_of(checked.runtime)
+            groups = groups_of(checked.runtime)
+            explanation = explanation.model_copy(update={"groups": groups})
     if log is not None:
         answers, unknown = _answers(log, checked)
-        told |= {"answers": answers, "unknown": unknown, "log_lines": len(log.lines)}
-    return Explanation.model_validate(told)
+        of_log = {"answers": answers, "unknown": unknown, "log_lines": len(log.lines)}
+        explanation = explanation.model_copy(update=of_log)
+    return explanation
 
 
 def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...], tuple[str, ...]]:
@@ -143,17 +149,22 @@ def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...
     answers: dict[str, Recognized] = {}
     unknown: list[str] = []
     for line in dict.fromkeys((*log.raised, *log.lines)):
-        at, kinds = log.raised.get(line, ""), usual
+        at = log.raised.get(line, "")
+        kinds = usual
         if at.startswith("sglang/"):
             kinds = IN_LOGS[:1]
-        found = known_failure(f"{line} [{at}]", kinds=kinds, family=family, dialect=dialect)
-        if found is None:
+        known = known_failure(f"{line} [{at}]", kinds=kinds, family=family, dialect=dialect)
+        if known is None:
             if line in log.raised and not line.startswith(_FOLLOW_UPS):
                 unknown.append(shortened(f"{line} ({at})".removesuffix(" ()")))
             continue
-        failure, named = found
-        path, culprit, confirmed = "PATH", "", list[str]()
-        if checked is not None and failure.name not in answers:
+        failure, named = known
+        if failure.name in answers:
+            continue  # every worker writes it, and an exception comes again as the cause of others
+        path = "PATH"
+        culprit = ""
+        confirmed = list[str]()
+        if checked is not None:
             path = checked.data.path
             for finding in checked.data.findings:
                 if finding.rule in failure.rules:
@@ -161,15 +172,15 @@ def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...
             if checked.runtime is not None and named:
                 is_draft = "mtp" in at or "mtp" in line.lower()
                 culprit = on_disk(checked.runtime, named, is_draft=is_draft)
-        answer = Recognized(
+        command = [word.replace("PATH", path) for word in failure.command.split()]
+        answers[failure.name] = Recognized(
             failure=failure,
             line=shortened(line),
             names=named,
             on_disk=culprit,
             confirmed=tuple(confirmed),
-            command=tuple(word.replace("PATH", path) for word in failure.command.split()),
+            command=tuple(command),
         )
-        answers.setdefault(failure.name, answer)
     return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
 
 
@@ -188,12 +199,15 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
         role = module.role.replace("_", " ")
         key = module.part, role, form, " + ".join(sorted(stored)), reason
         found[key].append((module, entry))
-    groups: list[BuiltGroup] = []
+    of_part: dict[str, list[BuiltGroup]] = {"backbone": [], "mtp": []}
     for (part, role, built, stored, reason), decided in found.items():
-        tensors = 0
-        for module, _ in decided:
-            tensors += sum(len(weight.parts) for _, weight in module.members)
-        first, *others = dict.fromkeys(entry for _, entry in decided)
+        num_tensors = 0
+        entries = dict[str, None]()
+        for module, entry in decided:
+            entries[entry] = None
+            for _, weight in module.members:
+                num_tensors += len(weight.parts)
+        first, *others = entries
         why = f"{reason} {first}".rstrip()
         if others:
             why += f" and {len(others):,} more for the others"
@@ -203,16 +217,17 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
             count=len(decided),
             built=built,
             stored=stored,
-            tensors=tensors,
+            tensors=num_tensors,
             why=why,
         )
-        groups.append(group)
-    return tuple(sorted(groups, key=lambda group: group.part != "backbone"))
+        of_part[part].append(group)
+    return (*of_part["backbone"], *of_part["mtp"])
 
 
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
     """The reason, and the entry that decides it as config.json has it ("" for none)."""
-    dialect, resolution = runtime.dialect_of(module), module.resolution
+    dialect = runtime.dialect_of(module)
+    resolution = module.resolution
     if isinstance(dialect, Unquantized):
         return "there is no quantization config", ""
     if not module.loads_quantized:
@@ -225,8 +240,9 @@ def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
             return f"{entry.where} has", written
     if isinstance(dialect, ModelOpt) and resolution.entry in dialect.quantized_layers:
         return "quantized_layers has", shortened(resolution.entry)
-    if decided := resolution.error or resolution.entry:
-        return shortened(decided), ""
+    for decided in (resolution.error, resolution.entry):
+        if decided:
+            return shortened(decided), ""
     return f"{shortened(dialect.name)} decides it, and no entry has its name", ""
 
 
@@ -284,11 +300,14 @@ def read_log(stream: BufferedIOBase) -> Log:
     kept: deque[bytes] = deque()
     size = 0
     with suppress(KeyboardInterrupt):
-        while chunk := stream.read1(_CHUNK):
+        chunk = stream.read1(_CHUNK)
+        while chunk:
             kept.append(chunk)
             size += len(chunk)
+            # Only what the end of the log does not need goes.
             while size - len(kept[0]) >= MOST_BYTES:
                 size -= len(kept.popleft())
+            chunk = stream.read1(_CHUNK)
     return parse_log(b"".join(kept)[-MOST_BYTES:])
 
 
@@ -298,27 +317,36 @@ def parse_log(raw: bytes) -> Log:
     raised: dict[str, str] = {}
     at = ""
     for written in raw.decode(errors="replace").splitlines():
-        if not any(word in written[:_LONGEST_LINE] for word in _READ):
+        if not _has_one(written[:_LONGEST_LINE], _READ):
             continue
         line = words_of(written)
-        if frame := _FRAME.match(line):
+        frame = _FRAME.match(line)
+        if frame:
+            # Frames of libraries leave the last one in vLLM.
             at = _place(frame[1], frame[2]) or at
             continue
-        if found := _EXCEPTION.match(line):
-            kind = found[1].rpartition(".")[2]
-            raised.setdefault(f"{kind}: {found[2] or ''}".removesuffix(": "), at)
+        exception = _EXCEPTION.match(line)
+        if exception:
+            kind = exception[1].rpartition(".")[2]
+            words = exception[2] or ""
+            raised.setdefault(f"{kind}: {words}".removesuffix(": "), at)
             if len(raised) > _MOST_RAISED:  # what ended the server is at the end
                 del raised[next(iter(raised))]
             at = ""
-        if len(lines) < _MOST_LINES and any(word in line for word in _TELLS):
+        if len(lines) < _MOST_LINES and _has_one(line, _TELLS):
             lines.setdefault(line)
     return Log(lines=tuple(lines), raised=raised)
+
+
+def _has_one(line: str, words: Sequence[str]) -> bool:
+    return any(word in line for word in words)
 
 
 def words_of(line: str) -> str:
     """A line without the server's own words before it, short enough and fit to be shown."""
     bare = _ESCAPES.sub("", line[:_LONGEST_LINE])
-    if before := _BEFORE.match(bare):
+    before = _BEFORE.match(bare)
+    if before:
         bare = bare[before.end() :]
     return printable(bare).rstrip()
 
@@ -330,7 +358,7 @@ def _place(file: str, line: str) -> str:
         if found:
             return f"{other}{rest}:{line}"
     package, _, rest = file.replace("\\", "/").rpartition("vllm/")
-    is_vllm = package.endswith(("packages/", "vllm/", "workspace/")) or not package
-    if rest and is_vllm:
-        return f"vllm/{rest}:{line}"
-    return ""
+    is_elsewhere = package and not package.endswith(("packages/", "vllm/", "workspace/"))
+    if not rest or is_elsewhere:
+        return ""
+    return f"vllm/{rest}:{line}"

@@ -1,12 +1,11 @@
 """What is known of failures with checkpoints like these: one table for `explain` and for the dry
 load's verdict.
 
-In: a line of a log, or `<exception>: <message> [<file:line>]`; the table is failures.toml. Out: the
-`KnownFailure` that it tells of, with the name in it.
+In: a line of a log, or `<exception>: <message> [<file:line>]`, or a `Silence`; the table is
+failures.toml. Out: the `KnownFailure` that it tells of, with the name in it.
 
 Easy to get wrong: a defect ends with a release. A dry load asks about those of its own vLLM and of
-its family alone. The file has neither the words that all defects begin with nor the version that
-cures them: both are added here.
+its family alone.
 """
 
 import re
@@ -16,6 +15,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
+
+from pydantic import Field
 
 from ...checkpoints.fact import Fact
 from ...recipes.runtimes.vllm import KNOWN, holds
@@ -28,12 +29,42 @@ IN_LOGS: tuple[FailureKind, ...] = ("sglang", "other_builds", "failures", "defec
 DEFECTS_FIRST: tuple[FailureKind, ...] = ("sglang", "other_builds", "defects", "failures")
 
 
+SilenceKind = Literal["unfilled", "unread", "nameless head"]
+
+
+class Silence(Fact):
+    """What vLLM does without an exception: of a dry load, or as a defect is known by.
+
+    Attributes:
+        kind: a parameter that the files do not fill; a tensor that nothing reads; a head that is
+            built without a name.
+        role: whose; "" in the table for any.
+        name: of the parameter, the tensor, or the class. In the table a regular expression.
+        elements: how many of a parameter were written, and how many there are; None in the table
+            for any.
+    """
+
+    kind: SilenceKind
+    role: Literal["target", "draft", ""] = ""
+    name: str = ""
+    elements: tuple[int, int] | None = None
+
+    def is_like(self, known: "Silence") -> bool:
+        """Whether it is what a row of the table means."""
+        if self.kind != known.kind or known.role not in ("", self.role):
+            return False
+        if known.elements not in (None, self.elements):
+            return False
+        return re.search(known.name, self.name) is not None
+
+
 class KnownFailure(Fact):
     """One failure.
 
     Attributes:
         name: what it is called here.
         words: regular expressions; the group `tensor`, if one has it, is a name in vLLM or on disk.
+        silences: what vLLM does of it without a word.
         says: what happened, and why.
         cure: what to do.
         where: the entry of the config that it means; {named} is the name in the words, {count} the
@@ -50,6 +81,7 @@ class KnownFailure(Fact):
 
     name: str
     words: tuple[str, ...] = ()
+    silences: tuple[Silence, ...] = Field(default=(), exclude=True)
     says: str
     cure: str
     where: str = ""
@@ -67,9 +99,20 @@ class KnownFailure(Fact):
         """Whether other faults end in the same words."""
         return self.concerns.startswith("this is general")
 
+    def concerns_this(self, family: str, dialect: str, version: str) -> bool:
+        """Whether a checkpoint of this family and dialect can have it with this version of vLLM; ""
+        where one of them is not known.
+        """
+        if family and self.families and family not in self.families:
+            return False
+        if dialect and self.dialects and dialect not in self.dialects:
+            return False
+        return not version or holds(self.versions, version)
+
     def as_defect(self) -> "KnownFailure":
         """With what is true of all defects: whose it is, and the version that cures it."""
-        says, cure = f"a defect of vLLM, not of the checkpoint: {self.says}", self.cure
+        says = f"a defect of vLLM, not of the checkpoint: {self.says}"
+        cure = self.cure
         for before, version in pairwise(KNOWN):
             if holds(self.versions, before) and not holds(self.versions, version):
                 cure += f"; vLLM {version} does not have it"
@@ -80,18 +123,24 @@ class KnownFailure(Fact):
 def known() -> Mapping[str, tuple[KnownFailure, ...]]:
     """The table, in the order in which its rows are tried."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    found = {kind: tuple(map(KnownFailure.model_validate, rows)) for kind, rows in table.items()}
-    return found | {"defects": tuple(map(KnownFailure.as_defect, found["defects"]))}
+    failures = dict[str, tuple[KnownFailure, ...]]()
+    for kind, written in table.items():
+        rows = [KnownFailure.model_validate(row) for row in written]
+        # The file has neither the words that all defects begin with nor the version that cures.
+        if kind == "defects":
+            rows = [row.as_defect() for row in rows]
+        failures[kind] = tuple(rows)
+    return failures
 
 
 def cures_in_vllm(family: str, dialect: str, version: str) -> tuple[str, ...]:
     """The cures of what a version of vLLM gets wrong about a family in a dialect."""
-    found = []
+    cures = dict[str, None]()
     for defect in known()["defects"]:
-        is_its = family in defect.families and dialect in (defect.dialects or (dialect,))
-        if defect.cure_in_vllm and is_its and holds(defect.versions, version):
-            found.append(defect.cure_in_vllm)
-    return tuple(dict.fromkeys(found))
+        is_of_family = family in defect.families
+        if defect.cure_in_vllm and is_of_family and defect.concerns_this(family, dialect, version):
+            cures[defect.cure_in_vllm] = None
+    return tuple(cures)
 
 
 def known_failure(
@@ -113,15 +162,23 @@ def known_failure(
     """
     for kind in kinds:
         for failure in known()[kind]:
-            if family and failure.families and family not in failure.families:
-                continue
-            if dialect and failure.dialects and dialect not in failure.dialects:
-                continue
-            if version and not holds(failure.versions, version):
+            if not failure.concerns_this(family, dialect, version):
                 continue
             for words in failure.words:
-                if match := re.search(words, text):
+                match = re.search(words, text)
+                if match:
                     return failure, match.groupdict().get("tensor") or ""
+    return None
+
+
+def silent_defect(silence: Silence, *, family: str, version: str) -> KnownFailure | None:
+    """The defect of a version of vLLM that shows in this silence."""
+    for defect in known()["defects"]:
+        if not defect.concerns_this(family, "", version):
+            continue
+        for row in defect.silences:
+            if silence.is_like(row):
+                return defect
     return None
 
 
@@ -143,5 +200,6 @@ def known_defect(
     )
     if found is None:
         return None
-    says = found[0].says.replace("vLLM", f"vLLM {version}", 1)
-    return found[0].model_copy(update={"says": says})
+    defect, _ = found
+    says = defect.says.replace("vLLM", f"vLLM {version}", 1)
+    return defect.model_copy(update={"says": says})

@@ -14,10 +14,11 @@ import json
 import os
 import subprocess
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +30,7 @@ from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import VLLMError, first_fault
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
 from .versions import cache_folder
@@ -147,8 +148,10 @@ class DryLoader:
         assert self._process.stdin is not None
         accounts: dict[int, LoadAccount] = {}
         own = {"vllm": self._vllm.version}
-        words = [{"id": number, **own, **asdict(job)} for number, job in enumerate(jobs)]
-        line = json.dumps(words, default=lambda path: str(path.absolute()))
+        orders = list[Json]()
+        for number, job in enumerate(jobs):
+            orders.append({"id": number, **own, **asdict(job)})
+        line = json.dumps(orders, default=_absolute)
         with suppress(BrokenPipeError):  # then nothing can be read either
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
@@ -156,8 +159,9 @@ class DryLoader:
             answer = self._answer()
             if answer.id not in range(len(jobs)) or answer.id in accounts:
                 raise self._refused(f"an answer to job {answer.id}, which nobody asked for")
-            job, account = jobs[answer.id], answer.account
+            account = answer.account
             if account is None:  # the process of this checkpoint was killed or took too long
+                job = jobs[answer.id]
                 words = f"the process that judged it was lost ({answer.died}): {self._last_words()}"
                 failure = LoadFailure(stage="crash", role="", type="", words=words)
                 place = {"gpu": self.gpu, "tp": job.tp, "k": job.num_drafts, "failure": failure}
@@ -200,8 +204,16 @@ class DryLoader:
 
     def _last_words(self) -> str:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
-        lines = [line.strip() for line in self._log if line.strip() and "nanobind" not in line]
-        return " | ".join(lines[-_LOG_LINES:])
+        lines = deque[str](maxlen=_LOG_LINES)
+        for line in self._log:
+            if line.strip() and "nanobind" not in line:
+                lines.append(line.strip())
+        return " | ".join(lines)
+
+
+def _absolute(path: Path) -> str:
+    """As JSON has a path: vLLM's process runs in another folder."""
+    return str(path.absolute())
 
 
 def _first_on_path(vllm: VLLM, folder: Path) -> dict[str, str]:
@@ -233,17 +245,18 @@ def headers_of(source: Source) -> Iterator[Path]:
     with ScratchFolder("keepmtp-headers-") as folder:
         (folder / "config.json").write_text(json.dumps(source.config))
         for name in SMALL_FILES:
-            if (data := small_bytes(source, name)) is not None:
+            data = small_bytes(source, name)
+            if data is not None:
                 (folder / name).write_bytes(data)
         files: dict[str, list[Entry]] = defaultdict(list)
         for entry in source.entries.values():
             files[entry.file].append(entry)
         for file, entries in files.items():
-            ordered = sorted(entries, key=lambda entry: entry.start)
-            layout = lay_out((entry.name, entry.dtype, entry.shape) for entry in ordered)
+            entries.sort(key=attrgetter("start"))
+            layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in entries])
             with open(within(folder, file), "wb") as written:
                 written.write(layout.header)
-                written.truncate(layout.num_bytes)
+                written.truncate(layout.num_bytes)  # a hole: no data is read
         if set(files) != {SINGLE}:
             weight_map = {entry.name: entry.file for entry in source.entries.values()}
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

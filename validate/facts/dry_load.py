@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Literal, get_args
 
 from packaging.version import Version
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...recipes.runtimes.vllm import parsed
@@ -50,6 +50,9 @@ class KernelUse(Fact):
         where: prefix of the first.
         outcome: "ok", "refused: ...", or "not judged: ..." where values or compiled operators
             decide.
+        refused: why vLLM raises, the same words; "" where it does not. Not in report.json.
+        lacks_gpu: it is the GPU that has no kernels for it, whatever the scheme. Not in
+            report.json.
     """
 
     layer: str
@@ -58,6 +61,8 @@ class KernelUse(Fact):
     count: Count
     where: str
     outcome: str
+    refused: str = Field(default="", exclude=True)
+    lacks_gpu: bool = Field(default=False, exclude=True)
 
 
 class LoadedModel(Fact):
@@ -232,21 +237,27 @@ class LoadAccount(Fact):
 
 def by_version(loads: Iterable[DryLoad]) -> dict[str, list[DryLoad]]:
     """The loads of each vLLM, the oldest first."""
-    found = dict[str, list[DryLoad]]()
-    for load in sorted(loads, key=lambda load: parsed(load.vllm)):
-        found.setdefault(load.vllm, []).append(load)
-    return found
+    of_version = dict[str, list[DryLoad]]()
+    for load in loads:
+        of_version.setdefault(load.vllm, []).append(load)
+    return {version: of_version[version] for version in sorted(of_version, key=parsed)}
 
 
 def serving(loads: Iterable[DryLoad]) -> list[str]:
     """The versions without an error on any GPU, the oldest first."""
-    return [vllm for vllm, own in by_version(loads).items() if all(load.ok for load in own)]
+    good = list[str]()
+    for version, own in by_version(loads).items():
+        if all(load.ok for load in own):
+            good.append(version)
+    return good
 
 
 def newest(loads: Iterable[DryLoad]) -> list[DryLoad]:
     """Those of the newest version, which a verdict is about."""
-    found = list(by_version(loads).values())
-    return found[-1] if found else []
+    last = list[DryLoad]()
+    for own in by_version(loads).values():
+        last = own
+    return last
 
 
 def cured_in(load: DryLoad, loads: Iterable[DryLoad]) -> str:
@@ -256,11 +267,12 @@ def cured_in(load: DryLoad, loads: Iterable[DryLoad]) -> str:
     if load.ok:
         return ""
     place = (load.gpu, load.tp, load.k)
-    for vllm, own in by_version(loads).items():
-        same = [each.ok for each in own if (each.gpu, each.tp, each.k) == place]
-        if parsed(vllm) > parsed(load.vllm) and same and all(same):
-            return vllm
-    return ""
+    later = list[DryLoad]()
+    for other in loads:
+        is_later = parsed(other.vllm) > parsed(load.vllm)
+        if is_later and (other.gpu, other.tp, other.k) == place:
+            later.append(other)
+    return next(iter(serving(later)), "")
 
 
 VERSION_COLUMNS = ("vLLM", "GPU", ">TP", "loads", "drafts", "what is wrong")
@@ -273,14 +285,20 @@ def version_rows(loads: Sequence[DryLoad]) -> Iterator[tuple[str, ...]]:
     for vllm, own in by_version(loads).items():
         for load in own:
             is_loaded = load.target.num_written == load.target.num_params
+            # A target that was loaded whole still counts as loaded if its draft was refused.
             if load.failure is not None and load.failure.role != "draft":
                 is_loaded = False
-            drafts = _YES[load.ok] if load.k else "-"
-            wrong = load.defect or load.error[:_LONGEST]
-            if not load.defect and len(load.error) > _LONGEST:
-                wrong += "..."
-            if cure := cured_in(load, loads):
-                wrong += f" Cured in {cure}"
+            drafts = "-"
+            if load.k:
+                drafts = _YES[load.ok]
+            wrong = load.error
+            if len(wrong) > _LONGEST:
+                wrong = f"{wrong[:_LONGEST]}..."
+            if load.defect:
+                wrong = load.defect
+            later = cured_in(load, loads)
+            if later:
+                wrong += f" Cured in {later}"
             if load.cures:
                 wrong += f" Loads with cures ({', '.join(load.cures)})"
             yield vllm, load.gpu, f"{load.tp}", _YES[is_loaded], drafts, wrong
@@ -296,17 +314,24 @@ def versions_in_short(loads: Sequence[DryLoad]) -> str:
         return ""
     if not good:
         return f"none of {listed(tried)} loads and drafts it"
-    bad = [vllm for vllm in tried[tried.index(good[0]) :] if vllm not in good]
-    but = f"; {listed(bad)} does not" if bad else ""
-    return f"{good[0]} is the oldest that loads and drafts it, of {listed(tried)}{but}"
+    says = f"{good[0]} is the oldest that loads and drafts it, of {listed(tried)}"
+    # Older versions that do not load it are what a newer one cured; newer ones are a surprise.
+    newer = tried[tried.index(good[0]) :]
+    bad = [version for version in newer if version not in good]
+    if bad:
+        says += f"; {listed(bad)} does not"
+    return says
 
 
 def by_whom(loads: Iterable[DryLoad]) -> str:
     """`vLLM 0.29.0 and 0.31.0 on sm90 at TP 1`."""
-    at: dict[str, list[str]] = defaultdict(list)
-    for vllm, own in by_version(loads).items():
-        at[places(own)].append(vllm)
-    return listed([f"vLLM {listed(vllms)} on {where}" for where, vllms in at.items()])
+    versions_at: dict[str, list[str]] = defaultdict(list)
+    for version, own in by_version(loads).items():
+        versions_at[places(own)].append(version)
+    parts = list[str]()
+    for where, versions in versions_at.items():
+        parts.append(f"vLLM {listed(versions)} on {where}")
+    return listed(parts)
 
 
 def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
@@ -315,17 +340,26 @@ def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
 
     `is_named`: with the names that people know, `sm100 (B200)`.
     """
+    # GPUs with the same TP sizes are named together.
     by_gpu: dict[str, list[int]] = defaultdict(list)
     for load in loads:
         if load.tp not in by_gpu[load.gpu]:
             by_gpu[load.gpu].append(load.tp)
     together: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for gpu, sizes in by_gpu.items():
-        together[tuple(sizes)].append(gpu_title(gpu) if is_named else gpu)
-    return listed([f"{listed(gpus)} at TP {listed(sizes)}" for sizes, gpus in together.items()])
+        name = gpu
+        if is_named:
+            name = gpu_title(gpu)
+        together[tuple(sizes)].append(name)
+    parts = list[str]()
+    for sizes, gpus in together.items():
+        parts.append(f"{listed(gpus)} at TP {listed(sizes)}")
+    return listed(parts)
 
 
 def listed(words: Iterable[object]) -> str:
     """`a, b and c`."""
-    *most, last = map(str, words)
-    return " and ".join(filter(None, (", ".join(most), last)))
+    *most, last = [str(word) for word in words]
+    if not most:
+        return last
+    return f"{', '.join(most)} and {last}"

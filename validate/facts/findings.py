@@ -84,13 +84,17 @@ class CheckpointFacts(Fact):
     def idle_mtp_layers(self, num_drafts: int) -> int:
         """MTP layers of the checkpoint that vLLM does not build to draft so many tokens a step."""
         most = self._loader.most_layers(num_drafts)
-        return max(0, self.num_mtp_layers - most) if most else 0
+        if not most:
+            return 0  # it builds all of them
+        return max(0, self.num_mtp_layers - most)
 
     @property
     def _loader(self) -> Loader:
         """What vLLM's draft class does; nothing special where the family has no table."""
         family = families().get(self.family)
-        return family.loader if family else Loader()
+        if family is None:
+            return Loader()
+        return family.loader
 
 
 class Objection(NamedTuple):
@@ -130,8 +134,14 @@ def objection(
         cause, times: of the objection.
         kind: origin and runtime, where they are not as for most rules.
     """
-    where, says, cure = (shortened(each, _MOST) for each in (where, says, cure))
-    finding = Finding(rule=rule, where=where, says=says, cure=cure, severity=severity, **kind)
+    finding = Finding(
+        rule=rule,
+        where=shortened(where, _MOST),
+        says=shortened(says, _MOST),
+        cure=shortened(cure, _MOST),
+        severity=severity,
+        **kind,
+    )
     return Objection(finding, cause, times)
 
 
@@ -143,9 +153,10 @@ def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Find
         key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")
         first.setdefault(key, finding)
         counts[key] += times
-    return {
-        key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()
-    }
+    counted = dict[tuple[str, str, str], Finding]()
+    for key, finding in first.items():
+        counted[key] = finding.model_copy(update={"count": counts[key]})
+    return counted
 
 
 def grouped(objections: Iterable[Objection]) -> list[Finding]:
@@ -155,4 +166,6 @@ def grouped(objections: Iterable[Objection]) -> list[Finding]:
 
 def errors_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Errors before warnings; else the order stays."""
-    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
+    findings = list(findings)
+    others = [finding for finding in findings if finding.severity != "error"]
+    return (*errors_of(findings), *others)

@@ -1,9 +1,9 @@
-"""report.json, version 7: everything that was found about one checkpoint.
+"""report.json, version 8: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, `html.py` makes the page and
 `validate/report/card.py` the model card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at   7, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at   8, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page
     facts                            family, dialect, counts, bytes, forms of the MTP block
     findings [...]                   origin, severity, where, says, cure, rule, count
@@ -93,7 +93,10 @@ class JudgementFact(Fact):
     def title(self) -> str:
         """The verdict for people: that of the reasons which it comes from."""
         titles = [reason.title for reason in self.reasons if reason.verdict == self.verdict]
-        return "not measured" if "not measured" in titles else next(iter(titles), self.verdict)
+        # What was not measured comes before what only needs more samples.
+        if "not measured" in titles:
+            return "not measured"
+        return next(iter(titles), self.verdict)
 
 
 class VerdictFact(Fact):

@@ -61,8 +61,10 @@ class Cure:
 
     def refused(self, file: str) -> str:
         """The hash of the source of its names in a file, where it is another; "" where it fits."""
-        found = source_hash(Path(file), self.names)
-        return "" if found in self.hashes else found or "none"
+        own_hash = source_hash(Path(file), self.names)
+        if own_hash in self.hashes:
+            return ""
+        return own_hash or "none"
 
 
 Waiting = dict[str, dict[str, Cure]]
@@ -129,11 +131,13 @@ def _that_apply(chosen: str, version: str) -> list[str]:
     except InvalidVersion:
         _say(chosen, f"vLLM says no version that can be compared, but {version}")
         return []
-    newest = max(map(Version, json.loads(_KNOWN.read_text())))
+    newest = max([Version(known) for known in json.loads(_KNOWN.read_text())])
     if release.release[:2] > newest.release[:2]:
         _say(chosen, f"vLLM {version} is newer than any that was read, which end with {newest}")
         return []
-    wanted, apply = {each.strip() for each in chosen.split(",")} - {"1", ""}, list[str]()
+    wanted = {name.strip() for name in chosen.split(",")}
+    wanted -= {"1", ""}
+    apply = list[str]()
     for defect in defects():
         name = defect["cure_in_vllm"]
         if chosen != "1" and name not in wanted:
@@ -214,11 +218,13 @@ def source_hash(file: Path, names: Sequence[str]) -> str:
     if not file.is_file():
         return ""
     text = file.read_text(encoding="utf-8")
-    tree, lines, digest = ast.parse(text), text.splitlines(keepends=True), hashlib.sha256()
+    tree = ast.parse(text)
+    lines = text.splitlines(keepends=True)
+    digest = hashlib.sha256()
     for name in names:
         node: Any = tree
         for part in name.split("."):
-            inner = [each for each in node.body if getattr(each, "name", "") == part]
+            inner = [child for child in node.body if getattr(child, "name", "") == part]
             if not inner:
                 return ""
             node = inner[0]
@@ -229,6 +235,8 @@ def source_hash(file: Path, names: Sequence[str]) -> str:
 def _say(name: str, why_not: str) -> None:
     """One line, written by ourselves: vLLM sets up its logging after its config classes load."""
     OUTCOMES[name] = why_not
-    outcome = f"did nothing: {why_not}" if why_not else "was applied"
+    outcome = "was applied"
+    if why_not:
+        outcome = f"did nothing: {why_not}"
     sys.stderr.write(f"keepmtp's cure {name} {outcome}\n")
     sys.stderr.flush()

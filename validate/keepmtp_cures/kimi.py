@@ -52,7 +52,8 @@ def padded_projection(module: Any) -> None:
 @mends("vllm.models.kimi_k3.nvidia.model", "KimiMoE.__init__", hashes="c3d9333880f9")
 def routed_projections(module: Any) -> None:
     """The projections around the routed experts are built plain; 0.31 gives them the config."""
-    linear, config = module.ReplicatedLinear, importlib.import_module("vllm.config")
+    linear = module.ReplicatedLinear
+    config = importlib.import_module("vllm.config")
 
     def with_config(*args: Any, prefix: str = "", quant_config: Any = None, **kwargs: Any) -> Any:
         if prefix.endswith(("routed_expert_down_proj", "routed_expert_up_proj")):

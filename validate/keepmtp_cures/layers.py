@@ -29,8 +29,10 @@ def openpangu_pair(module: Any) -> None:
     own = module.SpecDecodeBaseProposer.model_returns_tuple
 
     def model_returns_tuple(self: Any) -> bool:
-        architectures = self.draft_model_config.hf_config.architectures or ()
-        return "OpenPanguMTPModel" in architectures or own(self)
+        architectures = self.draft_model_config.hf_config.architectures
+        if architectures and "OpenPanguMTPModel" in architectures:
+            return True
+        return own(self)
 
     module.SpecDecodeBaseProposer.model_returns_tuple = model_returns_tuple
 

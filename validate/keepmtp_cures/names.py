@@ -16,7 +16,9 @@ def longcat_target(module: Any) -> None:
     own = module.FlashModel.load_weights
 
     def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        return own(self, (each for each in weights if not each[0].startswith("mtp.")))
+        # Weights come one at a time: a list would hold all of them.
+        of_target = (weight for weight in weights if not weight[0].startswith("mtp."))
+        return own(self, of_target)
 
     module.FlashModel.load_weights = load_weights
 

@@ -33,7 +33,8 @@ def draft_scales(module: Any) -> None:
 
     The check for what is missing is made here, without the constants.
     """
-    load, is_checked = module.Step3p5MTP.load_weights, module.is_mtp_completeness_check_enabled
+    load = module.Step3p5MTP.load_weights
+    is_checked = module.is_mtp_completeness_check_enabled
 
     def load_weights(self: Any, weights: Any) -> set[str]:
         module.is_mtp_completeness_check_enabled = lambda: False

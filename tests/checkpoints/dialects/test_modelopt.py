@@ -23,7 +23,7 @@ from keepmtp.cli.main import app
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import check, check_source
+from keepmtp.validate.check.check import check
 from printed import printed
 from tables import cases
 from typer.testing import CliRunner
@@ -46,7 +46,7 @@ def test_every_family_passes_the_check(model, words, tmp_path):
         pytest.skip(str(error))
     second = json.dumps(checkpoint.json_files["hf_quant_config.json"])
     (tmp_path / "hf_quant_config.json").write_text(second)
-    report = check_source(as_source(checkpoint, tmp_path))
+    report = check(as_source(checkpoint, tmp_path))
     assert (report.findings, report.facts.dialect) == ((), "modelopt")
     # As modelopt's own table has it. vLLM takes 16 where a row says nothing, so no load tells.
     for row in checkpoint.quantization.get("quantized_layers", {}).values():

@@ -17,7 +17,7 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, check_source, examine
+from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, examine
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
 from tables import cases, table
 
@@ -41,9 +41,7 @@ def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_p
         checkpoint = ours(model, scheme, policy)
     except RecipeError as error:
         pytest.skip(str(error))
-    report = check_source(
-        as_source(checkpoint, tmp_path), source=as_source(released(model), tmp_path)
-    )
+    report = check(as_source(checkpoint, tmp_path), source=as_source(released(model), tmp_path))
     assert report.findings == ()
 
 
@@ -56,7 +54,7 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
         checkpoint = modelopt(model, scheme, scheme if mtp == "as backbone" else mtp)
     except RecipeError as error:
         pytest.skip(str(error))
-    assert check_source(as_source(checkpoint, tmp_path)).findings == ()
+    assert check(as_source(checkpoint, tmp_path)).findings == ()
 
 
 @pytest.mark.parametrize("case", (*BROKEN, *WITHOUT_MTP), ids=lambda case: case.name)
@@ -92,7 +90,7 @@ def test_each_finding_is_said_in_its_words(name, tmp_path):
 def test_scales_of_the_cache_that_keepmtp_writes_pass_without_a_word(model, format, tmp_path):
     checkpoint = with_scales(model, format)
     assert len([name for name in checkpoint.tensors if name.endswith(("k_scale", "v_scale"))]) >= 4
-    assert check_source(as_source(checkpoint, tmp_path)).findings == ()
+    assert check(as_source(checkpoint, tmp_path)).findings == ()
 
 
 def test_it_is_found_before_anything_is_read(tmp_path):
@@ -157,7 +155,7 @@ def test_full_size_is_checked_in_seconds(tmp_path):
     source = as_source(checkpoint, tmp_path)
     assert len(source.entries) > 130_000
     start = time.monotonic()
-    assert check_source(source).findings == ()
+    assert check(source).findings == ()
     # 5 s on one shared core of 2024; the bound leaves room for a busy machine.
     assert time.monotonic() - start < 30
     planned.cache_clear()

@@ -13,7 +13,7 @@ from commands import keepmtp, ran, refused
 from good import ours, released
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.check import check
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.sglang.view import SglangView
 from keepmtp.validate.facts.findings import Finding
@@ -43,7 +43,7 @@ def view_of(checkpoint: Checkpoint) -> SglangView:
 
 
 def findings(checkpoint: Checkpoint) -> tuple[Finding, ...]:
-    return check_source(as_source(checkpoint, NOWHERE), runtimes=("sglang",)).findings
+    return check(as_source(checkpoint, NOWHERE), runtimes=("sglang",)).findings
 
 
 def word(module: Module) -> str:

@@ -19,11 +19,17 @@ from commands import KEEPMTP, refused
 from good import llmcompressor, ours, released
 from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.check import Checked, check_source
+from keepmtp.validate.check.check import Checked, check
 from keepmtp.validate.check.rules_forms import stored_form_is_what_is_built
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.explain import MOST_BYTES, Explanation, explain, parse_log, read_log
-from keepmtp.validate.dryload.failures import known, known_defect, known_failure
+from keepmtp.validate.dryload.failures import (
+    Silence,
+    known,
+    known_defect,
+    known_failure,
+    silent_defect,
+)
 from keepmtp.validate.facts.dry_load import LoadFailure
 from modelopt_form import block_experts, mixed, modelopt
 from printed import printed
@@ -53,7 +59,7 @@ def told(log: bytes, checked: Checked | None = None) -> Explanation:
 def checked(checkpoint: Checkpoint, tmp_path: Path) -> Checked:
     source = as_source(checkpoint, tmp_path)
     runtime = RuntimeView(source=source, view=find_view(source.config, source.where))
-    return Checked(check_source(source), source, runtime)
+    return Checked(check(source), source, runtime)
 
 
 def silent() -> Checkpoint:
@@ -136,13 +142,21 @@ def test_what_a_dry_load_met_is_known(row):
     assert found is not None and found[0].name == row["name"]
 
 
+@pytest.mark.parametrize("row", SAID["silent"], ids=lambda row: row["name"])
+def test_what_a_dry_load_saw_in_silence_is_known(row):
+    silence = Silence.model_validate(row["silence"])
+    version = row.get("version", "0.32.0")
+    found = silent_defect(silence, family=row["family"], version=version)
+    assert found is not None and found.name == row["name"]
+
+
 @pytest.mark.parametrize("row", SAID["good"], ids=lambda row: row["line"][:20])
 def test_what_is_no_such_failure_is_not_called_one(row):
     assert all(known_failure(line) is None for line in parse_log(row["line"].encode()).lines)
 
 
 def test_every_row_has_words_from_somewhere_and_rules_that_exist():
-    quoted = {row["name"] for kind in ("said", "raised", "met") for row in SAID[kind]}
+    quoted = {row["name"] for kind in ("said", "raised", "met", "silent") for row in SAID[kind]}
     assert {row.name for row in ROWS} == quoted and len(quoted) == len(ROWS)
     assert all((row.says, row.cure, row.versions, row.sources) for row in ROWS)
     sources = (Path(__file__).parents[3] / "validate").rglob("*.py")

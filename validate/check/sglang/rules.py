@@ -57,10 +57,13 @@ def draft_class_exists(view: SglangView) -> Objections:
     """SGLang has a class for the model and one for its draft (#32736 lists what it takes for a
     draft).
     """
-    if why := view.model.no_draft:
-        architecture = (view.runtime.view.config.get("architectures") or ["none"])[0]
-        says = f"{SGLANG} has no draft for {architecture}: {why}"
-        says += " (sglang/srt/configs/model_config.py)"
+    why = view.model.no_draft
+    if why:
+        architectures = view.runtime.view.config.get("architectures") or ["none"]
+        says = (
+            f"{SGLANG} has no draft for {architectures[0]}: {why} "
+            "(sglang/srt/configs/model_config.py)"
+        )
         yield _error("sglang-draft", "config.json: architectures", says, _ELSEWHERE)
 
 
@@ -69,7 +72,9 @@ def config_is_read(view: SglangView) -> Objections:
     dialect = view.dialects["backbone"]
     if isinstance(dialect, OneAnswer) and dialect.answer.error:
         says = f"{SGLANG} reads it as {dialect.name} and raises {dialect.answer.error}"
-        cure = _ELSEWHERE if view.model.own_config else _CONVERT
+        cure = _CONVERT
+        if view.model.own_config:
+            cure = _ELSEWHERE
         yield _error("sglang-config", _CONFIG, says, cure)
     elif isinstance(dialect, UnknownDialect):
         says = (
@@ -106,19 +111,24 @@ def block_is_whole(view: SglangView) -> Objections:
         rules_mtp.layers_are_complete,
     )
     for rule in rules:
-        for each in rule(view.runtime):
-            found = each.finding
-            if found.rule in _BLOCK and found.severity == "error":
-                changed = {"says": _BLOCK[found.rule], "rule": f"sglang-{found.rule}"}
-                changed["runtime"] = "sglang"
-                yield each._replace(finding=found.model_copy(update=changed))
+        for objected in rule(view.runtime):
+            finding = objected.finding
+            if finding.rule in _BLOCK and finding.severity == "error":
+                changed = {
+                    "says": _BLOCK[finding.rule],
+                    "rule": f"sglang-{finding.rule}",
+                    "runtime": "sglang",
+                }
+                yield objected._replace(finding=finding.model_copy(update=changed))
 
 
 def stored_form_is_what_is_built(view: SglangView) -> Objections:
     """Each weight agrees with what SGLang builds (#34906, #36599, #36653, #38574, #35797, #38870,
     #39064, #40597).
     """
-    for module in () if view.model.no_draft else view.modules:
+    if view.model.no_draft:
+        return
+    for module in view.modules:
         dialect = view.dialects[module.part]
         answer = module.resolution
         if isinstance(dialect, OneAnswer) and dialect.answer.error:
@@ -130,12 +140,14 @@ def stored_form_is_what_is_built(view: SglangView) -> Objections:
                 f"{SGLANG} fails as it builds it ({answer.error}); on disk "
                 f"{weight.weight.name} is {manner(weight)}"
             )
-            cause = f"{kind} {answer.error.partition(' for ')[0]}"
+            # Exceptions of one kind name the module, and have one cause all the same.
+            cause = f"{kind} {answer.refusal or answer.error}"
             cure = _unresolved_cure(module, dialect.name)
             yield _error("sglang-unresolved", module.name, says, cure, cause)
         else:
             for member in module.members:
-                if effect := _effect(view, answer.built, member):
+                effect = _effect(view, answer.built, member)
+                if effect:
                     yield _misbuilt(view, module, member.weight, effect)
 
 
@@ -148,8 +160,13 @@ def absorbed_weight_is_read(view: SglangView) -> Objections:
     for module in view.modules:
         form = module.resolution.built.form
         dialect = view.dialects[module.part]
-        alike = [each for each in module.members if form in ("fp8_block", each.weight.form)]
-        if not alike or not module.name.endswith(".kv_b_proj"):
+        if not module.name.endswith(".kv_b_proj"):
+            continue
+        alike = module.members
+        if form != "fp8_block":
+            # What is stored in another form is judged by the rule above.
+            alike = [member for member in module.members if member.weight.form == form]
+        if not alike:
             continue
         rule = ""
         says = f"SGLang splits {module.name} after loading and "
@@ -181,9 +198,9 @@ def cache_scheme_is_read(view: SglangView) -> Objections:
     scheme = raw.get("kv_cache_scheme")
     if not isinstance(scheme, dict) or not isinstance(view.dialects["backbone"], CompressedTensors):
         return
-    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-    is_taken = all(scheme.get(key) == value for key, value in wanted.items())
-    if not is_taken or not scheme.get("symmetric", True) or scheme.get("dynamic"):
+    is_fp8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    is_static = scheme.get("symmetric", True) and not scheme.get("dynamic")
+    if not is_fp8 or not is_static or scheme.get("strategy") != "tensor":
         says = f"{SGLANG} ignores it: only static symmetric per-tensor FP8 scales are supported"
         cure = "Start SGLang with --kv-cache-dtype, or write static scales"
         yield _warning("sglang-kv-cache", f"{_CONFIG}.kv_cache_scheme", says, cure)
@@ -201,42 +218,44 @@ RULES: tuple[Callable[[SglangView], Objections], ...] = (
 
 
 def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
-    """What comes of a weight that is stored otherwise than it is built; "" where it is not.
-
-    Sliced rows of q, k and v, and DeepSeek-V4's FP8 wo_a, a loader of SGLang's makes over.
-    """
+    """What comes of a weight that is stored otherwise than it is built; "" where it is not."""
     weight = member.weight
     row = member.place.row
     dialect = view.dialects[member.place.part]
     is_unknown = built.form == "unknown"
     if is_unknown and (weight.form != "plain" or isinstance(dialect, UnknownDialect)):
         return ""
-    is_v4 = view.runtime.view.family.model_type == "deepseek_v4"
-    is_wo_a = is_v4 and row.path == "attn.wo_a" and weight.form == "fp8_block"
-    if is_wo_a or weight.form == "fp8_sliced" or row.interleaved is not None:
+    # A loader of SGLang's own makes it over: sliced rows of q, k and v, and what its table names.
+    is_remade = view.model.remade.get(row.path) == weight.form
+    if is_remade or weight.form == "fp8_sliced" or row.interleaved is not None:
         return ""
     if built.form == "plain" or weight.form == "plain":
         if built.form == weight.form:
             return ""
         return "it passes over what it has no parameter for, and takes other numbers for the weight"
     have = leaves_built(built, weight).keys()
-    if extra := sorted(have - built.leaves - built.optional):
-        return f"it has no parameter for {extra[0]} and passes over it"
-    if missing := sorted(built.leaves - have):
-        return f"nothing writes its {missing[0]}"
+    extra = have - built.leaves - built.optional
+    if extra:
+        return f"it has no parameter for {min(extra)} and passes over it"
+    missing = built.leaves - have
+    if missing:
+        return f"nothing writes its {min(missing)}"
     problem = layout_problem(built, weight)
-    return problem[1] if problem else ""
+    if problem:
+        return problem[1]
+    return ""
 
 
 def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: str) -> Objection:
     built = module.resolution.built
     entry = module.resolution.entry
-    name = module.name if module.loads_quantized else "it"
+    name = module.name
     dialect = view.dialects[module.part].name
     why_plain = view.why_plain(module.part)
     by = f"by {entry or dialect}"
     cure = "Store it in BF16: no entry changes it. Or serve it with vLLM"
     if not module.loads_quantized:
+        name = "it"  # SGLang gives it no name that an entry could reach
         by = f"sglang/srt/{view.model.file}"
     elif why_plain:
         by = why_plain
@@ -257,12 +276,12 @@ def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: st
 
 def _unresolved_cure(module: Module, dialect: str) -> str:
     """What to write where SGLang raises as it builds a module."""
-    error = module.resolution.error
-    if any(words in error for words in ("shards", "MoE projections", "Mixed quant_algo")):
+    refusal = module.resolution.refusal
+    if refusal in ("shards", "parts", "projections", "algorithms"):
         return "Name all parts of a fused module in the same list, under SGLang's names"
-    if all(member.weight.form == "plain" for member in module.members):
+    if module.is_plain:
         return _exception(module, dialect)
-    if "matching target" in error:
+    if refusal == "target":
         return (
             f"Add '{_expression(module)}' to the targets of its group: it is SGLang's name for it"
         )
@@ -279,5 +298,7 @@ def _exception(module: Module, dialect: str) -> str:
 
 def _expression(module: Module) -> str:
     """An expression for the module and its parts; routed experts by their stem."""
-    tail = r"\." if module.kind == "experts" else "$"
+    tail = "$"
+    if module.kind == "experts":
+        tail = r"\."
     return f"re:^{re.escape(module.name)}{tail}"

@@ -72,10 +72,12 @@ class SglangView:
         if raw is None:
             return {"backbone": UNQUANTIZED, "mtp": UNQUANTIZED}
         try:
-            target, draft = (_read(raw, self.model, view, part) for part in ("backbone", "mtp"))
+            target = _read(raw, self.model, view, "backbone")
+            draft = _read(raw, self.model, view, "mtp")
         except CheckpointError as error:
             raise error.at("config.json: quantization_config") from error
-        if why := _why_plain(draft, self.model, view):
+        why = _why_plain(draft, self.model, view)
+        if why:
             draft = OneAnswer(draft.name, plain(f"sglang/srt/{self.model.file} builds {why}"))
         return {"backbone": target, "mtp": draft}
 
@@ -87,12 +89,18 @@ class SglangView:
         members: dict[tuple[str, Part, bool], list[Member]] = defaultdict(list)
         for module in self.runtime.modules:
             for member in module.members:
-                if self._is_built(member.place):
-                    name = sglang_module(self.runtime.view, member.place)
-                    key = name or member.weight.module, member.place.part, name is not None
-                    members[key].append(member)
+                if not self._is_built(member.place):
+                    continue
+                name = sglang_module(self.runtime.view, member.place)
+                asks = name is not None
+                key = (name or member.weight.module, member.place.part, asks)
+                members[key].append(member)
+        modules = list[Module]()
+        # Regular expressions of a stranger's config are compared with each name.
         with time_limit():
-            return tuple(self._module(*key, tuple(group)) for key, group in members.items())
+            for (name, part, asks), group in members.items():
+                modules.append(self._module(name, part, asks, tuple(group)))
+        return tuple(modules)
 
     def why_plain(self, part: Part) -> str:
         """Why the draft's class builds everything plain; "" where it does not."""
@@ -104,24 +112,24 @@ class SglangView:
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
         kind = KINDS.get(members[0].place.role, "linear")
         last = name.rpartition(".")[2]
-        shards = [f"{name}.0.{each}" for each in _PROJECTIONS]
-        if kind != "experts":
-            parts = packed_modules(self.runtime.view, part).get(last, ())
-            shards = [name.replace(last, each) for each in parts]
-        named = tuple(map(VLLMName, shards))
+        fused = packed_modules(self.runtime.view, part).get(last, ())
+        shards = [VLLMName(name.replace(last, shard)) for shard in fused]
+        if kind == "experts":
+            shards = [VLLMName(f"{name}.0.{projection}") for projection in _PROJECTIONS]
         dialect = self.dialects[part]
         if not asks:
             resolution = plain()
         elif dialect.name == "modelopt_fp4" and name.endswith(self.model.plain_in_fp4):
             resolution = plain("sglang/srt/models/qwen3_next.py builds it plain under modelopt_fp4")
         else:
-            resolution = dialect.resolve(VLLMName(name), shards=named, kind=kind)
-        return Module(VLLMName(name), kind, part, named, members, asks, resolution)
+            resolution = dialect.resolve(VLLMName(name), shards=shards, kind=kind)
+        return Module(VLLMName(name), kind, part, tuple(shards), members, asks, resolution)
 
     def _is_built(self, place: Place) -> bool:
         """SGLang builds neither a draft that it has no class for, nor a second layer of one."""
-        is_other = place.role == "linear_attention" and self.model.other_linear_attention
-        if place.role in _NOT_JUDGED or is_other:
+        if place.role in _NOT_JUDGED:
+            return False
+        if place.role == "linear_attention" and self.model.other_linear_attention:
             return False
         if place.part == "backbone":
             return bool(self.model.layers)
@@ -131,8 +139,9 @@ class SglangView:
 
 
 def _read(raw: Raw, model: SglangModel, view: FamilyView, part: Part) -> Dialect:
-    is_modelopt = "quant_algo" in raw or "quantization" in raw
-    method = method_of(raw) or ("modelopt" if is_modelopt else "")
+    method = method_of(raw)
+    if not method and ("quant_algo" in raw or "quantization" in raw):
+        method = "modelopt"
     if model.own_config and "modelopt_quant_config" not in raw:
         error = "KeyError: 'modelopt_quant_config', the only form that its class reads"
         return OneAnswer(method, raises(error))
@@ -155,19 +164,26 @@ def _why_plain(draft: Dialect, model: SglangModel, view: FamilyView) -> str:
     if model.plain_draft:
         return "the draft without a quantization config"
     if isinstance(draft, ModelOpt) and draft.name in model.plain_under:
-        names_draft = any(name.startswith("mtp.") for name in draft.quantized_layers)
-        if draft.name != "modelopt_mixed" or not names_draft:
+        quantized = [name for name in draft.quantized_layers if name.startswith("mtp.")]
+        # Mixed precision lists what is quantized; the class looks for its own block there.
+        if draft.name != "modelopt_mixed" or not quantized:
             return f"the draft plain under {draft.name}"
-    if isinstance(draft, Quark):
-        decoder = "model.decoder"
-        if view.num_layers != 61:
-            decoder = f"model.layers.{view.num_layers}"
-        is_out = model.excluded_by == "block" and draft.exclude.first(decoder) is not None
-        for entry in draft.exclude.written if model.excluded_by == "experts" else ():
-            is_out |= entry.startswith("mtp.") and "mlp.experts" in entry
-        if is_out:
-            return "the draft plain: exclude names it"
+    if isinstance(draft, Quark) and _is_excluded(draft, model, view):
+        return "the draft plain: exclude names it"
     disabled = view.config.get("disable_quant_module") or ()
-    if view.config.get("model_type") == "longcat_flash" and "mtp" in disabled:
-        return "the draft plain: disable_quant_module has mtp"
+    if model.plain_where_disabled and model.plain_where_disabled in disabled:
+        return f"the draft plain: disable_quant_module has {model.plain_where_disabled}"
     return ""
+
+
+def _is_excluded(draft: Quark, model: SglangModel, view: FamilyView) -> bool:
+    """Whether Quark's list leaves the whole draft plain."""
+    if model.excluded_by == "block":
+        on_disk = f"model.layers.{view.num_layers}"
+        block = entry_renames(view, "mtp", draft.name).name(on_disk)
+        return draft.exclude.first(block) is not None
+    if model.excluded_by == "experts":
+        for entry in draft.exclude.written:
+            if entry.startswith("mtp.") and "mlp.experts" in entry:
+                return True
+    return False

@@ -240,8 +240,7 @@ class Account(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if target.shape != source.shape:
             # Raise what `copy_` raises; the meta device does not.
-            pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
-            if source.dim() > target.dim() or any(size not in (1, side) for size, side in pairs):
+            if not _can_be_broadcast(source, target):
                 theirs = f"doesn't match the broadcast shape of {list(source.shape)}"
                 raise RuntimeError(f"output with shape {list(target.shape)} {theirs}")
         elif not target.is_meta and not source.is_meta:
@@ -295,8 +294,17 @@ class Account(TorchDispatchMode):
             self.tensors[name].is_computed = True
 
     def _note(self, written: Written, names: tuple[str, ...], *forms: object) -> None:
-        given, wanted = (str(form).removeprefix("torch.") for form in forms)
+        given, wanted = [str(form).removeprefix("torch.") for form in forms]
         self.misfits[written.name, ", ".join(names), given, wanted] = None
+
+
+def _can_be_broadcast(source: torch.Tensor, target: torch.Tensor) -> bool:
+    if source.dim() > target.dim():
+        return False
+    for size, side in zip(reversed(source.shape), reversed(target.shape), strict=False):
+        if size not in (1, side):
+            return False
+    return True
 
 
 def _region(view: torch.Tensor) -> Region:
@@ -323,13 +331,15 @@ def _covered(regions: dict[Region, int]) -> int:
     total = sum(regions.values())
     if len(regions) == 1 or total == 0:
         return total
-    spans, strided = [], 0
+    spans = []
+    strided = 0
     for (offset, _, stride), count in regions.items():
         if stride == (1,):
             spans.append((offset, offset + count))
         else:
             strided += count
-    covered, end = 0, 0
+    covered = 0
+    end = 0
     for start, stop in sorted(spans):
         covered += max(0, stop - max(start, end))
         end = max(end, stop)

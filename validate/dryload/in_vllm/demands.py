@@ -29,53 +29,70 @@ class Demands:
 
 
 def demands_of(model: torch.nn.Module) -> Demands:
-    """Read a model that vLLM built.
-
-    Optional: scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set
-    from the config alone; scales of inputs are registered for weight-only schemes too, and dropped
-    where there is no activation key (fused_moe/oracle/nvfp4.py, quantization/modelopt.py, which has
-    a method for them in 0.29.0). The same names under W4A4 are demanded. MiMo's audio encoder
-    builds a Qwen2 with a table of tokens, and gives it embeddings only (models/mimo_audio.py).
-    Biases of GPTQ's experts are deleted again if none was loaded (quantization/auto_gptq.py:620).
-    Experts of 0.29.0 have an order of channels, which only `actorder: group` and GPTQ store, and
-    its sorting, which vLLM computes.
-
-    Padded: parameters of modules without a quantization method, such as sinks. A module with a
-    `pad_size` gives a fused linear beneath it that many rows more.
-    """
+    """Read a model that vLLM built."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
-    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
-    optional, may_pad, counts = set[str](), set[str](), dict[str, int]()
+    optional = set[str]()
+    may_pad = set[str]()
+    counts = dict[str, int]()
     for prefix, module in model.named_modules():
         if type(module).__name__ == "MimoAudioEncoder":
+            # It builds a Qwen2 with a table of tokens, and gives it embeddings only
+            # (models/mimo_audio.py).
             optional.add(f"{prefix}.input_local_transformer.embed_tokens.weight")
-        method, pad_size = getattr(module, "quant_method", None), getattr(module, "pad_size", 0)
-        spec = getattr(method, "spec", None)
-        is_weight_only = getattr(method, "use_a16", False)
-        is_weight_only |= spec is not None and spec.activation is None
-        is_weight_only |= type(method).__name__ == "ModelOptNvFp4W4A16LinearMethod"
-        drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
-        has_order = getattr(method, "actorder", "group") == "group"
+        method = getattr(module, "quant_method", None)
+        is_weight_only = _is_weight_only(method)
         for name, param in module.named_parameters(recurse=False):
-            is_free = isinstance(method, BaseKVCacheMethod) or name == "input_scale_ub"
-            is_free |= is_weight_only and name.endswith(("input_scale", "input_global_scale"))
-            is_free |= name.endswith("_sort_indices")
-            is_free |= not has_order and name.endswith("_g_idx")
-            if is_free or (drops_bias and name.endswith("_bias")):
+            if _is_optional(name, method, is_weight_only=is_weight_only):
                 optional.add(f"{prefix}.{name}")
-            if method is None:
+            if method is None:  # such as sinks
                 may_pad.add(f"{prefix}.{name}")
             if hasattr(param, "weight_loader_numel"):
                 counts[f"{prefix}.{name}"] = param.weight_loader_numel
-        for name, child in module.named_children() if isinstance(pad_size, int) else ():
-            if pad_size and getattr(child, "output_sizes", ())[-1:] == [pad_size]:
-                weight = child.weight
-                counts[f"{prefix}.{name}.weight"] = weight.numel() - pad_size * weight.shape[1]
+        # A module with a `pad_size` gives a fused linear beneath it that many rows more.
+        pad_size = getattr(module, "pad_size", 0)
+        if isinstance(pad_size, int) and pad_size:
+            for name, child in module.named_children():
+                if getattr(child, "output_sizes", ())[-1:] == [pad_size]:
+                    weight = child.weight
+                    counts[f"{prefix}.{name}.weight"] = weight.numel() - pad_size * weight.shape[1]
         if isinstance(module, RoutedExperts):
             counts |= _unpadded(prefix, module)
     return Demands(optional=frozenset(optional), may_pad=frozenset(may_pad), counts=counts)
+
+
+def _is_weight_only(method: Any) -> bool:
+    """Whether a quantization method leaves inputs as they are."""
+    # What a config says in general, in two places; and what modelopt has a method for in 0.29.0.
+    spec = getattr(method, "spec", None)
+    if spec is not None and spec.activation is None:
+        return True
+    if type(method).__name__ == "ModelOptNvFp4W4A16LinearMethod":
+        return True
+    return getattr(method, "use_a16", False)
+
+
+def _is_optional(name: str, method: Any, *, is_weight_only: bool) -> bool:
+    """Whether a checkpoint need not have a parameter of a module with this method."""
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    # Scales of a KV cache have defaults (quantization/kv_cache.py).
+    if isinstance(method, BaseKVCacheMethod):
+        return True
+    # Set from the config alone; and an order that vLLM computes by sorting.
+    if name == "input_scale_ub" or name.endswith("_sort_indices"):
+        return True
+    # Registered for weight-only schemes too, and dropped where there is no activation key
+    # (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
+    if is_weight_only and name.endswith(("input_scale", "input_global_scale")):
+        return True
+    # Experts of 0.29.0 have an order of channels, which only `actorder: group` and GPTQ store.
+    if name.endswith("_g_idx") and getattr(method, "actorder", "group") != "group":
+        return True
+    # Deleted again if none was loaded (quantization/auto_gptq.py:620).
+    drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
+    return drops_bias and name.endswith("_bias")
 
 
 def _unpadded(prefix: str, experts: Any) -> dict[str, int]:
@@ -83,16 +100,19 @@ def _unpadded(prefix: str, experts: Any) -> dict[str, int]:
     config. w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], packed or in groups along the
     last; biases lack it.
     """
-    moe, counts = experts.moe_config, dict[str, int]()
+    moe = experts.moe_config
+    counts = dict[str, int]()
     inner = moe.intermediate_size_per_partition_unpadded / moe.intermediate_size_per_partition
     hidden = moe.hidden_dim_unpadded / moe.hidden_dim
     if inner == hidden == 1:
         return {}
     for name, param in experts.named_parameters():
         if param.dim() == 3 or name.endswith("_bias"):
-            rows, columns = hidden, inner
+            rows = hidden
+            columns = inner
             if name.startswith("w13"):
-                rows, columns = inner, hidden
+                rows = inner
+                columns = hidden
             if param.dim() < 3 or param.shape[2] == 1:
                 columns = 1
             counts[f"{prefix}.{name}"] = round(param.numel() * rows * columns)

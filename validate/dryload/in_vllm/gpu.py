@@ -183,12 +183,8 @@ class _CudaIsMeta(torch.overrides.TorchFunctionMode):
             kwargs = {**kwargs, "device": "meta"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False, "device": "meta"}
-        if (
-            func is torch.Tensor.to
-            and len(args) > 1
-            and not isinstance(args[1], int)
-            and _is_cuda(args[1])
-        ):
+        names_device = len(args) > 1 and not isinstance(args[1], int)
+        if func is torch.Tensor.to and names_device and _is_cuda(args[1]):
             args = (args[0], "meta", *args[2:])
         elif func is torch.Tensor.cuda:
             return args[0].to("meta")
@@ -203,7 +199,9 @@ _MODE = _CudaIsMeta()
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int)
 
 
 def _answer(module: Any, **answers: Any) -> None:
@@ -223,7 +221,8 @@ def install(device: Device) -> None:
     import vllm
     from vllm import platforms
 
-    is_cuda_wheel = any(name.startswith("_C_stable") for name in os.listdir(vllm.__path__[0]))
+    files = os.listdir(vllm.__path__[0])
+    is_cuda_wheel = any(name.startswith("_C_stable") for name in files)
     let_operators_appear = returns(None)
     if not is_cuda_wheel:
         stubs.install_packages()
@@ -250,8 +249,11 @@ def install(device: Device) -> None:
 
     _answer(utils, record_metadata_for_reloading=None)  # of weights that change while it serves
     registry._run_in_subprocess = lambda look: look()
-    registry._LazyRegisteredModel._load_modelinfo_from_cache = lambda self, module_hash: None
-    registry._LazyRegisteredModel._save_modelinfo_to_cache = lambda self, info, module_hash: None
+    _answer(
+        registry._LazyRegisteredModel,
+        _load_modelinfo_from_cache=None,
+        _save_modelinfo_to_cache=None,
+    )
 
 
 def _answer_for_libraries() -> None:
@@ -269,7 +271,7 @@ def _answer_for_libraries() -> None:
     flash_attn_interface.FA4_AVAILABLE = True
     kinds = ("dense", "indexed", "grouped_contiguous", "grouped_masked")
     humming = importlib.import_module("humming.config")
-    humming.GemmType = enum.Enum("GemmType", {kind.upper(): kind for kind in kinds})
+    humming.GemmType = enum.Enum("GemmType", [(kind.upper(), kind) for kind in kinds])
     # 0.33 makes a buffer of that size with every layer of attention on sm100.
     sizes = importlib.import_module("flashinfer.utils")
     sizes.get_trtllm_gen_multi_ctas_kv_counter_bytes = returns(1)
@@ -293,8 +295,10 @@ def _platform() -> Any:
             "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
         ),
     }
-    methods = {name: classmethod(returns(answer)) for name, answer in answers.items()}
-    return type("PretendedCuda", (NonNvmlCudaPlatform,), {"dist_backend": "fake", **methods})()
+    attributes: dict[str, Any] = {"dist_backend": "fake"}
+    for name, answer in answers.items():
+        attributes[name] = classmethod(returns(answer))
+    return type("PretendedCuda", (NonNvmlCudaPlatform,), attributes)()
 
 
 def _activate_triton(device: Device) -> None:
@@ -308,7 +312,7 @@ def _activate_triton(device: Device) -> None:
 
     for name, backend in backends.items():
         if backend.driver is not None:
-            backend.driver.is_active = staticmethod(lambda name=name: name == "nvidia")
+            backend.driver.is_active = staticmethod(returns(name == "nvidia"))
     driver.set_active(_TritonDriver(device))
 
 
@@ -321,7 +325,7 @@ class _TritonDriver(Inert):
             "warpSize": 32,
             "max_num_regs": 65536,
         }
-        self.utils = types.SimpleNamespace(get_device_properties=lambda index: limits)
+        self.utils = types.SimpleNamespace(get_device_properties=returns(limits))
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -333,4 +337,4 @@ class _TritonDriver(Inert):
         return 0
 
     def get_benchmarker(self) -> Any:
-        return lambda *args, **kwargs: [0.0]
+        return returns([0.0])

@@ -1,10 +1,10 @@
 """What vLLM would run: post-load processing on meta tensors, and the kernel that each layer got.
 
-In: a loaded model. Out: an entry for each kind of layer: {layer, method, kernel, count, where (its
-first prefix), outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM itself raises, or
-"not judged: <why>" where it raised after it read a value from the meta device or called a stub: the
-kernel is known even then. The kernel of attention is its backend and the number format of its KV
-cache.
+In: a loaded model. Out: an entry for each kind of layer, with the fields of `KernelUse` in
+validate/facts/dry_load.py. The outcome is "ok", "refused: <vLLM's words>" where vLLM itself raises,
+or "not judged: <why>" where it raised after it read a value from the meta device or called a stub:
+the kernel is known even then. The kernel of attention is its backend and the number format of its
+KV cache.
 
 Easy to get wrong: a model has thousands of layers. Layers of one kind and shape have the same
 outcome, so only one of each is processed.
@@ -28,33 +28,47 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    outcomes: dict[tuple[Any, ...], str] = {}
-    kinds: dict[tuple[str, ...], dict[str, Any]] = {}
+    outcomes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    uses: dict[tuple[str, ...], dict[str, Any]] = {}
     with set_current_vllm_config(config):
         for prefix, module in model.named_modules():
-            method, scheme = getattr(module, "quant_method", None), getattr(module, "scheme", None)
-            is_attention = isinstance(module, AttentionLayerBase) and hasattr(
-                module, "kv_cache_dtype"
-            )
+            method = getattr(module, "quant_method", None)
+            scheme = getattr(module, "scheme", None)
+            is_cached = hasattr(module, "kv_cache_dtype")
+            is_attention = is_cached and isinstance(module, AttentionLayerBase)
             is_method = isinstance(method, QuantizeMethodBase)
             if not is_attention and not is_method:
                 continue
-            kernel, refused = _kernel(method, scheme), ""
+            outcome = {"outcome": "ok"}
             if is_attention:
-                kernel, refused = _attention(module)
+                kernel, lacks = _attention(module)
+                if lacks:
+                    outcome = {**_refused(lacks), "lacks_gpu": True}
+            else:
+                kernel = _kernel(method, scheme)
+            # Layers with the same parameters have the same outcome: one of each is processed.
             shapes = []
             for name, param in module.named_parameters():
                 shapes.append((name, tuple(param.shape), param.dtype))
             same = (type(module), type(method), type(scheme), *shapes, kernel)
             if same not in outcomes:
-                outcomes[same] = refused or "ok"
-                if is_method and not refused:
-                    outcomes[same] = _process(module, method)
-            kind = (class_of(module), class_of(scheme or method), kernel, outcomes[same])
-            where = getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix
-            known = dict(zip(("layer", "method", "kernel", "outcome"), kind, strict=True))
-            kinds.setdefault(kind, {**known, "where": where, "count": 0})["count"] += 1
-    return list(kinds.values())
+                if is_method and "refused" not in outcome:
+                    outcome = _process(module, method)
+                outcomes[same] = outcome
+            outcome = outcomes[same]
+            layer = class_of(module)
+            names = {"layer": layer, "method": class_of(scheme or method), "kernel": kernel}
+            use = (*names.values(), outcome["outcome"])
+            if use not in uses:
+                where = getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix
+                uses[use] = {**names, **outcome, "where": where, "count": 0}
+            uses[use]["count"] += 1
+    return list(uses.values())
+
+
+def _refused(words: str) -> dict[str, Any]:
+    """The outcome of what vLLM raises on, for people and as a value."""
+    return {"outcome": f"refused: {words}", "refused": words}
 
 
 def class_of(value: object) -> str:
@@ -70,14 +84,34 @@ def last_frame(error: BaseException) -> tuple[str, bool]:
 
     folder = vllm.__path__[0]
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename.startswith(f"{folder}/")] or frames
-    last = own[-1]
+    last = frames[-1]
+    for frame in frames:
+        if frame.filename.startswith(f"{folder}/"):
+            last = frame
     at = last.filename.removeprefix(folder.removesuffix("vllm")).rpartition("site-packages/")[2]
     return f"{at}:{last.lineno}", last is frames[-1]
 
 
 def _one(value: torch.Tensor) -> float:
-    return value.dtype == torch.bool or (1.0 if value.dtype.is_floating_point else 1)
+    if value.dtype == torch.bool:
+        return True
+    if value.dtype.is_floating_point:
+        return 1.0
+    return 1
+
+
+def _true(value: torch.Tensor) -> bool:
+    return True
+
+
+def _nowhere(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, value.ndim, dtype=torch.int64, device="meta")
+
+
+def _all_alike(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    first = value.flatten()[:1]
+    index = first.to(torch.int64)
+    return first, index, index
 
 
 # Operators that read a value, or whose result has a shape that values decide: numbers are one,
@@ -85,16 +119,11 @@ def _one(value: torch.Tensor) -> float:
 _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
     aten._local_scalar_dense.default: _one,
     aten.item.default: _one,
-    aten.is_nonzero.default: lambda value: True,
-    aten.nonzero.default: lambda value: torch.empty(
-        0, value.ndim, dtype=torch.int64, device="meta"
-    ),
-    aten.equal.default: lambda value: True,
-    aten.allclose.default: lambda value: True,
-    aten._unique2.default: lambda value: (
-        value.flatten()[:1],
-        *[value.flatten()[:1].to(torch.int64)] * 2,
-    ),
+    aten.is_nonzero.default: _true,
+    aten.nonzero.default: _nowhere,
+    aten.equal.default: _true,
+    aten.allclose.default: _true,
+    aten._unique2.default: _all_alike,
 }
 
 
@@ -116,7 +145,7 @@ class _MetaValues(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _process(module: torch.nn.Module, method: Any) -> str:
+def _process(module: torch.nn.Module, method: Any) -> dict[str, Any]:
     calls = Calls.count
     values = _MetaValues()
     try:
@@ -124,13 +153,12 @@ def _process(module: torch.nn.Module, method: Any) -> str:
             method.process_weights_after_loading(module)
     except Exception as error:  # noqa: BLE001  what vLLM raises is its verdict, unless it read a pretended value
         at, is_vllms = last_frame(error)
-        if (
-            values.count or Calls.count > calls or not is_vllms
-        ):  # torch raises where meta has no values
-            return f"not judged: depends on values ({at})"
+        # Where a library raises, as torch does, meta has no values.
+        if values.count or Calls.count > calls or not is_vllms:
+            return {"outcome": f"not judged: depends on values ({at})"}
         words = str(error).strip().split("\n")[0][:200]
-        return f"refused: {type(error).__name__}: {words} ({at})"
-    return "ok"
+        return _refused(f"{type(error).__name__}: {words} ({at})")
+    return {"outcome": "ok"}
 
 
 def _kernel(method: Any, scheme: Any) -> str:
@@ -148,6 +176,7 @@ def _kernel(method: Any, scheme: Any) -> str:
                     value = type(value)
                 found[value.__name__] = None
             elif "backend" in name:
+                # An enum's member, or a text.
                 found[str(getattr(value, "name", value))] = None
     return " ".join(found)
 
@@ -159,11 +188,12 @@ def _attention(module: Any) -> tuple[str, str]:
     """
     from vllm.platforms import current_platform
 
-    backend, capability = module.get_attn_backend(), current_platform.get_device_capability()
-    name = kernel = backend.get_name()
+    backend = module.get_attn_backend()
+    capability = current_platform.get_device_capability()
+    name = backend.get_name()
+    kernel = name
     if module.kv_cache_dtype != "auto":
         kernel += f" kv={module.kv_cache_dtype}"
     if backend.supports_compute_capability(capability):
         return kernel, ""
-    version = capability.as_version_str()
-    return kernel, f"refused: {name} has no kernels for compute capability {version}"
+    return kernel, f"{name} has no kernels for compute capability {capability.as_version_str()}"

@@ -43,7 +43,8 @@ def main() -> None:
     _prepare(gpu, cache)
     signal.alarm(0)
     for line in sys.stdin:
-        waiting, children = json.loads(line), dict[int, int]()
+        waiting = json.loads(line)
+        children = dict[int, int]()
         while waiting or children:
             while waiting and len(children) < (os.cpu_count() or 1):
                 job = waiting.pop(0)
@@ -106,7 +107,8 @@ def _prepare(gpu_name: str, cache: str) -> None:
 
 def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
     """Start a child that loads, answers, and leaves without running the parent's exit handlers."""
-    if pid := os.fork():
+    pid = os.fork()
+    if pid:
         return pid
     status = 1
     try:
@@ -114,11 +116,15 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
 
         signal.alarm(CHILD_SECONDS)
         limit_memory(CHILD_MEMORY_BYTES)
-        number, outcomes = job.pop("id"), dict[str, str]()
-        if chosen := job.pop("cures"):
-            outcomes = _mend(cures, chosen, job["vllm"])
+        number = job.pop("id")
+        chosen = job.pop("cures")
+        applied = []
+        if chosen:
+            for name, why_not in _mend(cures, chosen, job["vllm"]).items():
+                if not why_not:
+                    applied.append(name)
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
-        account["load"]["cures"] = [name for name, why_not in outcomes.items() if not why_not]
+        account["load"]["cures"] = applied
         Path(cache, f"{number}.json").write_text(
             json.dumps({"id": number, "account": account}, default=str)
         )

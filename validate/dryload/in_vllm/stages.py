@@ -14,7 +14,7 @@ import re
 import resource
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -40,34 +40,36 @@ class Part:
     shared: list[str] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
-    def told(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def loaded_and_written(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """As `LoadedModel` and as `ModelAccount`."""
-        own, written = dict[str, Written](), dict[str, Any]()
-        cls, num_params, num_written = "", 0, 0
+        loaded: dict[str, Any] = {"shared": self.shared, "kernels": self.kernels}
+        written: dict[str, Any] = {"asked": []}
         if self.model is not None:
-            cls, num_params = type(self.model).__name__, len(list(self.model.parameters()))
-        if self.account is not None:
-            for param in self.account.params:
-                # A checkpoint need not fill what is shared, and what is optional.
-                if param.name not in self.shared and param.status != "optional":
-                    own[param.name] = param
-            num_params = num_written = len(own)
-            written = {"faults": [], "misfits": []}
-            for param in own.values():
-                if param.status in ("empty", "partial"):
-                    written["faults"].append(param.as_fault())
-                    num_written -= 1
-            for note in self.account.misfits:
-                if note[0] in own:
-                    misfit = zip(("param", "tensor", "given", "wanted"), note, strict=True)
-                    written["misfits"].append(dict(misfit))
-        written["asked"] = []
+            loaded["cls"] = type(self.model).__name__
+            loaded["num_params"] = len(list(self.model.parameters()))
         for layer, prefix, method, scheme in self.asked:
             question = {"prefix": prefix, "method": method, "scheme": scheme}
             place = {"layer": type(layer).__name__, "path": self.paths.get(id(layer), "")}
             written["asked"].append(question | place)
-        counts = {"cls": cls, "num_params": num_params, "num_written": num_written}
-        return {**counts, "shared": self.shared, "kernels": self.kernels}, written
+        if self.account is None:  # vLLM stopped before it loaded
+            return loaded, written
+        own = dict[str, Written]()
+        faults = []
+        for param in self.account.params:
+            # A checkpoint need not fill what is shared, and what is optional.
+            if param.name in self.shared or param.status == "optional":
+                continue
+            own[param.name] = param
+            if param.status in ("empty", "partial"):
+                faults.append(param.as_fault())
+        misfits = []
+        for param, tensor, given, wanted in self.account.misfits:
+            if param in own:
+                misfit = {"param": param, "tensor": tensor, "given": given, "wanted": wanted}
+                misfits.append(misfit)
+        loaded["num_params"] = len(own)
+        loaded["num_written"] = len(own) - len(faults)
+        return loaded, {**written, "faults": faults, "misfits": misfits}
 
 
 class Refused(Exception):
@@ -92,7 +94,8 @@ class StagedLoad:
 
     def account(self) -> dict[str, Any]:
         """Run all stages; the first that vLLM refuses ends them."""
-        start, failure = time.perf_counter(), None
+        start = time.perf_counter()
+        failure = None
         try:
             self._run()
         except Refused as refused:
@@ -110,15 +113,17 @@ class StagedLoad:
         }
         account = {"path": self._job.folder, "load": load, **self._tensors()}
         for role, part in self._parts.items():
-            load[role], account[role] = part.told()
+            load[role], account[role] = part.loaded_and_written()
         return account
 
     def _run(self) -> None:
         with self._stage("config", ""):
             self._config = config = _engine_config(self._job)
-        self._runner = "v2" if config.use_v2_model_runner else "v1"
-        record_questions(lambda *question: self._now.asked.append(question))
-        search_fewer_experts(lambda: self._current)
+        self._runner = "v1"
+        if config.use_v2_model_runner:
+            self._runner = "v2"
+        record_questions(self._note)
+        search_fewer_experts(self._tensor_in_hand)
         with self._stage("world", ""):
             world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = {"target": config.model_config}
@@ -137,8 +142,11 @@ class StagedLoad:
             with self._stage("process", role):
                 self._parts[role].kernels = kernels.process(self._parts[role].model, self._config)
 
-    @property
-    def _current(self) -> str:
+    def _note(self, *question: Any) -> None:
+        self._now.asked.append(question)
+
+    def _tensor_in_hand(self) -> str:
+        """The name on disk of the tensor that is loaded now; "" for none."""
         return getattr(self._now.account, "current", "")
 
     @contextlib.contextmanager
@@ -150,7 +158,7 @@ class StagedLoad:
             what = {"type": type(error).__name__, "words": str(error)[:2000], "at": at}
             what |= {"stage": stage, "role": role, "tensor": ""}
             if stage == "load":
-                what["tensor"] = self._current
+                what["tensor"] = self._tensor_in_hand()
             raise Refused(what) from error
 
     def _construct(self, model_config: Any) -> Construction:
@@ -160,6 +168,7 @@ class StagedLoad:
         construction = Construction()
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"), construction:
             self._now.model = initialize_model(self._config, model_config=model_config)
+        # A question to the quantization config has the layer; its place is known only now.
         for path, module in self._now.model.named_modules():
             self._now.paths[id(module)] = path
         return construction
@@ -171,14 +180,13 @@ class StagedLoad:
 
         model = self._now.model
         account = self._now.account = Account(model, construction, demands_of(model))
+
+        def weights(files: Iterable[str], *args: Any, **kwargs: Any) -> Iterator[Any]:
+            return account.hand_over(world.meta_tensors(files))
+
         # vLLM's own reader chooses the files; only the tensors are replaced.
-        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: (
-            account.hand_over(world.meta_tensors(files))
-        )
-        # For "pt", safe_open maps the whole file as memory that could be written: that counts like
-        # an allocation (server.py: limit_memory), and a shard may be larger than the limit. For
-        # "np" it maps the file to be read.
-        weight_utils.safe_open = lambda path, framework: safetensors.safe_open(path, framework="np")
+        default_loader.safetensors_weights_iterator = weights
+        weight_utils.safe_open = _open_to_read
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:
@@ -191,25 +199,26 @@ class StagedLoad:
         """vLLM's own code replaces the draft's embedding and head, as it does after loading."""
         from vllm.config import set_current_vllm_config
 
-        target, draft = self._parts["target"].model, self._parts["draft"].model
+        target = self._parts["target"].model
+        draft = self._parts["draft"].model
         before = dict(draft.named_parameters(remove_duplicate=False))
         with (
             mock.patch.object(torch.Tensor, "cpu", lambda tensor, *args, **kwargs: tensor),
             # Values are unknown here, so a copy counts as different.
-            mock.patch.object(torch, "equal", lambda left, right: False),
+            mock.patch.object(torch, "equal", gpu.returns(False)),
             set_current_vllm_config(self._config),
         ):
             if self._runner == "v2":
                 from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
-                utils.get_model = lambda **kwargs: draft
+                utils.get_model = gpu.returns(draft)
                 utils.load_eagle_model(target, self._config)
             else:
                 _share_v1(target, draft, self._config)
         after = dict(draft.named_parameters(remove_duplicate=False))
-        self._parts["draft"].shared = sorted(
-            name for name in before if after.get(name) is not before[name]
-        )
+        for name in sorted(before):
+            if after.get(name) is not before[name]:
+                self._parts["draft"].shared.append(name)
 
     def _tensors(self) -> dict[str, Any]:
         """Of the tensors that were loaded, those that nobody used, and those that were used in
@@ -217,15 +226,17 @@ class StagedLoad:
         """
         used: dict[str, int] = {}
         sizes: dict[str, int] = {}
+        # Target and draft each read all files: what one of them used is used.
         for part in self._parts.values():
             for name, tensor in getattr(part.account, "tensors", {}).items():
                 sizes[name] = tensor.num_elements
                 used[name] = max(used.get(name, 0), tensor.num_read)
-        unconsumed, cut = list[str](), list[tuple[str, int, int]]()
+        unconsumed = list[str]()
+        cut = list[tuple[str, int, int]]()
         for name, count in sorted(used.items()):
             if not count and sizes[name]:
                 unconsumed.append(name)
-            elif count < sizes[name] and self._job.tp == 1:
+            elif count < sizes[name] and self._job.tp == 1:  # a rank reads its part alone
                 cut.append((name, count, sizes[name]))
         return {"unconsumed": unconsumed, "truncated": cut}
 
@@ -244,6 +255,9 @@ def _engine_config(job: Any) -> Any:
     _leave_out_tokenizers(declared)
     text_config = declared.get("text_config") or declared.get("llm_config") or declared
     longest = text_config.get("max_position_embeddings", 256)
+    backend = None
+    if job.tp > 1:
+        backend = "mp"
     return EngineArgs(
         model=job.folder,
         speculative_config=speculative,
@@ -251,8 +265,16 @@ def _engine_config(job: Any) -> Any:
         max_model_len=min(256, longest),
         skip_tokenizer_init=True,
         tensor_parallel_size=job.tp,
-        distributed_executor_backend="mp" if job.tp > 1 else None,
+        distributed_executor_backend=backend,
     ).create_engine_config()
+
+
+def _open_to_read(path: str, framework: str) -> Any:
+    """`safe_open`, which for "pt" maps the whole file as memory that could be written: that counts
+    like an allocation (server.py: limit_memory), and a shard may be larger than the limit. For "np"
+    it maps the file to be read.
+    """
+    return safetensors.safe_open(path, framework="np")
 
 
 def _know_config(declared: dict[str, Any]) -> None:
@@ -295,12 +317,12 @@ def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
     if "NemotronH_" in architectures:
         from vllm.model_executor.models import nano_nemotron_vl
 
-        tokenizer = types.SimpleNamespace(encode=lambda words, **_: [0])
-        nano_nemotron_vl.cached_tokenizer_from_config = lambda config: tokenizer
+        tokenizer = types.SimpleNamespace(encode=gpu.returns([0]))
+        nano_nemotron_vl.cached_tokenizer_from_config = gpu.returns(tokenizer)
     if "MiMoV2" in architectures:
         from vllm.model_executor.models.mimo_audio import MimoAudioEncoder
 
-        MimoAudioEncoder._load_audio_tokenizer = staticmethod(lambda path, device: None)
+        MimoAudioEncoder._load_audio_tokenizer = staticmethod(gpu.returns(None))
 
 
 def _share_v1(target: Any, draft: Any, config: Any) -> None:
@@ -322,8 +344,6 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 def record_questions(note: Any) -> None:
     """Call `note` with every question to a quantization config of this process: layer, prefix,
     method, scheme.
-
-    A config may ask another one; only the outer question counts.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
@@ -338,6 +358,7 @@ def record_questions(note: Any) -> None:
                 answer = method(config, layer, prefix, *args, **kwargs)
             finally:
                 depth[0] -= 1
+            # A config may ask another one; only the outer question counts.
             if depth[0] == 0:
                 scheme = kernels.class_of(getattr(layer, "scheme", None))
                 note(layer, prefix, kernels.class_of(answer), scheme)
@@ -357,14 +378,9 @@ class Mapping(list):
     """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may
     match.
 
-    vLLM's loaders compare the name of every tensor with three entries an expert, 768 in
-    DeepSeek-V4: most of a dry load's time. The entries name their expert (`experts.17.w1.`), so for
-    a tensor of expert 17 all others may be left out: the loop then does the same. For a name
-    without an expert's number the loop gets the whole list.
-
     Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's
     loaders work on one tensor at a time. A loader that collects them first has no tensor at that
-    point, and gets the whole list too.
+    point, and gets the whole list.
     """
 
     def __init__(self, entries: list[tuple[str, str, int, str]], current: Callable[[], str]):
@@ -375,6 +391,9 @@ class Mapping(list):
             self._by_expert.setdefault(_expert_in(entry[1]), []).append(entry)
 
     def __iter__(self) -> Iterator[Any]:
+        # vLLM's loaders compare the name of every tensor with three entries an expert, 768 in
+        # DeepSeek-V4: most of a dry load's time. The entries name their expert (`experts.17.w1.`),
+        # so for a tensor of expert 17 all others may be left out: the loop then does the same.
         expert = _expert_in(self._current())
         if not expert or "" in self._by_expert:
             return super().__iter__()
@@ -383,9 +402,10 @@ class Mapping(list):
 
 def _expert_in(name: str) -> str:
     """The number of the expert in a name; "" for none."""
-    if match := _EXPERT.search(name):
-        return match[1]
-    return ""
+    match = _EXPERT.search(name)
+    if match is None:
+        return ""
+    return match[1]
 
 
 def search_fewer_experts(current: Callable[[], str]) -> None:

@@ -80,7 +80,8 @@ def install_packages() -> None:
     """Make every submodule of PACKAGES importable; an installed package comes first, but for vLLM's
     own: its Python files may be there alone, and `deep_gemm` asserts one *.so.
     """
-    sys.meta_path.insert(0, _Finder([name for name in PACKAGES if name.startswith("vllm.")]))
+    of_vllm = [name for name in PACKAGES if name.startswith("vllm.")]
+    sys.meta_path.insert(0, _Finder(of_vllm))
     sys.meta_path.append(_Finder(PACKAGES))
 
 
@@ -134,7 +135,7 @@ class _Operator:
         if "get_workspace_size" in self.name:
             return 1
         if self.name.endswith(("gptq_marlin_repack", "awq_marlin_repack")):
-            size_k, size_n, bits = [each for each in args if type(each) is int][:3]
+            size_k, size_n, bits = [value for value in args if type(value) is int][:3]
             return torch.empty(
                 size_k // 16, size_n * 16 * bits // 32, dtype=torch.int32, device="meta"
             )
@@ -203,7 +204,9 @@ class _Stub(metaclass=_StubMeta):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         Calls.count += 1
-        return args[0] if len(args) == 1 and callable(args[0]) else self
+        if len(args) == 1 and callable(args[0]):
+            return args[0]
+        return self
 
     def __getitem__(self, item: Any) -> Any:
         return self
@@ -244,8 +247,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if any(f"{fullname}.".startswith(f"{package}.") for package in self._packages):
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        for package in self._packages:
+            if f"{fullname}.".startswith(f"{package}."):
+                return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:

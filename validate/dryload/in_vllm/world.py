@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import gpu
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -56,7 +58,7 @@ def init(config: Any, *, tp: int, rank: int) -> None:
         coordinate(self, *args, **{**kwargs, "use_message_queue_broadcaster": False})
 
     state.GroupCoordinator.__init__ = without_message_queue  # type: ignore[method-assign]
-    state._node_count = lambda group: 1
+    state._node_count = gpu.returns(1)
     with set_current_vllm_config(config):
         state.init_distributed_environment(tp, rank, "env://", rank, "fake")
         state.initialize_model_parallel(tp, 1)
@@ -70,11 +72,10 @@ def meta_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        with (
-            _disable_current_modes()
-        ):  # a whole file at once: the account need not see how 130,000 tensors are made
-            tensors = [
-                torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-                for entry in header.values()
-            ]
-        yield from zip(header, tensors, strict=True)
+        # A whole file at once: the account need not see how 130,000 tensors are made.
+        tensors = dict[str, torch.Tensor]()
+        with _disable_current_modes():
+            for name, entry in header.items():
+                dtype = DTYPES[entry["dtype"]]
+                tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
+        yield from tensors.items()
