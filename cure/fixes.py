@@ -4,9 +4,8 @@ bytes.
 
 In: a `Faulty`. Out: changes, each with the reason.
 
-Easy to get wrong: which of two files is right. vLLM reads config.json, and the check compares that
-with the bytes; the other file is written from it, once it is right. A shard has one header, so one
-renamed scale means that its whole shard is written again.
+Easy to get wrong: a shard has one header, so one renamed scale means that its whole shard is
+written again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -158,6 +157,8 @@ def two_configs_agree(faulty: Faulty) -> None:
     other = proposal.value(HF_QUANT_CONFIG, ("quantization",))
     if not proposal.config_place or proposal.value(HF_QUANT_CONFIG, ()) is None:
         return
+    # Which of the two is right: vLLM reads config.json, and the check compares that with the bytes;
+    # the other file is written from it, once it is right.
     is_wrong = False
     for each in faulty.findings:
         is_wrong |= each.severity == "error" and each.rule in ("form", "config-group")

@@ -4,9 +4,7 @@ In: config.json, and hf_quant_config.json if there is one. Out: a `Dialect` as a
 SGLang, reads it, with one question, `resolve(module, shards=..., kind=...)`: what is built for a
 module, and which entry decided.
 
-Easy to get wrong: where the config is. vLLM looks in config.json: for quantization_config, also in
-text_config, and for the old compression_config. It reads hf_quant_config.json only if it finds
-nothing there.
+Easy to get wrong: where the config is.
 """
 
 from collections.abc import Mapping
@@ -63,6 +61,7 @@ def read_dialect(
     """
     where = "config.json: quantization_config"
     raw = quantization_of(config)
+    # hf_quant_config.json is read only where config.json has nothing.
     if raw is None and hf_quant_config is None:
         return UNQUANTIZED
     if raw is None:
@@ -149,6 +148,7 @@ def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str
 def quantization_of(config: Raw) -> Raw | None:
     """config.json's quantization config, wherever vLLM looks for it; None if it has none."""
     text_config = config.get("text_config") or {}
+    # In their order; the last is an old name.
     places = (
         (config, "quantization_config"),
         (text_config, "quantization_config"),
