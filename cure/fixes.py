@@ -4,47 +4,30 @@ bytes.
 
 In: a `Faulty`. Out: changes, each with the reason.
 
-Easy to get wrong: which of two files is right. vLLM reads config.json, and the check compares that
-with the bytes; the other file is written from it, once it is right. A shard has one header, so one
-renamed scale means that its whole shard is written again. And a shape may be changed only if it has
-as many elements: two global scales are not one.
+Easy to get wrong: a shard has one header, so one renamed scale means that its whole shard is
+written again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import prod
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of
 from ..checkpoints.dialects.dialect import VLLMModule
 from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
-from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.stored import weight_of
 from ..recipes.family import HFName
+from ..recipes.forms import FIRST_SCALES
 from ..recipes.frozen import Json, Shape
-from ..validate.check.layouts import leaves_built
+from ..validate.check.layouts import in_rows, leaves_built
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
 from ..validate.check.runtime_view import Member
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
-_FIRST_SCALES = ("weight_scale", "weight_scale_inv", "scale")
-_SCALARS = ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale")
 # Dtypes of the same width: what a weight or a scale must be -> what it may be stored as.
 _VIEWS: Mapping[str, tuple[str, ...]] = {
     "F8_E4M3": ("U8", "I8"),
     "U8": ("F8_E8M0", "I8"),
-    "F8_E8M0": ("U8",),
 }
-_WEIGHTS = {
-    "nvfp4": "U8",
-    "nvfp4_modelopt": "U8",
-    "mxfp4": "U8",
-    "mxfp8": "F8_E4M3",
-    "fp8_block": "F8_E4M3",
-    "fp8_channel": "F8_E4M3",
-    "fp8_tensor": "F8_E4M3",
-}
-_SCALES = {"nvfp4": "F8_E4M3", "nvfp4_modelopt": "F8_E4M3", "mxfp4": "U8", "mxfp8": "U8"}
 _PREFIXES = ("language_model.", "model.language_model.", "language_model.model.", "model.")
 
 
@@ -174,6 +157,8 @@ def two_configs_agree(faulty: Faulty) -> None:
     other = proposal.value(HF_QUANT_CONFIG, ("quantization",))
     if not proposal.config_place or proposal.value(HF_QUANT_CONFIG, ()) is None:
         return
+    # Which of the two is right: vLLM reads config.json, and the check compares that with the bytes;
+    # the other file is written from it, once it is right.
     is_wrong = False
     for each in faulty.findings:
         is_wrong |= each.severity == "error" and each.rule in ("form", "config-group")
@@ -255,9 +240,10 @@ def tensors_have_the_form_that_is_built(faulty: Faulty) -> None:
     """
     for module in faulty.runtime.modules:
         built = module.resolution.built
-        if module.loads_quantized and not module.resolution.error and built.form in _WEIGHTS:
+        is_in_rows = built.form not in ("plain", "unknown", "gptq", "awq")
+        if module.loads_quantized and not module.resolution.error and is_in_rows:
             for member in module.members:
-                if member.weight.form != "plain":
+                if member.weight.form != "plain" and len(member.weight.weight.shape) == 2:
                     _in_form(faulty, member, built)
 
 
@@ -266,44 +252,35 @@ def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
     parts = leaves_built(built, member.weight)
     extra = [*(parts.keys() - built.leaves - built.optional)]
     missing = [*(built.leaves - parts.keys())]
-    if len(extra) == len(missing) == 1 and {*extra, *missing} <= {*_FIRST_SCALES}:
+    if len(extra) == len(missing) == 1 and {*extra, *missing} <= {*FIRST_SCALES}:
         had = extra[0]
         wanted = missing[0]
         why = f"vLLM's parameter is {wanted}; {had} has no place, and means the same"
         new = replace(parts[had], name=HFName(f"{member.weight.module}.{wanted}"))
         faulty.proposal.retensor(parts[had], new, why)
     elif not extra and not missing:
-        weight = weight_of(parts)
-        tables = {"weight": _WEIGHTS, "weight_packed": _WEIGHTS, "weight_scale": _SCALES}
+        wanted = in_rows(built, parts)
+        if isinstance(wanted, str):
+            return
         for leaf, entry in parts.items():
+            dtypes, shapes = wanted.get(leaf, ((entry.dtype,), ()))
             dtype = entry.dtype
-            wanted = tables.get(leaf, {}).get(built.form, "")
-            # DeepSeek-V4's loaders take the bytes of E8M0 as they are.
-            if dtype in _VIEWS.get(wanted, ()) and not (built.form == "mxfp4" and built.renames):
-                dtype = wanted
-            shape = _shape_of(built, leaf, entry, weight)
+            if dtype not in dtypes and dtype in _VIEWS.get(dtypes[0], ()):
+                dtype = dtypes[0]
+            shape = entry.shape
+            if shape not in shapes:
+                shape = _with_same_sides(shapes, shape)
             if (dtype, shape) != (entry.dtype, entry.shape):
                 why = f"vLLM builds {leaf} as {dtype} of {len(shape)} dimensions; the bytes stay"
                 faulty.proposal.retensor(entry, replace(entry, dtype=dtype, shape=shape), why)
 
 
-def _shape_of(built: VLLMModule, leaf: str, entry: Entry, weight: Entry) -> Shape:
-    """The shape of a scale with as many elements as it has."""
-    wanted: dict[int, Shape] = {}
-    is_scale = leaf in _FIRST_SCALES and len(weight.shape) == 2
-    if leaf in _SCALARS or (is_scale and built.form == "fp8_tensor"):
-        scalar = entry.shape
-        if len(scalar) > 1:
-            scalar = ()
-        wanted = {built.scale_ndim: scalar}
-    elif is_scale and built.form == "fp8_channel":
-        wanted = {1: weight.shape[:1], 2: (weight.shape[0], 1)}
-    elif is_scale and built.form == "fp8_block" and built.block:
-        rows = -(-weight.shape[0] // built.block[0])
-        columns = -(-weight.shape[1] // built.block[1])
-        wanted = {2: (rows, columns), 4: (rows, 1, columns, 1)}
-    shape = wanted.get(built.scale_ndim, entry.shape)
-    # Two global scales are not one.
-    if prod(shape) != prod(entry.shape):
-        return entry.shape
-    return shape
+def _with_same_sides(shapes: Iterable[Shape], had: Shape) -> Shape:
+    """The first shape that differs in sides of 1 alone; else the one that it had. Two global scales
+    are not one, and a transposed scale is another.
+    """
+    sides = [side for side in had if side != 1]
+    for shape in shapes:
+        if [side for side in shape if side != 1] == sides:
+            return shape
+    return had

@@ -4,20 +4,12 @@ In: the opened checkpoint, the opened release, and one word for the block. Out: 
 of the block, and the checkpoint as it will be; then the new folder: shards with the block, configs
 and index, and hard links.
 
-The packing is that of `keepmtp quantize`: a plan with the block alone
-(`quantize/plan/mtp_alone.py`). Lists of modules are those of `keepmtp fix`: with the block in its
-place, they say what is stored. What the new checkpoint will be is checked from headers before a
-byte is written. Only the block's tensors are read, from a Hub repository by range requests: into
-files of holes with the repository's names and offsets. They are kept under OUT.partial until the
-end, so a run that was killed asks only for what it had not yet. A range counts as here once its
-line is in the list of ranges, and the line is written after its bytes.
+The packing is that of `keepmtp quantize`, and lists of modules are those of `keepmtp fix`. What the
+new checkpoint will be is checked from headers before a byte is written. Only the block's tensors
+are read, from a Hub repository by range requests.
 
-Easy to get wrong: vLLM reads whole files that the index names. So tensors of an old block must
-leave their files: a file with nothing else is left out, and one with tensors of the backbone is
-written again without them. In config.json, lists with one value for each layer: the release's have
-the MTP layers at their end, and a tool that drops the block cuts them. And what the value check
-only warns of: a block of chance, or with norms as they were made, may be served by whoever measures
-it; but nobody wants it put into another checkpoint.
+Easy to get wrong: vLLM reads whole files that the index names, so tensors of an old block must
+leave their files.
 """
 
 import json
@@ -172,6 +164,8 @@ def plan_graft(
             Entry(**output._asdict(), file=shard.file, start=0, num_bytes=output.num_bytes)
             for output in shard.outputs
         ]
+    # A file with nothing but the old block is left out, and one with tensors of the backbone is
+    # written again without them.
     proposal.put_shards(old, made)
     if proposal.shards_again and quantized.folder is None:
         raise CheckpointError(
@@ -245,6 +239,8 @@ def carry_out(
         entries = {entry.name: entry for entry in graft.entries}
         block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
         for found in check_values(block, "all", reading=bar("reading values")).findings:
+            # A block of chance may be served by whoever measures it; but nobody wants it put into
+            # another checkpoint.
             if found.severity == "error" or found.rule == "mtp-untrained":
                 raise CheckpointError(
                     f"{release.where}: {found.where}",
@@ -282,6 +278,8 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
     folder.mkdir(parents=True, exist_ok=True)
     lines.touch()
     done = set[tuple[str, int, int]]()
+    # A range counts as here once its line is in the list: a run that was killed asks only for what
+    # it had not yet.
     for line in lines.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
@@ -304,6 +302,7 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
         read_range(
             source.where, file, commit=source.revision, start=start, into=into, arrived=progress
         )
+        # A file of holes with the repository's name and offsets; its line follows its bytes.
         descriptor = os.open(within(folder, file), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             write_at(descriptor, buffer, start)
@@ -357,7 +356,8 @@ def _count_mtp_layers(proposal: Proposal, released: Raw, family: Family) -> None
     It may have the language model's keys at top level where the release nests them.
     """
     holders: list[tuple[JSONPath, Raw]] = [((), released)]
-    if isinstance(text := released.get("text_config"), Mapping):
+    text = released.get("text_config")
+    if isinstance(text, Mapping):
         place: JSONPath = ("text_config",)
         if not isinstance(proposal.value(CONFIG, place), dict):
             place = ()
@@ -367,6 +367,8 @@ def _count_mtp_layers(proposal: Proposal, released: Raw, family: Family) -> None
         for key, value in theirs.items():
             if key in ("text_config", "quantization_config"):
                 continue
+            # The release's lists of one value a layer have the MTP layers at their end, and a tool
+            # that drops the block cuts them.
             now = proposal.value(CONFIG, (*path, key))
             why = ""
             is_shorter = isinstance(now, list) and isinstance(value, list) and now

@@ -6,15 +6,8 @@ no room and no time; a copy where the file system cannot link. Of a Hub reposito
 OUT has the changed files alone. OUT/.keepmtp/cure.json stays there: by it the same command finds
 that it has finished before.
 
-Every regular file of the old folder is kept, its own Python too: it is a person's own copy on his
-own disk, nothing in it is run, and `publish` asks again what may travel. keepmtp.json and
-recipe.yaml are left out: they say how the old folder was made, and the new one was not made so.
-Hidden files are left out as well.
-
 Easy to get wrong: a hard link is a second name of the same file. Who writes into a file of OUT
-writes into the old checkpoint. So new shards are written first, while the folder has no links; a
-file that is changed is made anew under OUT.partial and never opened where it was; and the old
-folder is compared again at the end.
+writes into the old checkpoint.
 """
 
 import errno
@@ -137,7 +130,8 @@ def rewrite(
         parts += _states(also_read)
     text = "\0".join(map(repr, parts))
     command = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-    if (found := _finished(out, command)) is not None:
+    found = _finished(out, command)
+    if found is not None:
         _tidy(out)
         return found.model_copy(update={"folder": out, "is_from_before": True})
     refuse_place(source, out)
@@ -170,6 +164,8 @@ def rewrite(
                 remove(path)
         states = _unchanged(source, source.states)
         write_whole(partial / _STAMP, Rewritten(command=command).model_dump_json())
+        # New shards first, while the folder has no links; a file that is changed is made anew under
+        # OUT.partial, and never opened where it was.
         make_shards(partial)
         for name, entries in again.items():
             _write_shard(within(partial, name), entries, proposal, written)
@@ -180,6 +176,7 @@ def rewrite(
         if source.folder is not None:
             for name in kept:
                 _link(source.folder / name, within(partial, name))
+        # The old folder is compared again, before its files are links and after.
         states = _unchanged(source, states)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
@@ -298,7 +295,7 @@ def judge(
 
 
 def kept_files(source: Source) -> tuple[str, ...]:
-    """Names of the old folder's files that a new one gets, sorted; see the top of this file.
+    """Names of the old folder's files that a new one gets, sorted.
 
     Raises:
         CheckpointError: one is a link out of the folder, or to nowhere. A shard may be one: its
@@ -307,10 +304,13 @@ def kept_files(source: Source) -> tuple[str, ...]:
     if source.folder is None:
         return ()
     kept = []
+    # Its own Python too: it is a person's own copy on his own disk, nothing in it is run, and
+    # `publish` asks again what may travel.
     for root, folders, names in os.walk(source.folder):  # it passes over folders that are links
         folders[:] = [name for name in folders if not name.startswith(".")]
         for leaf in names:
             name = str(Path(root, leaf).relative_to(source.folder))
+            # The record and the recipe say how the old folder was made; the new one was not.
             if leaf.startswith(".") or leaf.endswith(".partial") or name in (RECORD, RECIPE):
                 continue
             refuse_name(source.folder / name)

@@ -4,8 +4,7 @@ In: quantization_config, or hf_quant_config.json, from anybody. Out: a model for
 refusal that names the key.
 
 Easy to get wrong: vLLM goes through `targets` and `ignore` item by item, so a text where a list
-belongs would be read letter by letter. Keys that keepmtp does not read are not looked at: they
-differ from tool to tool.
+belongs would be read letter by letter.
 """
 
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ _Names = tuple[str, ...] | None
 
 
 class _Given(BaseModel):
+    # Keys that keepmtp does not read are not looked at: they differ from tool to tool.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 

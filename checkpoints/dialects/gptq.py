@@ -33,7 +33,7 @@ from .patterns import matches_start
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
 
-class Override(NamedTuple):
+class DynamicRule(NamedTuple):
     """An entry of `dynamic`.
 
     Attributes:
@@ -59,7 +59,7 @@ class Gptq(NamedTuple):
     group_size: int
     is_symmetric: bool
     has_quantized_head: bool
-    dynamic: tuple[Override, ...]
+    dynamic: tuple[DynamicRule, ...]
     stored: Substrings
     entries: tuple[ConfigEntry, ...]
     error: str
@@ -91,7 +91,7 @@ class Gptq(NamedTuple):
                 return plain()
             if None in hits:
                 return raises(SHARDS_DIFFER.format(module), "", "shards")
-        override = Override("", {})
+        override = DynamicRule("", {})
         if kind != "experts" or not self.is_blind_to_experts:
             override = self._override(module)
         entry = override.expression
@@ -115,12 +115,12 @@ class Gptq(NamedTuple):
         """Whether its expression matches the name from the start."""
         return matches_start(name, entry.read[0])
 
-    def _override(self, module: str) -> Override:
+    def _override(self, module: str) -> DynamicRule:
         """`get_dynamic_override`: the first that matches."""
         for override in self.dynamic:
             if matches_start(module, override.expression):
                 return override
-        return Override("", {})
+        return DynamicRule("", {})
 
 
 class Awq(NamedTuple):
@@ -188,7 +188,7 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
         CheckpointError: a key has another type than vLLM reads.
     """
     given = read_given(GptqGiven, raw)
-    dynamic = list[Override]()
+    dynamic = list[DynamicRule]()
     entries = list[ConfigEntry]()
     excepts_draft = False
     for key, value in (given.dynamic or {}).items():
@@ -201,10 +201,10 @@ def read_gptq(raw: Raw, rename: Renamer, integers: Iterable[str]) -> Gptq:
             changes = None
             entries.append(ConfigEntry("dynamic", f"-:{expression}", (expression,)))
             excepts_draft |= "mtp" in key
-        dynamic.append(Override(expression, changes))
+        dynamic.append(DynamicRule(expression, changes))
     needed = ("bits", "group_size", "desc_act", "sym")
     error = lacks({key: getattr(given, key) for key in needed})
-    for override in (Override("", {}), *dynamic):
+    for override in (DynamicRule("", {}), *dynamic):
         changes = override.changes or {}
         is_grouped = changes.get("group_size", given.group_size) != -1
         if not error and changes.get("desc_act", given.desc_act) and is_grouped:

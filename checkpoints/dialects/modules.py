@@ -4,8 +4,7 @@ cover exactly a set.
 In: the matrices of a checkpoint, each with its place and its scheme. Out: a `NamedModule` for each,
 once for all routed experts; the runtime modules that they make up; regexes for many of them.
 
-Easy to get wrong: stems of one kind differ by the layer's number alone, so that one regex covers a
-range of layers; a block with another number at run time than on disk has stems of its own.
+Easy to get wrong: a block may have another number at run time than on disk.
 """
 
 import re
@@ -146,6 +145,7 @@ def regexes(modules: Iterable[Spellings]) -> list[str]:
     """Anchored regexes that cover exactly `modules`: one for each parent module and set of
     layers.
     """
+    # Stems of one kind differ by the layer's number alone, so one regex covers a range of layers.
     layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
     for module in modules:
         numbered = layers[module.stems, module.paths]

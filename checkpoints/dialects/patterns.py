@@ -4,9 +4,7 @@ In: names, and `re:` expressions from anybody. Out: the entry that matched, or a
 the expression.
 
 Easy to get wrong: an expression such as `re:([a-z0-9._]+)*!` tries every way to cut a name, and
-never comes to an end. vLLM has no time limit, so it hangs as well. The limit here is of processor
-time, counted by a timer that interrupts `re` itself: another regex engine would be quick where
-vLLM's is not.
+never comes to an end.
 """
 
 import re
@@ -25,6 +23,8 @@ def _hangs(entry: str, got: str) -> CheckpointError:
     return CheckpointError(shortened(entry), rule, got=got, cure=SIMPLER)
 
 
+# vLLM has no time limit, so it hangs. Ours is of processor time, counted by a timer that interrupts
+# `re` itself: another regex engine would be quick where vLLM's is not.
 _clock = MatchClock(_hangs)
 time_limit = _clock.limit
 

@@ -4,9 +4,6 @@ checkpoint.
 In: matrices, each with its place and its scheme, and a dialect. Out: the `quantization_config` of
 config.json for vLLM and, where nothing stands against it, for SGLang; config.json with it; and what
 modelopt's readers look for next to it.
-
-Easy to get wrong: where vLLM looks. Some drafts read the config from the language model's part of
-config.json.
 """
 
 from collections.abc import Iterable
@@ -72,6 +69,7 @@ def config_files(config: Raw, quantization: Raw, view: FamilyView) -> dict[str, 
     looks for one; and what modelopt's readers look for next to it.
     """
     made = without(config, "compression_config")
+    # Some drafts read it from the language model's part of config.json.
     is_wanted_twice = view.layout.draft_reads_text_config
     for name in ("text_config", "llm_config"):
         inner = made.get(name)

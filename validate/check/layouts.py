@@ -46,7 +46,7 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
         if len(parts[leaf].shape) != 2:
             says = f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises"
             return leaf, says, _AGAIN
-    layout = _in_rows
+    layout = in_rows
     if built.form in ("gptq", "awq"):
         layout = _transposed
     wanted = layout(built, parts)
@@ -74,9 +74,9 @@ _Wanted = dict[str, tuple[tuple[str, ...], tuple[Shape, ...]]]
 """leaf -> dtypes and shapes that its parameter takes; no shape: any."""
 
 
-def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
-    """The tensors of a weight [N, K] and of the scale that follows its shape, or why it cannot be
-    built.
+def in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
+    """The tensors of a weight [N, K] and of the scale that follows its shape, by leaf; or why it
+    cannot be built.
     """
     storage = FORMS[built.form]
     scale_dtypes = storage.scales

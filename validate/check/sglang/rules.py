@@ -140,7 +140,8 @@ def stored_form_is_what_is_built(view: SglangView) -> Objections:
                 f"{SGLANG} fails as it builds it ({answer.error}); on disk "
                 f"{weight.weight.name} is {manner(weight)}"
             )
-            cause = f"{kind} {answer.error.partition(' for ')[0]}"
+            # Exceptions of one kind name the module, and have one cause all the same.
+            cause = f"{kind} {answer.refusal or answer.error}"
             cure = _unresolved_cure(module, dialect.name)
             yield _error("sglang-unresolved", module.name, says, cure, cause)
         else:
@@ -275,12 +276,12 @@ def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: st
 
 def _unresolved_cure(module: Module, dialect: str) -> str:
     """What to write where SGLang raises as it builds a module."""
-    error = module.resolution.error
-    if any(words in error for words in ("shards", "MoE projections", "Mixed quant_algo")):
+    refusal = module.resolution.refusal
+    if refusal in ("shards", "parts", "projections", "algorithms"):
         return "Name all parts of a fused module in the same list, under SGLang's names"
     if module.is_plain:
         return _exception(module, dialect)
-    if "matching target" in error:
+    if refusal == "target":
         return (
             f"Add '{_expression(module)}' to the targets of its group: it is SGLang's name for it"
         )

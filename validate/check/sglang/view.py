@@ -20,15 +20,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ....checkpoints.dialects.choose import UNQUANTIZED, method_of, quantization_of
-from ....checkpoints.dialects.compressed_tensors import read_compressed_tensors
-from ....checkpoints.dialects.dialect import Dialect, UnknownDialect
-from ....checkpoints.dialects.fp8 import read_sglang_fp8
-from ....checkpoints.dialects.given import Raw
-from ....checkpoints.dialects.matching import OneAnswer, plain, raises
-from ....checkpoints.dialects.modelopt import ModelOpt, read_sglang_modelopt
+from ....checkpoints.dialects.choose import UNQUANTIZED, quantization_of, read_sglang_dialect
+from ....checkpoints.dialects.dialect import Dialect
+from ....checkpoints.dialects.matching import OneAnswer, plain
+from ....checkpoints.dialects.modelopt import ModelOpt
 from ....checkpoints.dialects.patterns import time_limit
-from ....checkpoints.dialects.quark import Quark, read_quark
+from ....checkpoints.dialects.quark import Quark
 from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
 from ....recipes.family_view import FamilyView, Place
@@ -72,8 +69,8 @@ class SglangView:
         if raw is None:
             return {"backbone": UNQUANTIZED, "mtp": UNQUANTIZED}
         try:
-            target = _read(raw, self.model, view, "backbone")
-            draft = _read(raw, self.model, view, "mtp")
+            target = read_sglang_dialect(raw, view, "backbone")
+            draft = read_sglang_dialect(raw, view, "mtp")
         except CheckpointError as error:
             raise error.at("config.json: quantization_config") from error
         why = _why_plain(draft, self.model, view)
@@ -136,25 +133,6 @@ class SglangView:
         if self.model.draft is None or place.role == "head":
             return False  # the head of the block is the target's
         return place.layer is None or sglang_stem(self.runtime.view, "mtp", place.layer) is not None
-
-
-def _read(raw: Raw, model: SglangModel, view: FamilyView, part: Part) -> Dialect:
-    method = method_of(raw)
-    if not method and ("quant_algo" in raw or "quantization" in raw):
-        method = "modelopt"
-    if model.own_config and "modelopt_quant_config" not in raw:
-        error = "KeyError: 'modelopt_quant_config', the only form that its class reads"
-        return OneAnswer(method, raises(error))
-    rename = entry_renames(view, part, method)
-    if method == "compressed-tensors":
-        return read_compressed_tensors(raw, rename, "sglang")
-    if method == "fp8":
-        return read_sglang_fp8(raw, view.config)
-    if method == "quark":
-        return read_quark(raw, rename, "sglang")
-    if method.startswith("modelopt"):
-        return read_sglang_modelopt(raw, rename)
-    return UnknownDialect(method or "quantization_config without quant_method")
 
 
 def _why_plain(draft: Dialect, model: SglangModel, view: FamilyView) -> str:
