@@ -28,10 +28,7 @@ def refuse(plan: Plan, out: Path) -> None:
             sequences.
     """
     if not is_finished(plan, out):
-        calibration = ""
-        if plan.needs_batches:
-            calibration = None  # the batches are not read yet
-        refuse_output(plan, out, calibration=calibration)
+        refuse_output(plan, out, calibration=None if plan.needs_batches else "")
     for refuse_plan in _REFUSALS:
         refuse_plan(plan)
     if plan.recipe.calibration is not None and plan.needs_batches:
