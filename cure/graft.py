@@ -33,7 +33,7 @@ from ..checkpoints.identity import refuse_changed, states_of
 from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, uncollected, view_of
 from ..checkpoints.source_of import refuse_stranger
-from ..checkpoints.stored import FLOATS, stored_weights
+from ..checkpoints.stored import stored_weights
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
@@ -41,6 +41,7 @@ from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
+from ..recipes.forms import FLOATS, NOT_COMPUTED
 from ..recipes.frozen import Advance, Bar, Raw, Shape
 from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
@@ -54,16 +55,6 @@ from .rewritten import Rewritten, rewrite
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 _ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
-_FORMS_WITH_SHAPE = (
-    "plain",
-    "fp8_block",
-    "fp8_channel",
-    "fp8_tensor",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4_modelopt",
-    "int8",
-)
 
 
 @dataclass(frozen=True)
@@ -345,7 +336,8 @@ def _shapes_of(opened: Source) -> dict[HFName, Shape]:
     weights, others = stored_weights(opened.entries.values())
     found = {entry.name: entry.shape for entry in others if entry.dtype in FLOATS}
     for name, weight in weights.items():
-        if weight.form in _FORMS_WITH_SHAPE:
+        # The width of packed integers is a guess where their bits are not known.
+        if weight.form not in (*NOT_COMPUTED, "int_packed"):
             found[name] = weight.shape
     return found
 
