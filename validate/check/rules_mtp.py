@@ -11,7 +11,7 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
@@ -151,13 +151,15 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     view = runtime.view
     halves = _halves(runtime)
     held = set[int]()
-    models: dict[str, set[frozenset[str]]] = {"mixer": set(), "ffn": set()}
+    models: dict[str, dict[frozenset[str], None]] = {"mixer": {}, "ffn": {}}
     for half, layers in halves.items():
-        for (part, index), paths in layers.items():
+        # The last layers first: an MTP layer that is as like an early one is of their kind.
+        for part, index in sorted(layers, reverse=True):
+            paths = frozenset(layers[part, index])
             if part == "backbone":
                 held.add(index)
                 if paths:
-                    models[half].add(frozenset(paths))
+                    models[half][paths] = None
     depth = 1 + max(held, default=-1)
     for index in sorted({*range(view.num_layers)} - held):
         cure = "Download or quantize the checkpoint again"
@@ -173,7 +175,7 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             yield from _lacking(runtime, part, index, half, _gap(part, paths, models[half]))
 
 
-def _gap(part: Part, paths: Set[str], models: Set[frozenset[str]]) -> Set[str]:
+def _gap(part: Part, paths: Set[str], models: Iterable[frozenset[str]]) -> Set[str]:
     """What half of a layer lacks, if it is compared with the decoder layer most like it."""
     gaps = list[Set[str]]()
     for model in models:

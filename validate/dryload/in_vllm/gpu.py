@@ -183,9 +183,9 @@ class _CudaIsMeta(torch.overrides.TorchFunctionMode):
             kwargs = {**kwargs, "device": "meta"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False, "device": "meta"}
-        names_device = len(args) > 1 and not isinstance(args[1], int)
-        if func is torch.Tensor.to and names_device and _is_cuda(args[1]):
-            args = (args[0], "meta", *args[2:])
+        if func is torch.Tensor.to:
+            if len(args) > 1 and not isinstance(args[1], int) and _is_cuda(args[1]):
+                args = (args[0], "meta", *args[2:])
         elif func is torch.Tensor.cuda:
             return args[0].to("meta")
         elif func is torch.Tensor.pin_memory:

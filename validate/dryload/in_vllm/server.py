@@ -118,13 +118,12 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
         limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
         chosen = job.pop("cures")
-        applied = []
+        outcomes = dict[str, str]()
         if chosen:
-            for name, why_not in _mend(cures, chosen, job["vllm"]).items():
-                if not why_not:
-                    applied.append(name)
+            outcomes = _mend(cures, chosen, job["vllm"])
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
-        account["load"]["cures"] = applied
+        # Only now: most modules are imported, and so mended, while the model is built.
+        account["load"]["cures"] = [name for name, why_not in outcomes.items() if not why_not]
         Path(cache, f"{number}.json").write_text(
             json.dumps({"id": number, "account": account}, default=str)
         )
