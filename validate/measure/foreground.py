@@ -3,10 +3,8 @@
 In: the words of the server, its address, and what was measured of its drafts before. Out: a
 `ServerLife`.
 
-Easy to get wrong: the counters are gone with the server, so they are read before it is stopped. And
-acceptance depends on what is asked: a server is doubted only where the first drafted token of each
-draft is accepted far less often than it was. That share hardly depends on k, and a draft of garbage
-has next to none.
+Easy to get wrong: acceptance depends on what is asked, so a server is doubted only where it is far
+lower than it was.
 """
 
 import errno
@@ -201,6 +199,7 @@ def serve_until_stopped(
 
 def doubt(drafts: Drafts, expected: Expected | None) -> str:
     """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
+    # The share of first tokens hardly depends on k, and a draft of garbage has next to none.
     share = first_share(drafts)
     least = _LEAST
     against = ""
@@ -278,7 +277,7 @@ def _watch(
             if content is not None:
                 with suppress(ValueError):  # no counters are no answer
                     drafts = read_counters(content)
-        if is_over:
+        if is_over:  # the counters are gone with the server, so they were read before it is stopped
             return drafts
         if drafts != said and now - said_at >= every:
             tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")

@@ -3,8 +3,7 @@
 In: a report, the checkpoint's record, the source's card if it is here, and what the command line
 says. Out: YAML, through huggingface_hub's own types.
 
-Easy to get wrong: nobody measured any of it. A value that does not have the Hub's form could add a
-line of its own.
+Easy to get wrong: nobody measured any of it.
 """
 
 import re
@@ -102,6 +101,7 @@ def metadata_of(
             word = str(value)
             if value is False:  # YAML reads `no`, which is Norwegian, as false
                 word = "no"
+            # What does not have the Hub's form could add a line of its own to the YAML.
             if not form.fullmatch(word):
                 place = f"{where}: {key}"
                 cure = "Mend the card"

@@ -3,8 +3,7 @@
 In: a `FullReport`. Out: a `Chart` of the acceptance that is judged, by position, and of speed over
 k. A picture's bytes are PNG, on white, equal for equal reports.
 
-Easy to get wrong: matplotlib reads `$` in a label as mathematics and draws with a global state in
-pyplot. Neither is used: figures are made by hand, and parsing is off.
+Easy to get wrong: labels are strangers' words, and two runs may draw in one process.
 """
 
 import io
@@ -30,6 +29,8 @@ _MOST_LOADS = 4
 _SOURCE = "#98a4b3"
 _OWN = "#0b6fb8"
 _LIMIT = "#b3261e"
+# matplotlib reads `$` in a label as mathematics, and draws with a global state in pyplot. Neither
+# is used: parsing is off, and figures are made by hand.
 _STYLE = {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 10}
 
 

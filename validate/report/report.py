@@ -226,8 +226,7 @@ def verify(folder: Path) -> FullReport:
 
 
 def of_checkpoint(checkpoint: Path) -> FullReport:
-    """The report of a checkpoint, as `verify`, once its headers are judged again: whoever seals
-    results anew can say anything of them.
+    """The report of a checkpoint, as `verify`, once its headers are judged again.
 
     Raises:
         CheckpointError: as `verify`; or no checkpoint, none that was measured, or its headers have
@@ -249,7 +248,8 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
             cure=f"Run {measured_anew(checkpoint)}",
         )
     full = verify(folder)
-    # A version that keepmtp does not know has no rules of its own.
+    # Whoever seals results anew can say anything of the headers, so they are judged again. A
+    # version that keepmtp does not know has no rules of its own.
     version = NEWEST
     if full.dry and is_known(full.vllm):
         version = full.vllm
