@@ -202,8 +202,8 @@ def write_result(
 
 def seal_of(content: Mapping[str, Any]) -> str:
     """SHA-256 of a result file's content without its seal, whatever the layout of the file."""
-    told = json.dumps(without(content, "seal"), sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = json.dumps(without(content, "seal"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_result(folder: Path, station: Station) -> Result[Any] | None:

@@ -87,8 +87,8 @@ def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
     settings, others = draft_settings(further)
     if not k:
         return others
-    told = {"method": "mtp", "num_speculative_tokens": k, **settings}
-    return "--speculative-config", json.dumps(told, separators=(",", ":")), *others
+    config = {"method": "mtp", "num_speculative_tokens": k, **settings}
+    return "--speculative-config", json.dumps(config, separators=(",", ":")), *others
 
 
 def serve_words(model: str, k: int, *further: str, cures: Sequence[str] = ()) -> tuple[str, ...]:

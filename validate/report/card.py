@@ -237,18 +237,18 @@ def _facts(
     )
 
 
-def _files(told: CardFacts) -> dict[str, bytes]:
+def _files(facts: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
     return {
-        README: _readme(told),
-        reports.JSON_FILE: reports.text_of(told.report).encode(),
-        report_html.HTML_FILE: report_html.render(told.report).encode(),
-        **told.plots,
+        README: _readme(facts),
+        reports.JSON_FILE: reports.text_of(facts.report).encode(),
+        report_html.HTML_FILE: report_html.render(facts.report).encode(),
+        **facts.plots,
     }
 
 
-def _readme(told: CardFacts) -> bytes:
-    return f"---\n{front_matter(told)}\n---\n\n{shortened(page(told))}".encode()
+def _readme(facts: CardFacts) -> bytes:
+    return f"---\n{front_matter(facts)}\n---\n\n{shortened(page(facts))}".encode()
 
 
 def _refuse_strange(folder: Path) -> None:

@@ -83,12 +83,12 @@ def _acceptance(measured: Drafted, floor: float) -> Chart:
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("drafts accepted (%)")
 
-    told = []
+    said = []
     for name, (shares, _, _) in lines.items():
         heights = [percent(share) for share in shares]
-        told.append(f"{name}: {', '.join(heights)}")
+        said.append(f"{name}: {', '.join(heights)}")
     title = f"Drafts accepted by position, k={measured.k}, {measured.what}"
-    return _drawn(title, "; ".join(told), draw)
+    return _drawn(title, "; ".join(said), draw)
 
 
 def _speed(benched: Benched) -> Chart | None:
@@ -120,11 +120,11 @@ def _speed(benched: Benched) -> Chart | None:
         axes.set_xlabel("k, draft tokens a step")
         axes.set_ylabel("times as fast as without MTP")
 
-    told = []
+    said = []
     for name, points in lines.items():
         heights = [f"k={k} {middle:.2f}" for k, middle, *_ in points]
-        told.append(f"{name}: {', '.join(heights)}")
-    return _drawn("Speed over k by load, as repetitions spread", "; ".join(told), draw)
+        said.append(f"{name}: {', '.join(heights)}")
+    return _drawn("Speed over k by load, as repetitions spread", "; ".join(said), draw)
 
 
 def _drawn(title: str, alt: str, draw: Callable[[Axes], None]) -> Chart:

@@ -29,7 +29,7 @@ from .numbers import count, counted, percent, quoted
 from .tables import Table
 
 Block = tuple[str, Any]
-"""What stands in a section: its kind and its content.
+"""What a section holds: its kind and its content.
 
     p, note, absent   a paragraph: usual, small, or instead of what was not measured
     h3                a title within the section
@@ -144,8 +144,8 @@ def _verdict(found: Any) -> Markup:
 
 
 def _environment(environment: Mapping[str, str]) -> str:
-    told = [f"{key}: {value}" for key, value in environment.items() if value]
-    return "; ".join(told) + "."
+    words = [f"{key}: {value}" for key, value in environment.items() if value]
+    return "; ".join(words) + "."
 
 
 def _how(model: Any, words: Markup) -> tuple[bool, str, Markup]:

@@ -311,18 +311,18 @@ def cells(benched: Benched) -> Table:
         best[row.concurrency, row.context] = row.k
     rows = []
     for cell in benched.cells:
-        told = ("failed", *("-",) * 5)
+        figures = ("failed", *("-",) * 5)
         if cell.tokens_per_second and cell.fastest and cell.slowest:
             rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
             times = f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}"
             over = "-"
             if cell.k:
                 over = figure(benched.speed_up(cell))
-            told = (rate, over, *times, *_accepted(cell.drafts)[1:])
+            figures = (rate, over, *times, *_accepted(cell.drafts)[1:])
         name = f"{cell.k}"
         if cell.k == best[cell.load]:
             name = f"best {cell.k}"
-        rows.append((words_of(cell.load), name, *told))
+        rows.append((words_of(cell.load), name, *figures))
     return Table(
         columns=("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:]),
         rows=rows,
