@@ -15,10 +15,10 @@ from statistics import NormalDist, fmean
 from .binomial import difference_limits
 from .evaluated import PairedFact
 
+# Questions added to each of the four cells.
 _ADDED = 0.5
-"""Questions added to each of the four cells."""
+# Less is the rounding of a difference that is a number of whole questions.
 _WHOLE = 1e-6
-"""Less is the rounding of a difference that is a number of whole questions."""
 
 
 def paired(

@@ -33,6 +33,7 @@ _UNREADABLE = (
 
 Row = Raw
 
+# What a field may be: a pattern of its text, and words; `raw` is left to lm-eval.
 _KINDS: Mapping[str, tuple[str, str]] = {
     "any": ("", "be a text, or empty"),
     "text": (r"\S", "be a text"),
@@ -45,7 +46,6 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     # lm-eval compares all that follows "#### ": of a file nothing else may.
     "whole solution": (r"#### -?\$?[0-9.,]*[0-9]\.?\Z", 'end with "#### " and a number'),
 }
-"""What a field may be: a pattern of its text, and words; `raw` is left to lm-eval."""
 
 
 @frozen

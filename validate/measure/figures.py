@@ -25,9 +25,9 @@ MOST_SHOWN = 5
 """So many changed answers have their texts in the result."""
 MOST_NAMED = 20
 """So many questions are named for each reading."""
+# Characters of a changed answer around the place where it parts.
 _BEFORE = 60
 _AFTER = 140
-"""Characters of a changed answer around the place where it parts."""
 
 
 # --- tasks ----------------------------------------------------------------------------------------

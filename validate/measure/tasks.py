@@ -182,9 +182,7 @@ def _is_asked(model: Model, questions: Questions) -> bool:
 
 
 def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Answer:
-    """One answer, ended at the stop words that the server was not given; its tokens were
-    generated.
-    """
+    """One answer, ended at the stop words that the server was not given."""
     asked = {
         "max_tokens": protocol.max_tokens,
         "temperature": protocol.temperature,
@@ -194,6 +192,7 @@ def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float
     if protocol.top_p != 1.0:
         asked["top_p"] = protocol.top_p
     text, reason, num_tokens = server.answer(item.sent, timeout=timeout, **asked)
+    # What follows a further stop word was generated, so its tokens count, and is no answer.
     for word in item.stop[MOST_STOPS:]:
         text, found, _ = text.partition(word)
         if found:

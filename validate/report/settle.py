@@ -19,10 +19,9 @@ from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit
 
 _WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible")
+# So many times as many samples nobody takes: where they would not settle it either, no number is
+# named.
 _MOST_TIMES = 1_000_000
-"""So many times as many samples nobody takes: where they would not settle it either, no number is
-named.
-"""
 
 
 @frozen
