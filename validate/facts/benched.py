@@ -4,9 +4,8 @@ In: what `vllm bench serve` and vLLM's draft counters gave for each repetition
 (validate/measure/bench.py).
 Out: a `BenchFact`. bench.json and report.json hold it, field by field.
 
-Easy to get wrong: a high acceptance is not speed (vllm #39680, #35387). A draft costs time too, and
-only tokens a second say whether it paid. And a difference that is smaller than the spread of the
-repetitions says nothing.
+Easy to get wrong: a high acceptance is not speed, and a difference that is smaller than the spread
+of the repetitions says nothing.
 """
 
 from collections.abc import Mapping
@@ -32,8 +31,7 @@ class Latency(Fact):
 
 
 class Repetition(Drafts):
-    """One pass over the prompts of a load, with vLLM's draft counters over it. The warm-up before
-    it is not in it.
+    """One pass over the prompts of a load, with vLLM's draft counters over it, without its warm-up.
 
     Attributes:
         number: from 0; all loads of a server are measured once before any is measured again.
@@ -245,6 +243,8 @@ class Benched(Fact):
     def slower(self) -> tuple[str, ...]:
         """A sentence for each cell that accepts much and is slower than k=0 all the same."""
         said = []
+        # A draft costs time too, and only tokens a second say whether it paid (vllm #39680,
+        # #35387).
         for cell in self.cells:
             plain = self.cell(0, cell.load)
             share = cell.acceptance

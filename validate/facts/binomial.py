@@ -8,11 +8,8 @@ fractions: a draft of which two of three tokens were accepted is two thirds of a
 between 0 and 1 never varies more than a coin of the same mean, so the limit is then on the safe
 side.
 
-Easy to get wrong: a ratio has no exact limit of its own. The limits of both shares are combined by
-the method of variance estimates recovery (A. Donner, G. Y. Zou, "Closed-form confidence intervals
-for functions of the normal mean and standard deviation", Statistical Methods in Medical Research 21
-(2012), 347-359). Where the other share is 1, and its upper limit too, that is the exact limit of
-the one. The tests count out how often the limits are wrong.
+Easy to get wrong: a ratio has no exact limit of its own. The tests count out how often the limits
+are wrong.
 """
 
 import math
@@ -43,6 +40,10 @@ def ratio_limits(
     successes: float, trials: float, of_successes: float, of_trials: float, confidence: float
 ) -> tuple[float, float]:
     """One-sided limits of the first share divided by the second, which is above 0."""
+    # The limits of both shares are combined by the method of variance estimates recovery (A.
+    # Donner, G. Y. Zou, "Closed-form confidence intervals for functions of the normal mean and
+    # standard deviation", Statistical Methods in Medical Research 21 (2012), 347-359). Where the
+    # other share is 1, and its upper limit too, that is the exact limit of the one.
     one = successes / trials
     other = of_successes / of_trials
     low, high = limits(successes, trials, confidence)

@@ -6,8 +6,7 @@ counters.
 Out: an `EvaluationFact`. gsm8k.json and report.json hold it, field by field.
 
 Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
-figures are good enough. And the third arm, `plain`, is no third model: it is the checkpoint's own
-bytes, served without method=mtp.
+figures are good enough.
 """
 
 from collections.abc import Mapping, Sequence

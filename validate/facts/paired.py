@@ -4,14 +4,8 @@ In: for each question, whether source and checkpoint were right, or the share th
 Out: a `PairedFact`, or one-sided bounds for a gate.
 
 Easy to get wrong: a question that both get right, or both wrong, says nothing about a difference,
-and a quantized model differs from its source on few questions. Where they never differ, the usual
-standard error is zero, so twenty questions would seem to be proof. So `difference` is the plain
-one, but `stderr`, `low` and `high` are Agresti and Min's: half a question is added to each of the
-four cells first, which also moves the middle of the interval towards zero, by 2 in n + 2. Where an
-answer can be partly right, or a question is asked in several runs, the pairs are shares, and half a
-question is added in the same way to the sums of their differences and of the squares. (A. Agresti,
-Y. Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in
-Medicine 24 (2005), 729-740, "adjusted Wald".)
+and a quantized model differs from its source on few questions. So `difference` is the plain one,
+but `stderr`, `low` and `high` are Agresti and Min's.
 """
 
 from collections.abc import Sequence
@@ -21,10 +15,10 @@ from statistics import NormalDist, fmean
 from .binomial import difference_limits
 from .evaluated import PairedFact
 
+# Questions added to each of the four cells.
 _ADDED = 0.5
-"""Questions added to each of the four cells."""
+# Less is the rounding of a difference that is a number of whole questions.
 _WHOLE = 1e-6
-"""Less is the rounding of a difference that is a number of whole questions."""
 
 
 def paired(
@@ -52,7 +46,14 @@ def paired(
         raise ValueError("paired: there must be a question to compare")
     both, only_source, only_checkpoint, neither = outcomes(*zip(*pairs, strict=True))
     changes = [after - before for before, after in pairs]
-    # Half a question gained and half a one lost leave the sum of the changes as it is.
+    # Where two models never differ, the usual standard error is zero, so twenty questions would
+    # seem to be proof. So half a question is added to each of the four cells first, which also
+    # moves the middle of the interval towards zero, by 2 in n + 2 (A. Agresti, Y. Min, "Simple
+    # improved confidence intervals for comparing matched proportions", Statistics in Medicine 24
+    # (2005), 729-740, "adjusted Wald"). Where an answer can be partly right, or a question is asked
+    # in several runs, the pairs are shares, and half a question is added in the same way to the
+    # sums of their differences and of the squares. Half a question gained and half a one lost leave
+    # the sum of the changes as it is.
     total = len(pairs) + 4 * _ADDED
     middle = sum(changes) / total
     square = sum(change**2 for change in changes)

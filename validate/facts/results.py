@@ -11,8 +11,7 @@ In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.
     seal                    SHA-256 of all of that; an edited file is refused, and measured again
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The
-identity is taken before the measurement, and the same file holds both. And a seal is no signature:
-it finds an edited number, and nobody who computes it anew.
+identity is taken before the measurement, and the same file holds both.
 """
 
 import hashlib
@@ -202,8 +201,8 @@ def write_result(
 
 def seal_of(content: Mapping[str, Any]) -> str:
     """SHA-256 of a result file's content without its seal, whatever the layout of the file."""
-    told = json.dumps(without(content, "seal"), sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    text = json.dumps(without(content, "seal"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_result(folder: Path, station: Station) -> Result[Any] | None:
@@ -229,7 +228,8 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
         ) from error
     if result.station != station:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
-    # The file itself, not what was read of it: computed figures are not read.
+    # A seal is no signature: it finds an edited number, and nobody who computes it anew. It is of
+    # the file itself, not of what was read of it: computed figures are not read.
     seal = seal_of(json.loads(text))
     if seal != result.seal:
         raise CheckpointError(

@@ -189,10 +189,6 @@ class Served(Fact):
     num_bytes: Count
     runs: tuple[Run, ...]
 
-    def run(self, k: int) -> Run | None:
-        """The server with k speculative tokens, if one came up."""
-        return next((run for run in self.runs if run.k == k and run.loaded), None)
-
     @property
     def drafting(self) -> tuple[Run, ...]:
         """The servers that came up with method=mtp, by k."""

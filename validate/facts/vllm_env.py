@@ -5,8 +5,7 @@ its Python, versions, build and devices. Any version will do: what is read of vL
 has the versions that it holds for (KNOWN), and every result names its own.
 
 Easy to get wrong: keepmtp and vLLM have two environments, so this process cannot read anything
-about vLLM. Its own Python answers, and quickly: it reads package metadata and imports neither vllm
-nor torch, which take seconds each.
+about vLLM.
 """
 
 import json
@@ -36,8 +35,9 @@ CPU_FLAGS = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_vnni"),
     *("amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16"),
 )
-# The wheel for CPUs has a name of its own. `origin` tells an importable vllm from leftover
-# metadata.
+# vLLM's own Python answers, and quickly: it reads package metadata and imports neither vllm nor
+# torch, which take seconds each. The wheel for CPUs has a name of its own. `origin` tells an
+# importable vllm from leftover metadata.
 _ASK = """
 import importlib.metadata, importlib.util, json, platform, sys
 def version(*names):

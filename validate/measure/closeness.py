@@ -418,10 +418,9 @@ def _nll(predicted: "Predicted") -> float:
 
 # --- divergence, position by position -------------------------------------------------------------
 
+# Probability of the rest, at least: log-probabilities in FP32 over a vocabulary sum to one up to
+# about so much.
 _LEAST_REST = 1e-6
-"""Probability of the rest, at least: log-probabilities in FP32 over a vocabulary sum to one up to
-about so much.
-"""
 NO_TOKEN = -1
 
 

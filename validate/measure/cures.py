@@ -3,8 +3,7 @@ which of them it has applied.
 
 In: a checkpoint and a version of vLLM. Out: names of validate/keepmtp_cures, for KEEPMTP_CURES.
 
-Easy to get wrong: a cure that is switched on may do nothing, since vLLM's source is another or its
-module is never imported. A result names those that the server says it has applied.
+Easy to get wrong: a result names those that the server says it has applied.
 """
 
 import os
@@ -82,6 +81,8 @@ def install(folder: Path) -> None:
 
 def in_words(log: Path) -> str:
     """The cures that a server says it has applied, as a clause; "" for none."""
+    # One that is switched on may do nothing, since vLLM's source is another or its module is never
+    # imported.
     found = sorted(set(_APPLIED.findall(log.read_text(encoding="utf-8", errors="replace"))))
     if not found:
         return ""

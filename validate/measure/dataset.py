@@ -4,8 +4,7 @@ Hub.
 In: a protocol. Out: `Rows`, each with the fields that the task's own dataset has
 (recipes/tasks.yaml).
 
-Easy to get wrong: a row that lm-eval cannot read the answer of is never answered right, and looks
-like a weak model. So each row is read here first, and one that cannot be used is named.
+Easy to get wrong: each row is read here first, and one that cannot be used is named.
 """
 
 import re
@@ -34,6 +33,7 @@ _UNREADABLE = (
 
 Row = Raw
 
+# What a field may be: a pattern of its text, and words; `raw` is left to lm-eval.
 _KINDS: Mapping[str, tuple[str, str]] = {
     "any": ("", "be a text, or empty"),
     "text": (r"\S", "be a text"),
@@ -46,7 +46,6 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     # lm-eval compares all that follows "#### ": of a file nothing else may.
     "whole solution": (r"#### -?\$?[0-9.,]*[0-9]\.?\Z", 'end with "#### " and a number'),
 }
-"""What a field may be: a pattern of its text, and words; `raw` is left to lm-eval."""
 
 
 @frozen
@@ -150,6 +149,8 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
 
 def _row(row: object, where: str, protocol: Evaluation) -> Row:
     """The row's fields that the task reads, each as it must be."""
+    # A row that lm-eval cannot read the answer of is never answered right, and looks like a weak
+    # model.
     cure = "Mend the row, or name another dataset"
     form = TASKS[protocol.task].fields
     if not isinstance(row, Mapping):

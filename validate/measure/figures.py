@@ -25,9 +25,9 @@ MOST_SHOWN = 5
 """So many changed answers have their texts in the result."""
 MOST_NAMED = 20
 """So many questions are named for each reading."""
+# Characters of a changed answer around the place where it parts.
 _BEFORE = 60
 _AFTER = 140
-"""Characters of a changed answer around the place where it parts."""
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -76,15 +76,15 @@ def counted(samples: Samples) -> Json:
 
 def served(file: LineFile[Any, Any]) -> Json:
     """How the servers were served, as fields of a fact."""
-    told = None
+    fullest = None
     for number in sorted(file.sittings):
         sitting = file.sittings[number]
         # One that drafts may have applied more cures than the last, and its reason names them.
-        if told is None or len(sitting.reason) >= len(told.reason):
-            told = sitting
-    if told is None:
+        if fullest is None or len(sitting.reason) >= len(fullest.reason):
+            fullest = sitting
+    if fullest is None:
         return {}
-    return {"as_served": told.as_served, "reason": told.reason}
+    return {"as_served": fullest.as_served, "reason": fullest.reason}
 
 
 def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> DraftingFact:

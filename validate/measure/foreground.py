@@ -3,10 +3,8 @@
 In: the words of the server, its address, and what was measured of its drafts before. Out: a
 `ServerLife`.
 
-Easy to get wrong: the counters are gone with the server, so they are read before it is stopped. And
-acceptance depends on what is asked: a server is doubted only where the first drafted token of each
-draft is accepted far less often than it was. That share hardly depends on k, and a draft of garbage
-has next to none.
+Easy to get wrong: acceptance depends on what is asked, so a server is doubted only where it is far
+lower than it was.
 """
 
 import errno
@@ -37,10 +35,8 @@ _WAIT_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 ENOUGH_DRAFTS = 200
 """With fewer drafts, one odd answer may be all of them."""
+# The least share of first tokens that is no reason for doubt, where nothing was measured before.
 _LEAST = 0.1
-"""The least share of first tokens that is no reason for doubt, where nothing was measured
-before.
-"""
 _DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 _NAMED = ("--host", "--port", "--dry-run", "--gpu", "--log")
 _OURS = {
@@ -201,6 +197,7 @@ def serve_until_stopped(
 
 def doubt(drafts: Drafts, expected: Expected | None) -> str:
     """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
+    # The share of first tokens hardly depends on k, and a draft of garbage has next to none.
     share = first_share(drafts)
     least = _LEAST
     against = ""
@@ -278,7 +275,7 @@ def _watch(
             if content is not None:
                 with suppress(ValueError):  # no counters are no answer
                     drafts = read_counters(content)
-        if is_over:
+        if is_over:  # the counters are gone with the server, so they were read before it is stopped
             return drafts
         if drafts != said and now - said_at >= every:
             tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")

@@ -5,9 +5,8 @@ In: a checkpoint on this machine, and `Work`: which server it needs, what is ask
 file for the answers. Out: the file, whole. What the answers mean is the business of serve_check.py,
 tasks.py, closeness.py and bench.py.
 
-Easy to get wrong: a request that fails is no answer. The first failure ends the asking; what is in
-flight is waited for and kept, so that something is asked again only if its answer never came. And a
-model whose answers are complete is not served again.
+Easy to get wrong: a request that fails is no answer. And a model whose answers are complete is not
+served again.
 """
 
 import time
@@ -258,8 +257,8 @@ class Host:
                 try:
                     line = future.result()
                 except ServerFailed as failure:
-                    # The first failure ends the asking: a request that fails is no answer. What is
-                    # in flight is waited for and kept.
+                    # The first failure ends the asking. What is in flight is waited for and kept,
+                    # so that something is asked again only if its answer never came.
                     if failed is None:
                         failed = place, failure
                     continue
@@ -342,10 +341,10 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Wat
 
 
 def drafted_by(model: Model, k: int) -> int:
-    """How many of `k` tokens a model drafts: 0 with MTP off, and for a source without an MTP block.
-
-    Training code drops the block and leaves its count in config.json, so the tensors are asked.
+    """How many of `k` tokens a model drafts: 0 with MTP off, and for a source without an MTP
+    block.
     """
+    # Training code drops the block and leaves its count in config.json, so the tensors are asked.
     if model.role == "plain" or (model.role == "source" and not has_mtp(model.source)):
         return 0
     return k

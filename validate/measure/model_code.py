@@ -3,10 +3,8 @@ Face's `code_eval`.
 
 In: a program and its test. Out: whether it passes, in the form that lm-eval's humaneval asks for.
 
-Easy to get wrong: `evaluate.load("code_eval")` fetches the module that runs the code from the Hub,
-and there the program itself could say that it passed. Here one process runs the program and another
-one its test (`model_code_child.py`). bubblewrap (bwrap) alone keeps a program away from the
-machine; without it a program may do what the user may, and docs/tasks.md says so.
+Easy to get wrong: bubblewrap (bwrap) alone keeps a program away from the machine; without it a
+program may do what the user may, and docs/tasks.md says so.
 """
 
 import os
@@ -48,6 +46,8 @@ _READ = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.pref
 
 def load(name: str) -> SimpleNamespace:
     """For `evaluate.load("code_eval")`, of which lm-eval's humaneval uses `compute` alone."""
+    # That fetches the module that runs the code from the Hub, and there the program itself could
+    # say that it passed. Here one process runs the program and another one its test.
 
     def compute(
         references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]

@@ -2,8 +2,7 @@
 
 In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Reply`; `Drafts`.
 
-Easy to get wrong: a server runs a stranger's checkpoint, so what it says may be anything, of any
-length, a byte a minute. A number that nobody could have measured is no answer.
+Easy to get wrong: a number that nobody could have measured is no answer.
 """
 
 import time
@@ -112,6 +111,8 @@ def fetched(
     Raises:
         httpx.HTTPError: no reply, or one that is too long or takes too long.
     """
+    # A server runs a stranger's checkpoint, so what it says may be anything, of any length, a byte
+    # a minute.
     deadline = time.monotonic() + seconds
     content = bytearray()
     with client.stream(method, path, timeout=seconds, **sent) as reply:

@@ -3,9 +3,7 @@
 In: the checkpoints that are served, from their headers alone, and the user's words for `vllm
 serve`. Out: nothing, or a refusal that says what would fit.
 
-Easy to get wrong: a checkpoint that fits on no single GPU may fit on eight. vLLM splits weights
-over tensor-parallel and pipeline-parallel ranks, and takes a share of each GPU's whole memory, not
-of what is free.
+Easy to get wrong: a checkpoint that fits on no single GPU may fit on eight.
 """
 
 import os
@@ -68,6 +66,7 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
     gpus = _known_gpus(vllm)
     if not gpus or _ELSEWHERE & {*named_options(extra)}:
         return
+    # vLLM splits weights over tensor-parallel and pipeline-parallel ranks.
     ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
     if ranks > len(gpus):
         raise VLLMError(
@@ -165,6 +164,7 @@ def _fewest(source: Source, usable: Sequence[float], num_bytes: int | None = Non
 
 def _usable(gpus: Sequence[GPU], share: float) -> list[float]:
     """What vLLM may take of each of these GPUs, in GiB."""
+    # It takes a share of each GPU's whole memory, not of what is free.
     return [min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus]
 
 

@@ -3,11 +3,7 @@ serve` runs them.
 
 In: what is served, and the number of tokens to draft in a step. Out: words of a command.
 
-What the user's words say of drafting, as `--speculative-config.KEY VALUE`, joins keepmtp's own
-JSON: vLLM takes one or the other.
-
-Easy to get wrong: vLLM's image begins with `vllm serve` itself (ENTRYPOINT), so these two words are
-not repeated there. And a container sees no folder of this machine that is not named with -v.
+Easy to get wrong: vLLM takes drafting as keepmtp's own JSON or as the user's words, not both.
 """
 
 import json
@@ -84,11 +80,13 @@ def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
     """The option that drafts `k` tokens a step, none for 0, as the further words have it; and
     these words.
     """
+    # What the user's words say of drafting, as `--speculative-config.KEY VALUE`, joins keepmtp's
+    # own JSON.
     settings, others = draft_settings(further)
     if not k:
         return others
-    told = {"method": "mtp", "num_speculative_tokens": k, **settings}
-    return "--speculative-config", json.dumps(told, separators=(",", ":")), *others
+    config = {"method": "mtp", "num_speculative_tokens": k, **settings}
+    return "--speculative-config", json.dumps(config, separators=(",", ":")), *others
 
 
 def serve_words(model: str, k: int, *further: str, cures: Sequence[str] = ()) -> tuple[str, ...]:
@@ -119,6 +117,8 @@ def docker_words(
         cures: the container installs them from keepmtp's wheel in the current folder: the index has
             none.
     """
+    # The image begins with `vllm serve` itself (ENTRYPOINT), so these two words are not repeated.
+    # And a container sees no folder of this machine that is not named with -v.
     image = (f"{_IMAGE}:v{version.partition('+')[0]}",)
     if cures:
         install = f"uv pip install --system -q --no-index --no-deps /{_WHEEL}"

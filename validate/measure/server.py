@@ -4,11 +4,7 @@ happens.
 In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its
 log is a file.
 
-Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others
-with the memory. quantize/run/child.py ends all of them, whatever ends keepmtp. And a port may be
-another's: one checkpoint would get the answers of another. So the port is held from before the
-server starts until it has ended, and the server's model has a name that nobody can guess: any other
-server refuses a request that names it.
+Easy to get wrong: a port may be another's, and one checkpoint would get the answers of another.
 """
 
 import os
@@ -298,6 +294,7 @@ def serving(
             healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    # A name of the model that nobody can guess: any other server refuses a request that names it.
     name = f"keepmtp-{secrets.token_hex(8)}"
     start = time.monotonic()
     with (
@@ -305,9 +302,10 @@ def serving(
         socket.socket() as held,
         open(fresh(log), "xb") as file,
     ):
-        # A socket that does not listen keeps the port from everybody who asks for any. A server may
-        # still listen on it, because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM
-        # 0.32.0 entrypoints/launchers/launcher.py).
+        # The port is held from before the server starts until it has ended. A socket that does not
+        # listen keeps the port from everybody who asks for any. A server may still listen on it,
+        # because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM 0.32.0
+        # entrypoints/launchers/launcher.py).
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((_LOOPBACK, 0))
         port = held.getsockname()[1]
@@ -376,6 +374,8 @@ def started(
         log: an open file or its number.
         grace_seconds: between SIGTERM and the end by force.
     """
+    # A vLLM server is three processes or more, and killing the first leaves the others with the
+    # memory. A child ends all of them, whatever ends keepmtp.
     return Child(
         [vllm.python, "-m", "vllm.entrypoints.cli.main", *words],
         environment=variables,

@@ -12,10 +12,7 @@ server was doing:
 A server is a sitting; its last line counts. `correct`, by filter, is there once all questions are
 answered; the file is then in order and changes no more.
 
-Easy to get wrong: lines under another header say nothing under this one. So the file's name has the
-number of its header, and what is asked otherwise, or of other bytes, has a file of its own. And a
-killed process may leave a part of a line at the end: it is cut off before anything is appended, or
-two lines would become one that nobody can read.
+Easy to get wrong: lines under another header say nothing under this one.
 """
 
 import hashlib
@@ -324,11 +321,15 @@ def open_lines(folder: Path, name: str, header: Head) -> LineFile[Head, Any]:
         CheckpointError: a file that cannot be read.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # The name has the number of its header: what is asked otherwise, or of other bytes, has a file
+    # of its own.
     number = hashlib.sha256(header.model_dump_json().encode()).hexdigest()[:8]
     path = folder / f"{name}.{number}.jsonl"
     refuse_strange(path, is_alone=True)
     if path.is_file():
         whole = path.read_bytes()
+        # A killed process may leave a part of a line at the end. It is cut off before anything is
+        # appended, or two lines would become one that nobody can read.
         end = whole.rfind(b"\n") + 1
         if end != len(whole):
             os.truncate(path, end)

@@ -2,12 +2,9 @@
 the same way.
 
 In: two local checkpoints, the questions of each task and a `VLLM`. Out: an `EvaluationFact`, and
-files of the answers. The third arm is the checkpoint again, with MTP off: what it answers otherwise
-then, drafting has changed.
+files of the answers.
 
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
-Answers carry all of that in their file's first line; a run goes on with those that have exactly its
-own.
 """
 
 from collections.abc import Sequence
@@ -118,7 +115,7 @@ def evaluate(
     models = [checkpoint]
     if source is not None:
         models = [source, checkpoint]
-    if has_plain:
+    if has_plain:  # what the checkpoint answers otherwise with MTP off, drafting has changed
         models.append(replace(checkpoint, role="plain"))
     for questions in tasks:
         refuse_prefix_caching(checkpoint.source, questions.protocol, setup.vllm)
@@ -167,6 +164,8 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
 
 def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
     """The file of one model's answers to one task, with what is in it already."""
+    # Answers carry in their file's first line all that a score depends on; a run goes on with those
+    # that have exactly its own.
     header = AnswersHeader(
         protocol=questions.protocol,
         dataset_sha256=questions.dataset_sha256,
@@ -183,9 +182,7 @@ def _is_asked(model: Model, questions: Questions) -> bool:
 
 
 def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Answer:
-    """One answer, ended at the stop words that the server was not given; its tokens were
-    generated.
-    """
+    """One answer, ended at the stop words that the server was not given."""
     asked = {
         "max_tokens": protocol.max_tokens,
         "temperature": protocol.temperature,
@@ -195,6 +192,7 @@ def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float
     if protocol.top_p != 1.0:
         asked["top_p"] = protocol.top_p
     text, reason, num_tokens = server.answer(item.sent, timeout=timeout, **asked)
+    # What follows a further stop word was generated, so its tokens count, and is no answer.
     for word in item.stop[MOST_STOPS:]:
         text, found, _ = text.partition(word)
         if found:

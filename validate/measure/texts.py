@@ -9,12 +9,8 @@ in one of these forms:
     {"turns": ["...", ...]}                       user messages; MT-Bench's rows on the Hub
     {"question": "..."}                           a problem; GSM8K's rows
 
-Easy to get wrong: acceptance and speed depend on the text. Random tokens as prompts overstate the
-speed of drafting, and so does one prompt that is asked again and again. Only what a user would
-write is asked; and of a conversation its first message alone, since an answer must be the model's
-own. And on its own calibration text a checkpoint is closer to its source than anywhere else. So a
-file that was calibrated on is refused, and so is a row of it in another file. A dataset of the Hub
-is not read again for that: the result then says that nobody compared.
+Easy to get wrong: acceptance and speed depend on the text, and on its own calibration text a
+checkpoint is closer to its source than anywhere else.
 """
 
 import hashlib
@@ -115,6 +111,9 @@ def read_prompts(path: Path | None) -> Prompts:
 
 
 def _prompt(row: Any, where: str) -> Prompt:
+    # Random tokens as prompts overstate the speed of drafting, and so does one prompt that is asked
+    # again and again. Only what a user would write is asked; and of a conversation its first
+    # message alone, since an answer must be the model's own.
     match row:
         case {"question": str(said)}:
             item = Prompt(said, f"Question: {said}\nAnswer:")
@@ -274,6 +273,8 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
     cure = "Name another --text"
     for each in (data, *(data.get("also") or ())):
         name = each.get("dataset")
+        # A file that was calibrated on is refused, and so is a row of it in another file. A dataset
+        # of the Hub is not read again for that.
         used = find_path(str(name))
         if used is None or used.suffix != ".jsonl":
             why = "which it was calibrated on, was not looked up."

@@ -4,10 +4,8 @@ make public.
 In: a token, from huggingface_hub.get_token, and a repository's name. Out: values, or one sentence.
 Where the server repeats the token, the sentence has `<token>` instead.
 
-Easy to get wrong: huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not
-in whoami-v2, repos/create, listings, settings, nor in each commit. So each call is tried again
-here. That is safe, because a commit holds only what is missing. And it takes an answer as it comes:
-a field that is not there is a KeyError, and a commit may be the number 7.
+Easy to get wrong: huggingface_hub takes an answer as it comes: a field that is not there is a
+KeyError, and a commit may be the number 7.
 """
 
 import re
@@ -220,6 +218,9 @@ class Hub:
         Args:
             is_long: it sends files, and may take as long as bytes arrive.
         """
+        # huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in
+        # whoami-v2, repos/create, listings, settings, nor in each commit. To do it here is safe,
+        # because a commit holds only what is missing.
         PATIENCE.silences = 0
         for wait in (*WAITS_SECONDS, None):
             if not is_long:

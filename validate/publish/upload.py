@@ -5,13 +5,9 @@ name. Out: a `Parcel`, the files of a green report and of its card, or a refusal
 that holds exactly these files, by their hashes.
 
 Easy to get wrong: the list comes from the report, never from the files that a folder holds, and a
-report can name any file. So each name must be known as a checkpoint's, and no link is followed. A
-file's time of change proves nothing: what the Hub has received is compared with the report's hashes
-before anybody else can read it. Bytes with these hashes are those that were loaded and served, so
-nothing is loaded there once more. But a repository that exists may be somebody else's. A file that
-differs is replaced only on request, nothing is deleted, and a run that continues after a cut must
-recognize its own files. A repository that everybody reads gets a branch, and its main branch the
-branch's files once they are checked.
+report can name any file. And a repository that exists may be somebody else's: a file that differs
+is replaced only on request, nothing is deleted, and a run that continues after a cut must recognize
+its own files.
 """
 
 import hashlib
@@ -164,7 +160,7 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
     identity = verified.identity
     assert identity is not None, "verify() has made it"
     unknown = companions_among(identity.files).left
-    if unknown:
+    if unknown:  # a report can name any file
         raise CheckpointError(
             folder,
             "only known files of a checkpoint are published",
@@ -330,6 +326,7 @@ def publish(
     commit = before.commit
     if missing:
         if not before.is_private:
+            # Everybody reads it, so the main branch gets the files once they are checked.
             branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
             hub.create_branch(repo, branch, commit=commit)
             commit = _must_be_there(hub, repo, branch).commit
@@ -348,6 +345,9 @@ def publish(
                     path.write_bytes(local.content)
             commit = hub.upload(repo, folder, branch=branch, parent=commit, message=message)
     there = _must_be_there(hub, repo, commit)
+    # A file's time of change proves nothing: what the Hub has received is compared with the
+    # report's hashes before anybody else can read it. Bytes with these hashes are those that were
+    # loaded and served, so nothing is loaded there once more.
     try:
         verify(parcel, there, others=others)
         if branch == "main":

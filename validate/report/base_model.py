@@ -3,8 +3,7 @@
 In: a checkpoint's record, and `--base-model`. Out: a `BaseModel`: the Hub id and a sentence that
 says how it is known.
 
-Easy to get wrong: a recipe names a release, and its user quantizes a fine-tune of it. Configuration
-and headers of both are equal. So of a local folder nothing is known but what its user states.
+Easy to get wrong: of a local folder nothing is known but what its user states.
 """
 
 import re
@@ -61,6 +60,8 @@ def base_model_of(record: Record, named: str | None) -> BaseModel | None:
     if named == NONE:
         return NO_BASE_MODEL
     if named is None:
+        # A recipe names a release, and its user quantizes a fine-tune of it. Configuration and
+        # headers of both are equal.
         return None
     source = f"the local folder `{name}`"
     if was_read:

@@ -2,9 +2,7 @@
 
 In: a report, or a checkpoint. Out: a `BestK`, with the reason, and with the acceptance to expect.
 
-Easy to get wrong: a k that was measured on other bytes says nothing. So a report counts only if the
-hashes that its folder keeps are of files with today's sizes and times. No byte is read for that:
-700 GB would take an hour.
+Easy to get wrong: a k that was measured on other bytes says nothing.
 """
 
 from dataclasses import replace
@@ -42,13 +40,10 @@ class BestK:
 
 
 def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
-    """As bench recommends, else as evaluated, else one for each MTP layer.
-
-    `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU
-    alone.
-    """
+    """As bench recommends, else as evaluated, else one for each MTP layer; `device` will serve."""
     evaluation = report.evaluation
     layers = max(1, report.facts.num_mtp_layers)
+    # A speed that was measured on a CPU counts for that CPU alone.
     if report.bench and counts_bench(report.bench, device=device):
         checkpoint = report.bench.checkpoint
         recommended = {}
@@ -110,6 +105,8 @@ def _report_of(opened: Source) -> tuple[FullReport | None, str]:
         report = read_json(path)
     except CheckpointError:
         return None, f"; {JSON_FILE} cannot be read by this keepmtp"
+    # A report counts only if the hashes that its folder keeps are of files with today's sizes and
+    # times. No byte is read for that: 700 GB would take an hour.
     if opened.folder and folder:
         found = remembered(opened.folder, cache=folder)
         if found is None or report.identity is None or found.sha256 != report.identity.sha256:

@@ -9,9 +9,7 @@ own files:
     report.json, report.html   the whole evidence, with folders shortened to their last name
 
 Easy to get wrong: somebody changes a number after it was measured. A report that differs from its
-result files makes no card, and a card that differs from what its report makes is refused. And a
-folder may have a space in its name: first those of the report's own paths are removed, whatever
-their names are; after that, only slashes show what is a path.
+result files makes no card, and a card that differs from what its report makes is refused.
 """
 
 import os
@@ -156,10 +154,8 @@ def verified_files(
     checkpoint: Path, *, repository: str = "", out: Path | None = None
 ) -> dict[str, bytes]:
     """Name -> bytes of a checkpoint's card, once every file of it is compared with what the
-    evidence makes.
+    evidence makes. The checkpoint's own bytes are not hashed; an upload does that after it.
 
-    License, language, task and base model are taken as the card has them: nobody measured them. The
-    checkpoint's own bytes are not hashed; an upload does that after it.
     With `repository`, the commands in README.md name it.
 
     Raises:
@@ -169,6 +165,7 @@ def verified_files(
     folder = out or card_folder(checkpoint)
     cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
+    # License, language, task and base model are taken as the card has them: nobody measured them.
     facts = _stated(checkpoint, folder)
     wanted = _files(facts)
     found = {}
@@ -240,18 +237,18 @@ def _facts(
     )
 
 
-def _files(told: CardFacts) -> dict[str, bytes]:
+def _files(facts: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
     return {
-        README: _readme(told),
-        reports.JSON_FILE: reports.text_of(told.report).encode(),
-        report_html.HTML_FILE: report_html.render(told.report).encode(),
-        **told.plots,
+        README: _readme(facts),
+        reports.JSON_FILE: reports.text_of(facts.report).encode(),
+        report_html.HTML_FILE: report_html.render(facts.report).encode(),
+        **facts.plots,
     }
 
 
-def _readme(told: CardFacts) -> bytes:
-    return f"---\n{front_matter(told)}\n---\n\n{shortened(page(told))}".encode()
+def _readme(facts: CardFacts) -> bytes:
+    return f"---\n{front_matter(facts)}\n---\n\n{shortened(page(facts))}".encode()
 
 
 def _refuse_strange(folder: Path) -> None:
@@ -283,6 +280,8 @@ _TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
 def portable(report: FullReport) -> FullReport:
     """The report without this machine's folders; equal reports give equal ones."""
     content = report.model_dump(mode="json", by_alias=True)
+    # A folder may have a space in its name. So those of the report's own paths are removed first,
+    # whatever their names are; after that, only slashes show what is a path.
     folders = set()
     for path in _paths(content):
         if path.startswith("/"):

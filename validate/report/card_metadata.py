@@ -3,8 +3,7 @@
 In: a report, the checkpoint's record, the source's card if it is here, and what the command line
 says. Out: YAML, through huggingface_hub's own types.
 
-Easy to get wrong: nobody measured any of it. A value that does not have the Hub's form could add a
-line of its own.
+Easy to get wrong: nobody measured any of it.
 """
 
 import re
@@ -50,12 +49,12 @@ def read_front_matter(folder: Path) -> Json:
         block = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
         if block is None:
             return {}
-        told = yaml.safe_load(block[2])
-        if told is None:
+        matter = yaml.safe_load(block[2])
+        if matter is None:
             return {}
-        if isinstance(told, dict):
-            return told
-        got = f"a {type(told).__name__}"
+        if isinstance(matter, dict):
+            return matter
+        got = f"a {type(matter).__name__}"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = " ".join(str(error).split())
     raise CheckpointError(
@@ -102,6 +101,7 @@ def metadata_of(
             word = str(value)
             if value is False:  # YAML reads `no`, which is Norwegian, as false
                 word = "no"
+            # What does not have the Hub's form could add a line of its own to the YAML.
             if not form.fullmatch(word):
                 place = f"{where}: {key}"
                 cure = "Mend the card"
@@ -116,22 +116,22 @@ def metadata_of(
     return Metadata(**values, language=tuple(languages))
 
 
-def front_matter(told: CardFacts) -> str:
+def front_matter(facts: CardFacts) -> str:
     """The card's YAML for the Hub, without its fences."""
-    metadata = told.metadata
+    metadata = facts.metadata
     roots = []
     names = []
-    for scheme in told.schemes():
+    for scheme in facts.schemes():
         name = scheme.lower()
         # What people look for: `nvfp4` also where activations are not quantized.
         roots.append(re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name))
         names.append(name.replace("_", "-"))
     tags = []
-    for tag in (told.report.facts.dialect, *roots, *names):
+    for tag in (facts.report.facts.dialect, *roots, *names):
         if _WORD.fullmatch(tag):
             tags.append(tag)
     tags += ["mtp", "speculative-decoding", "vllm"]
-    for group in told.groups:
+    for group in facts.groups:
         if group.modules == "experts" and "moe" not in tags:
             tags.append("moe")
     known: Json = {"tags": [*tags, "keepmtp"]}

@@ -109,9 +109,9 @@ class CardFacts:
         return (*known, *sorted(used - SCHEMES.keys()))
 
 
-def page(told: CardFacts) -> str:
+def page(facts: CardFacts) -> str:
     """The card's text. Equal values give equal bytes."""
-    report = told.report
+    report = facts.report
     filters = {each.__name__: each for each in (code, codes, ticked, quoted, fenced, bare, Md)}
     measured = None
     for station in drafted(report.serve, report.evaluation):
@@ -124,11 +124,11 @@ def page(told: CardFacts) -> str:
     sizes = {}
     for row in report.sizes:
         sizes[row.part, row.group] = row
-    k = told.best_k.k
+    k = facts.best_k.k
     return template("card.md.j2", finalize=finalize, filters=filters, markup=Md).render(
-        told=told,
+        facts=facts,
         report=report,
-        record=told.record,
+        record=facts.record,
         tables=tables,
         known=SCHEMES,
         kernels=KERNELS,
@@ -136,12 +136,12 @@ def page(told: CardFacts) -> str:
         versions=versions_in_short(report.dry),
         wanted=tables.wanted_filter(report),
         sizes=sizes,
-        serve_command=shell(serve_words(told.model, k, cures=told.cures)),
-        docker_command=shell(docker_words(told.model, k, version=report.vllm, cures=told.cures)),
+        serve_command=shell(serve_words(facts.model, k, cures=facts.cures)),
+        docker_command=shell(docker_words(facts.model, k, version=report.vllm, cures=facts.cures)),
         mended=_mended(report),
         drafted=measured,
         bench=bench,
-        commands=list(_commands(told)),
+        commands=list(_commands(facts)),
     )
 
 
@@ -177,22 +177,22 @@ def codes(words: Iterable[str]) -> Md:
     return Md(", ".join([code(word) for word in words]))
 
 
-def _commands(told: CardFacts) -> Iterator[Md]:
+def _commands(facts: CardFacts) -> Iterator[Md]:
     """The commands that repeat the run and its measurements.
 
     None installs keepmtp: the package index does not have it, so anybody could take its name there.
     """
-    out = told.name
-    source = ["--source", told.record.source.name]
+    out = facts.name
+    source = ["--source", facts.record.source.name]
     block = []
-    if told.record.mtp_source:
-        block = ["--mtp-source", told.record.mtp_source.name]
+    if facts.record.mtp_source:
+        block = ["--mtp-source", facts.record.mtp_source.name]
     yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
     yield shell(["keepmtp", "check", out, "--record"])
-    if told.report.serve:
+    if facts.report.serve:
         yield shell(["keepmtp", "serve-check", out, *source])
-    if told.report.evaluation:
-        yield shell(["keepmtp", "eval", out, "--source", told.compared])
-    if told.report.bench:
+    if facts.report.evaluation:
+        yield shell(["keepmtp", "eval", out, "--source", facts.compared])
+    if facts.report.bench:
         yield shell(["keepmtp", "bench", out])
     yield shell(["keepmtp", "card", out])

@@ -3,8 +3,7 @@
 In: a `FullReport`. Out: a `Chart` of the acceptance that is judged, by position, and of speed over
 k. A picture's bytes are PNG, on white, equal for equal reports.
 
-Easy to get wrong: matplotlib reads `$` in a label as mathematics and draws with a global state in
-pyplot. Neither is used: figures are made by hand, and parsing is off.
+Easy to get wrong: labels are strangers' words, and two runs may draw in one process.
 """
 
 import io
@@ -30,6 +29,8 @@ _MOST_LOADS = 4
 _SOURCE = "#98a4b3"
 _OWN = "#0b6fb8"
 _LIMIT = "#b3261e"
+# matplotlib reads `$` in a label as mathematics, and draws with a global state in pyplot. Neither
+# is used: parsing is off, and figures are made by hand.
 _STYLE = {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 10}
 
 
@@ -82,12 +83,12 @@ def _acceptance(measured: Drafted, floor: float) -> Chart:
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("drafts accepted (%)")
 
-    told = []
+    said = []
     for name, (shares, _, _) in lines.items():
         heights = [percent(share) for share in shares]
-        told.append(f"{name}: {', '.join(heights)}")
+        said.append(f"{name}: {', '.join(heights)}")
     title = f"Drafts accepted by position, k={measured.k}, {measured.what}"
-    return _drawn(title, "; ".join(told), draw)
+    return _drawn(title, "; ".join(said), draw)
 
 
 def _speed(benched: Benched) -> Chart | None:
@@ -119,11 +120,11 @@ def _speed(benched: Benched) -> Chart | None:
         axes.set_xlabel("k, draft tokens a step")
         axes.set_ylabel("times as fast as without MTP")
 
-    told = []
+    said = []
     for name, points in lines.items():
         heights = [f"k={k} {middle:.2f}" for k, middle, *_ in points]
-        told.append(f"{name}: {', '.join(heights)}")
-    return _drawn("Speed over k by load, as repetitions spread", "; ".join(told), draw)
+        said.append(f"{name}: {', '.join(heights)}")
+    return _drawn("Speed over k by load, as repetitions spread", "; ".join(said), draw)
 
 
 def _drawn(title: str, alt: str, draw: Callable[[Axes], None]) -> Chart:

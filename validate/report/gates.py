@@ -8,12 +8,7 @@ verdict is the worst of theirs: pass, regression, or infeasible where a measurem
 too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
-verdict from here. Most checkpoints have some answers that drafting changes, because near-ties flip,
-as many for the better as for the worse: that gate asks whether the split is one that chance hardly
-gives, in both directions. The estimate of a ratio of speeds is no proof: a k passes only if its
-slowest repetition reaches the limit against the fastest one without drafting; all of them fail only
-if no pair of repetitions reaches it. And a mean over the tasks that were asked is no mean over
-those that the recipe lists, so one that is missing leaves the mean unjudged.
+verdict from here.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -280,6 +275,9 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
 
     Every task, every filter and empty answers are asked, by the exact sign test.
     """
+    # Most checkpoints have some answers that drafting changes, because near-ties flip, as many for
+    # the better as for the worse. What is asked is whether the split is one that chance hardly
+    # gives, in both directions.
     rarest: SwitchFact | None = None
     asked: TaskFact | None = None
     for task in evaluation.by_task if evaluation else ():
@@ -360,7 +358,8 @@ def _all_tasks(
     """Mean recovery and the worst task, each where the recipe has a limit for it."""
     tasks = evaluation.by_task if evaluation else ()
     names = [task.protocol.task for task in tasks]
-    # A mean over the tasks that were asked is no mean over those that the recipe lists.
+    # A mean over the tasks that were asked is no mean over those that the recipe lists, so one that
+    # is missing leaves the mean unjudged.
     lacking = [name for name in wanted if name not in names]
     for name, task in zip(names, tasks, strict=True):
         if recovery(task, gates.filter) is None:
@@ -437,7 +436,9 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
     found = []
     for cell in cells:
         if plain and cell.k and cell.load == plain.load:
-            # The estimate of a ratio is no proof: all pairs of repetitions are between the ends.
+            # The estimate of a ratio is no proof. A k passes only if its slowest repetition reaches
+            # the limit against the fastest one without drafting; all of them fail only if no pair
+            # of repetitions reaches it.
             low = (cell.slowest or 0.0) / (plain.fastest or 1.0)
             middle = (cell.tokens_per_second or 0.0) / (plain.tokens_per_second or 1.0)
             high = (cell.fastest or 0.0) / (plain.slowest or 1.0)
@@ -462,12 +463,7 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
 
 
 def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]:
-    """The worse of both limits, and what was found for each; none where the recipe has no limit.
-
-    Tokens of one window are not independent: the bound of a mean is Student's over windows, and
-    that of a share is Clopper and Pearson's over as many independent positions as would tell as
-    much (Korn and Graubard). A divergence from a part of the vocabulary is a lower bound.
-    """
+    """The worse of both limits, and what was found for each; none where the recipe has no limit."""
     found: list[ReasonFact] = []
     if gates.max_divergence is None and gates.max_flips is None:
         return
@@ -475,6 +471,9 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
         says = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
         yield unmeasured("closeness", says)
         return
+    # Tokens of one window are not independent: the bound of a mean is Student's over windows, and
+    # that of a share is Clopper and Pearson's over as many independent positions as would tell as
+    # much (Korn and Graubard).
     reach = student(gates.confidence, fact.windows - 1) * fact.stderr
 
     def around(times: float) -> tuple[float, float]:

@@ -124,24 +124,24 @@ def from_results(folder: Path) -> FullReport:
         CheckpointError: no check.json, a result of other bytes than the others, a file that cannot
             be read or was edited, or a file of answers that is not the one that was counted.
     """
-    found: dict[Station, Result[Any]] = {}
+    results: dict[Station, Result[Any]] = {}
     for station in STATIONS:
         result = read_result(folder, station)
         if result:
-            found[station] = result
-    if "check" not in found:
+            results[station] = result
+    if "check" not in results:
         raise CheckpointError(
             folder,
             "a report starts with the static check",
             got="no check.json",
             cure=f"Run `{command('check', folder)}`",
         )
-    check = found["check"]
+    check = results["check"]
     measured = {}
     sums = {}
     newest = check
     vllm = check.vllm
-    for station, result in found.items():
+    for station, result in results.items():
         _refuse_other(folder, result, check.checkpoint)
         sums[f"{station}.json"] = file_sha256(file_of(folder, station))
         if result.made_at > newest.made_at:
@@ -153,12 +153,12 @@ def from_results(folder: Path) -> FullReport:
             measured[_PARTS.get(station, station)] = result.data
     # A file of answers, or of compared windows, must be the one that was counted.
     counted: list[tuple[Station, Any]] = []
-    if "gsm8k" in found:
-        for task in found["gsm8k"].data.by_task:
+    if "gsm8k" in results:
+        for task in results["gsm8k"].data.by_task:
             for arm in task.arms:
                 counted.append(("gsm8k", arm))
-    if "closeness" in found:
-        counted.append(("closeness", found["closeness"].data))
+    if "closeness" in results:
+        counted.append(("closeness", results["closeness"].data))
     for station, fact in counted:
         path = folder / fact.samples
         got = _sum_of(path)
@@ -226,8 +226,7 @@ def verify(folder: Path) -> FullReport:
 
 
 def of_checkpoint(checkpoint: Path) -> FullReport:
-    """The report of a checkpoint, as `verify`, once its headers are judged again: whoever seals
-    results anew can say anything of them.
+    """The report of a checkpoint, as `verify`, once its headers are judged again.
 
     Raises:
         CheckpointError: as `verify`; or no checkpoint, none that was measured, or its headers have
@@ -249,7 +248,8 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
             cure=f"Run {measured_anew(checkpoint)}",
         )
     full = verify(folder)
-    # A version that keepmtp does not know has no rules of its own.
+    # Whoever seals results anew can say anything of the headers, so they are judged again. A
+    # version that keepmtp does not know has no rules of its own.
     version = NEWEST
     if full.dry and is_known(full.vllm):
         version = full.vllm
@@ -390,9 +390,9 @@ def verdict_of(
     if warnings:
         says += f", with {counted(warnings, 'warning')}"
     found = None
-    for measured in drafted(serve, evaluation):
-        if found is None and measured.checkpoint.draft_tokens:
-            found = measured
+    for station in drafted(serve, evaluation):
+        if found is None and station.checkpoint.draft_tokens:
+            found = station
     if found:
         label = "Served"
         how = "natively"

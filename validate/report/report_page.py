@@ -29,7 +29,7 @@ from .numbers import count, counted, percent, quoted
 from .tables import Table
 
 Block = tuple[str, Any]
-"""What stands in a section: its kind and its content.
+"""What a section holds: its kind and its content.
 
     p, note, absent   a paragraph: usual, small, or instead of what was not measured
     h3                a title within the section
@@ -43,6 +43,7 @@ _PROMPTS = {"chat": "chat template", "completions": "plain text (completions)"}
 _ON_OFF = {True: "on", False: "off"}
 _SEVERITIES = {"error": "bad", "warning": "warn"}
 _ORIGINS = {"dry": "dry load"}
+# What vLLM did with a model when it raised.
 _STAGES = {
     "config": "reading the config of",
     "construct": "building",
@@ -52,7 +53,6 @@ _STAGES = {
     "world": "starting",
     "crash": "judging",
 }
-"""What vLLM did with a model when it raised."""
 
 
 @frozen
@@ -76,6 +76,8 @@ def sections(report: FullReport, pictures: Collection[str]) -> Iterator[Section]
             return blocks_of(fact)
         return [("absent", ticked(report.absent[name]))]
 
+    # The order is that of a reader's questions: is it good, what is it, what is wrong with it, and
+    # then what was measured, from headers to tasks.
     found: list[tuple[str, str, Iterable[Block]]] = []
     if report.judgement:
         title = marked("Gates {}", _verdict(report.judgement))
@@ -114,6 +116,7 @@ def sections(report: FullReport, pictures: Collection[str]) -> Iterator[Section]
 
 def marked(form: str, *values: object) -> Markup:
     """HTML with values in its places, each escaped unless it is `Markup` already."""
+    # `Markup.format` escapes; a plain f-string would not. So no words are put together otherwise.
     shown = []
     for value in values:
         # A stranger's control characters and marks of direction become `\x1b`.
@@ -144,8 +147,8 @@ def _verdict(found: Any) -> Markup:
 
 
 def _environment(environment: Mapping[str, str]) -> str:
-    told = [f"{key}: {value}" for key, value in environment.items() if value]
-    return "; ".join(told) + "."
+    words = [f"{key}: {value}" for key, value in environment.items() if value]
+    return "; ".join(words) + "."
 
 
 def _how(model: Any, words: Markup) -> tuple[bool, str, Markup]:
@@ -558,7 +561,7 @@ def _tasks(wanted: str, fact: EvaluationFact) -> Iterator[Block]:
         )
     else:
         yield "absent", "The source was not evaluated, so there is no difference to show."
-    if fact.drafting and fact.plain:
+    if fact.drafting and fact.plain:  # it was also asked with MTP off
         yield from _drafting(fact.drafting, fact.plain.num_questions)
     yield "h3", "Drafts over the same questions"
     yield "table", tables.drafts(fact)

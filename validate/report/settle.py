@@ -5,9 +5,7 @@ In: a figure that was measured, with a way to its bounds, and the recipe's limit
 `ReasonFact`; a `Recovery`.
 
 Easy to get wrong: an estimate on the right side of a limit is no pass, and one on the wrong side is
-no regression. A gate judges a bound of the estimate, at the recipe's confidence, one-sided. And the
-error of a recovery is that of the paired difference, not that of two scores, because both models
-answered the same questions.
+no regression. A gate judges a bound of the estimate, at the recipe's confidence, one-sided.
 """
 
 import math
@@ -21,10 +19,9 @@ from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit
 
 _WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible")
+# So many times as many samples nobody takes: where they would not settle it either, no number is
+# named.
 _MOST_TIMES = 1_000_000
-"""So many times as many samples nobody takes: where they would not settle it either, no number is
-named.
-"""
 
 
 @frozen
@@ -173,6 +170,8 @@ def recovery(task: TaskFact, wanted: str) -> Recovery | None:
     if not before:
         return None
     num = pair.both + pair.only_source + pair.only_checkpoint + pair.neither
+    # The error is that of the paired difference, not that of two scores, because both models
+    # answered the same questions.
     return Recovery(
         value=task.checkpoint.score(name).value / before,
         middle=1 + pair.difference * num / (num + 2) / before,
@@ -182,10 +181,7 @@ def recovery(task: TaskFact, wanted: str) -> Recovery | None:
 
 
 def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
-    """The mean of the tasks' recoveries, each as heavy as the others; None where one has none.
-
-    Tasks have other questions, so their errors are independent.
-    """
+    """The mean of the tasks' recoveries, each as heavy as the others; None where one has none."""
     known = []
     for task in tasks:
         found = recovery(task, wanted)
@@ -195,6 +191,7 @@ def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
     return Recovery(
         value=fmean([task.value for task in known]),
         middle=fmean([task.middle for task in known]),
+        # Tasks have other questions, so their errors are independent.
         stderr=math.hypot(*[task.stderr for task in known]) / len(known),
         confidence=known[0].confidence,
     )

@@ -3,9 +3,7 @@
 In: facts. Out: a `Table` of words, and sentences. The terminal, and the templates of page and card,
 print them and compute nothing.
 
-Easy to get wrong: a k whose server failed has no figure and says so. And a checkpoint that no
-longer ends its answers reaches the limit of tokens more often than its source, and its score may
-hide that where the answer comes early: so each task has both shares of answers that were cut.
+Easy to get wrong: a k whose server failed has no figure and says so.
 """
 
 from collections import defaultdict
@@ -207,6 +205,8 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
         cut = _cut(task.checkpoint)
         if task.source:
             before = percent(task.source.score(name).value)  # 80 columns have room for one error
+            # A checkpoint that no longer ends its answers reaches the limit of tokens more often
+            # than its source, and its score may hide that where the answer comes early.
             cut = f"{_cut(task.source)} / {cut}"
         score = _score(task.checkpoint.score(name))
         kept = _recovery(recovery(task, wanted))
@@ -266,8 +266,6 @@ def servers(serve: ServeCheck) -> Table:
 def accepted(report: FullReport) -> Table:
     """Draft counters: of the first task, of serve-check's prompts, and of bench under the smallest
     load.
-
-    Under other loads acceptance is nearly the same.
     """
     rows = []
 
@@ -289,7 +287,7 @@ def accepted(report: FullReport) -> Table:
     if report.bench:
         for model in report.bench.benched:
             for cell in model.cells:
-                if cell.load == min(model.loads):
+                if cell.load == min(model.loads):  # under others acceptance is nearly the same
                     add(f"bench, {words_of(cell.load)}", model, cell.k, cell.drafts)
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
 
@@ -313,18 +311,18 @@ def cells(benched: Benched) -> Table:
         best[row.concurrency, row.context] = row.k
     rows = []
     for cell in benched.cells:
-        told = ("failed", *("-",) * 5)
+        figures = ("failed", *("-",) * 5)
         if cell.tokens_per_second and cell.fastest and cell.slowest:
             rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
             times = f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}"
             over = "-"
             if cell.k:
                 over = figure(benched.speed_up(cell))
-            told = (rate, over, *times, *_accepted(cell.drafts)[1:])
+            figures = (rate, over, *times, *_accepted(cell.drafts)[1:])
         name = f"{cell.k}"
         if cell.k == best[cell.load]:
             name = f"best {cell.k}"
-        rows.append((words_of(cell.load), name, *told))
+        rows.append((words_of(cell.load), name, *figures))
     return Table(
         columns=("load", ">k", ">tok/s", ">over k=0", ">first ms", ">each ms", *_ACCEPTED[1:]),
         rows=rows,

@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.facts.served import Drafts
+from keepmtp.validate.facts.served import Drafts, total
 from keepmtp.validate.measure import replies
 from keepmtp.validate.measure import server as module
 from keepmtp.validate.measure.closeness import predictions, tokens_of
+from keepmtp.validate.measure.replies import read_counters
 from keepmtp.validate.measure.server import Server
 from tables import table
 
@@ -32,6 +33,17 @@ CALLS = {
     "predict": lambda server: predictions(server, IDS, top=2, vocabulary=9),
     "counters": lambda server: server.drafts(Drafts(drafts=3)),
 }
+
+METRICS = """\
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.795252730227056e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 20.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 17.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 7.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0
+"""
 
 
 def said(call: str, answers: Iterator[bytes], status: int = 200) -> str:
@@ -109,3 +121,18 @@ def test_an_answer_that_comes_a_byte_at_a_time(monkeypatch):
     seconds = count(step=10)
     monkeypatch.setattr(replies.time, "monotonic", lambda: next(seconds))
     assert "not whole after 9 s" in said("text", repeat(b"{}"))
+
+
+def test_counters():
+    found = read_counters(METRICS.encode())
+    assert found == Drafts(
+        drafts=11, draft_tokens=20, accepted_tokens=17, accepted_per_position=(10, 7)
+    )
+    assert found.acceptance == 0.85 and found.mean_accepted_length == 1 + 17 / 11
+    assert found.since(Drafts()) == found and found.since(found).acceptance is None
+    assert read_counters(b"") == Drafts()
+    assert total([found, Drafts(drafts=1, accepted_per_position=(1,))]).accepted_per_position == (
+        11,
+        7,
+    )
+    assert total([]) == Drafts()

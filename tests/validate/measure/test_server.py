@@ -1,5 +1,5 @@
 """A server is known to be keepmtp's own: nobody else can answer for it. A stub takes vLLM's
-place.
+place. And what its log says of its end.
 """
 
 import os
@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
-from keepmtp.validate.measure.server import ServerFailed, serving
+from keepmtp.validate.measure.server import ServerFailed, last_error, serving
 from stub_vllm import stub_vllm
 from survivors import only_child
+
+WORKER = "(Worker pid=7) ERROR 11-21 09:17:21 [multiproc_executor.py:953] "
+ENGINE = "(EngineCore pid=6) ERROR 11-21 09:17:22 [core.py:1510] "
 
 
 @pytest.fixture
@@ -78,3 +81,42 @@ def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):
         with pytest.raises(ServerFailed, match="ended by SIGKILL"):
             server.complete("1 + 1?", max_tokens=4)
         assert time.monotonic() - start < 10
+
+
+def test_the_innermost_error_is_quoted(tmp_path):
+    """Three processes raise one after the other; the first one knows why."""
+    log = tmp_path / "log"
+    log.write_text(
+        f"{WORKER}Traceback (most recent call last):\n{WORKER}    raise ValueError(\n"
+        f"{WORKER}ValueError: Failed to find a kernel. Reasons: \n{WORKER}CpuKernel requires AMX\n"
+        f"{ENGINE}Exception: WorkerProc initialization failed due to an exception in a "
+        "background process.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core "
+        "proc(s): {}\n"
+    )
+    assert (
+        last_error(log, 1) == "ValueError: Failed to find a kernel. Reasons: CpuKernel requires AMX"
+    )
+
+
+def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
+    log = tmp_path / "log"
+    dead = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    log.write_text(
+        f'{WORKER}{dead}\n(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions '
+        'HTTP/1.1" 500\n'
+    )
+    assert last_error(log, None) == dead
+
+
+@pytest.mark.parametrize(
+    "text, status, says",
+    [
+        ("usage: vllm serve\nvllm: error: unrecognized arguments: --nope\n", 2, "--nope"),
+        ("(APIServer pid=1) INFO 11-21 09:17:21 [api.py:1] Starting\n", -9, "memory"),
+        ("", 3, "exit status 3: an empty log"),
+    ],
+)
+def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
+    (tmp_path / "log").write_text(text)
+    assert says in last_error(tmp_path / "log", status)

@@ -3,13 +3,14 @@ on.
 """
 
 import json
+import zlib
 from pathlib import Path
 
 import measured
 import pytest
 from keepmtp.checkpoints.record import Record
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
-from keepmtp.validate.measure.texts import HELD_OUT, held_out, read_prompts, texts
+from keepmtp.validate.measure.texts import HELD_OUT, PROMPTS, held_out, read_prompts, texts
 from tables import table
 
 LINES = table("validate/measure/refused_lines")
@@ -170,3 +171,11 @@ def test_prompts_are_asked_in_an_order_of_the_seed(tmp_path):
     assert sorted(sent[:5]) == list("01234"), "each once before any is asked again"
     assert sent[5:10] == sent[:5]
     assert texts(few, 5, seed=0, form="chat") == sent[:5] != texts(few, 5, seed=1, form="chat")
+
+
+def test_the_default_prompts_are_held_out():
+    """By the rule of models/train/problems.py: CRC-32 of the question modulo 10 is 0."""
+    assert len(PROMPTS) == 8
+    for prompt in PROMPTS:
+        question = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
+        assert zlib.crc32(question.encode()) % 10 == 0, question

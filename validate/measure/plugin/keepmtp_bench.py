@@ -5,9 +5,7 @@ are further parameters of vLLM's `benchmark`. Out: for each a line of JSON on st
 it found. Everything that vLLM prints goes to standard error.
 
 Easy to get wrong: the benchmark is that of `vllm bench serve` (vllm/benchmarks/serve.py of 0.32),
-as it is. That command takes requests from a dataset of its own, which needs pandas; ours are handed
-to the function that it calls. The tokenizer counts tokens where a server does not; ours always
-does, so it is never asked.
+as it is.
 """
 
 import asyncio
@@ -25,6 +23,8 @@ def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dic
     """One benchmark: all requests at once, but for the most in flight."""
     serve = import_module("vllm.benchmarks.serve")
     request = import_module("vllm.benchmarks.datasets").SampleRequest
+    # The command takes requests from a dataset of its own, which needs pandas; ours are handed to
+    # the function that it calls.
     samples = []
     for number, text in enumerate(texts):
         sample = request(
@@ -39,6 +39,7 @@ def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dic
     figures = asyncio.run(
         serve.benchmark(
             task_type=serve.TaskType.GENERATION,
+            # It counts tokens where a server does not; ours always does, so it is never asked.
             tokenizer=object(),
             input_requests=samples,
             logprobs=None,

@@ -2,10 +2,8 @@
 starts the engine in a second.
 
 In: vLLM calls `register` as one of its general plugins, in the front end, the engine and each
-worker. Out: the kernel, registered for the CPU, where vLLM 0.32 lists none
-(model_executor/kernels/linear/__init__.py); it dequantizes, and quantizes activations, in plain
-PyTorch: right numbers, no speed. And engine and workers are forks of the front end, as they are of
-a script (envs.py), where vLLM 0.32 has each import vLLM anew (platforms/cpu.py): 13 s a process.
+worker. Out: the kernel, registered for the CPU; and engine and workers that are forks of the front
+end.
 
 Easy to get wrong: a process may load plugins more than once. Then the kernel is listed twice, which
 changes nothing.
@@ -18,6 +16,10 @@ def register() -> None:
     """Add the emulation kernel to the CPU's NVFP4 kernels; let processes fork."""
     kernels = import_module("vllm.model_executor.kernels.linear")
     cpu = import_module("vllm.platforms.interface").PlatformEnum.CPU
+    # vLLM 0.32 lists none for the CPU (model_executor/kernels/linear/__init__.py). This one
+    # dequantizes, and quantizes activations, in plain PyTorch: right numbers, no speed.
     kernels.register_linear_kernel(kernels.EmulationNvFp4LinearKernel, cpu, "nvfp4")
+    # As they are of a script (envs.py): vLLM 0.32 has each process import vLLM anew
+    # (platforms/cpu.py), which takes 13 s.
     variables = import_module("vllm.envs").environment_variables
     variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
