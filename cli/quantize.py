@@ -34,6 +34,8 @@ from .tables import drawn, print_json, say, show
 
 if TYPE_CHECKING:
     from ..quantize.calibrate.mtp.facts import CalibrationFact
+    from ..quantize.plan.plan import Plan
+    from ..quantize.run.progress import RunProgress
 
 # A command to which an extra's name is added: it installs what that extra needs.
 _INSTALL = "KEEPMTP_INSTALL"
@@ -99,24 +101,8 @@ def quantize(
         return
     target = out or pipeline.default_out(made.recipe)
     err = Console(stderr=True, quiet=as_json or bool(rank))
-
-    @cache
-    def commits() -> str:
-        return plan_tables.commits_line(made)
-
-    def accepted() -> None:
-        if not rank and commits():
-            say(err, commits())
-        say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
-
-    def install(extra: str) -> None:
-        commits()  # which refuses a dataset that is out of reach
-        _installed(extra)
-
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
-        progress = replace(progress, accepted=accepted)
-        if _INSTALL in os.environ:
-            progress = replace(progress, install=install)
+        progress = _beginning(progress, made, err, is_first=not rank)
         result = api.quantize(
             made, target, threads=threads, keep_calibration=keep_calibration, progress=progress
         )
@@ -143,6 +129,33 @@ def quantize(
     if fact is not None:
         value["calibration"] = fact.model_dump(mode="json")
     print_json(value)
+
+
+def _beginning(
+    progress: "RunProgress", made: "Plan", err: Console, *, is_first: bool
+) -> "RunProgress":
+    """The progress of a run that says what it reads and makes once nothing refuses it, and brings
+    packages where `make quantize` has said how.
+    """
+    from . import plan_tables
+
+    @cache
+    def commits() -> str:
+        return plan_tables.commits_line(made)
+
+    def accepted() -> None:
+        if is_first and commits():
+            say(err, commits())
+        say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
+
+    def install(extra: str) -> None:
+        commits()  # which refuses a dataset that is out of reach
+        _installed(extra)
+
+    progress = replace(progress, accepted=accepted)
+    if _INSTALL in os.environ:
+        progress = replace(progress, install=install)
+    return progress
 
 
 def _installed(extra: str) -> None:
