@@ -32,6 +32,7 @@ from .options import (
 from .tables import say
 
 if TYPE_CHECKING:
+    from ..quantize.plan.plan import Plan
     from ..recipes.schema import Recipe
 
 _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of that at most
@@ -128,9 +129,6 @@ def everything(
             sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
-
     vllm = chosen_vllm()
     err = Console(stderr=True)
     if is_made:
@@ -138,34 +136,50 @@ def everything(
         say(err, "quantize: done before", "dim")
     else:
         made = choices.plan()
-        # What would stop the run after hours of quantizing.
-        refuse_untrusted_code(made)
-        for protocol in made.recipe.evaluations:
-            if k is not None:
-                protocol = protocol.model_copy(update={"k": k})
-            lm_eval_task.questions(protocol, runs_code=run_model_code)
-            tasks.refuse_model(made.source, protocol, tuple(extra))
+        _refuse_unmeasurable(made, k, extra, run_model_code=run_model_code)
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
         if base_model is None:
             refuse_unknown(made.source)
-    # Each station is a process of its own, the very command that is printed before it: what
-    # quantizing held in memory is free again before a server starts, and what was interrupted can
-    # be continued from here or by hand.
-    own = environment(reaches_hub=True, is_ours=True)
     for name, words in stations.items():
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
-        command = [sys.executable]
-        if name == "quantize" and nproc > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(nproc)]
-        command += ["-m", "keepmtp", name, *words]
-        with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
-            status = child.process.wait()
+        status = _run(name, words, nproc)
         if status < 0:
             raise typer.Exit(128 - status)  # it was killed by this signal
         # serve-check may ask too few prompts to tell; eval asks more.
         if status and (name, status) != ("serve-check", TOO_LITTLE):
             raise typer.Exit(status)
+
+
+def _refuse_unmeasurable(
+    made: "Plan", k: int | None, extra: list[str], *, run_model_code: bool
+) -> None:
+    """Refuse what would stop the run after hours of quantizing."""
+    from ..quantize.plan.own_code import refuse_untrusted_code
+    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
+
+    refuse_untrusted_code(made)
+    for protocol in made.recipe.evaluations:
+        if k is not None:
+            protocol = protocol.model_copy(update={"k": k})
+        lm_eval_task.questions(protocol, runs_code=run_model_code)
+        tasks.refuse_model(made.source, protocol, tuple(extra))
+
+
+def _run(name: str, words: list[str], nproc: int) -> int:
+    """Run a station; returns its exit status.
+
+    It is a process of its own, the very command that is printed before it: what quantizing held in
+    memory is free again before a server starts, and what was interrupted can be continued from
+    here or by hand.
+    """
+    command = [sys.executable]
+    if name == "quantize" and nproc > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(nproc)]
+    command += ["-m", "keepmtp", name, *words]
+    own = environment(reaches_hub=True, is_ours=True)
+    with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
+        return child.process.wait()
 
 
 def option_words(**options: object) -> list[str]:

@@ -106,24 +106,7 @@ def publish(
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
             others = publishing.named(found, "other")
-            told = {
-                "repo": repo,
-                "there": there,
-                "files": _files(parcel, found),
-                "bytes": parcel.num_bytes,
-                "other_files": others,
-            }
-            rows = []
-            for name, local in parcel.files.items():
-                rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
-            size = size_in_words(parcel.num_bytes)
-            parts: list[RenderableType] = [
-                table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
-                f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
-            ]
-            if others:
-                parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
-            answer(told, parts, as_json=as_json)
+            _answer_dry(parcel, repo, there, found, others, as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
@@ -139,7 +122,7 @@ def publish(
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
-    told = {
+    value = {
         "repo": repo,
         "url": url,
         "commit": done.commit,
@@ -150,7 +133,37 @@ def publish(
         "other_files": done.others,
         "verified": True,
     }
-    answer(told, _published(parcel, url, done), as_json=as_json)
+    answer(value, _published(parcel, url, done), as_json=as_json)
+
+
+def _answer_dry(
+    parcel: "Parcel",
+    repo: str,
+    there: str,
+    found: "Mapping[str, FileState]",
+    others: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    """What would be sent, and what is there; `found` is empty where nobody could ask."""
+    value = {
+        "repo": repo,
+        "there": there,
+        "files": _files(parcel, found),
+        "bytes": parcel.num_bytes,
+        "other_files": others,
+    }
+    rows = []
+    for name, local in parcel.files.items():
+        rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
+    size = size_in_words(parcel.num_bytes)
+    parts: list[RenderableType] = [
+        table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
+        f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
+    ]
+    if others:
+        parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
+    answer(value, parts, as_json=as_json)
 
 
 def _refuse_nobody(what: str) -> None:
