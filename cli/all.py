@@ -79,7 +79,6 @@ def everything(
     from ..validate.facts.results import report_folder
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
-    from ..validate.measure.texts import text_file
     from ..validate.report.base_model import refuse_no_id, refuse_unknown
 
     extra = context.args
@@ -104,13 +103,10 @@ def everything(
     stations["check"] = [place, "--record", *pretended]
     if serving:
         stations["serve-check"] = [*served, *option_words(k=k), *for_vllm]
-    asked = option_words(k=k, run_model_code=run_model_code)
-    stations["eval"] = [*served, *asked, *for_vllm]
-    gates = recipe.gates
-    if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
-        text_file(text, recipe.model)
+    stations["eval"] = [*served, *option_words(k=k, run_model_code=run_model_code), *for_vllm]
+    if _is_compared(recipe, text):
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
-    if gates.min_speedup is not None:
+    if recipe.gates.min_speedup is not None:
         ks = []
         if k is not None:
             ks = ["-k", f"0..{k}"]
@@ -120,8 +116,7 @@ def everything(
     if source and not Path(source).is_dir():
         source = None
     stations["card"] = [place, *option_words(source=source, base_model=base_model)]
-    # A finished checkpoint is never written again, so one that another recipe made must not be
-    # taken for this one's.
+    # A finished checkpoint is never written again: one that another recipe made is refused.
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
@@ -142,12 +137,22 @@ def everything(
             refuse_unknown(made.source)
     for name, words in stations.items():
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
-        status = _run(name, words, nproc)
-        if status < 0:
-            raise typer.Exit(128 - status)  # it was killed by this signal
-        # serve-check may ask too few prompts to tell; eval asks more.
-        if status and (name, status) != ("serve-check", TOO_LITTLE):
-            raise typer.Exit(status)
+        _run(name, words, nproc)
+
+
+def _is_compared(recipe: "Recipe", text: Path | None) -> bool:
+    """Whether held-out text is compared: one is named, or the recipe has a limit.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    from ..validate.measure.texts import text_file
+
+    limits = (recipe.gates.max_divergence, recipe.gates.max_flips)
+    if text is None and limits == (None, None):
+        return False
+    text_file(text, recipe.model)
+    return True
 
 
 def _refuse_unmeasurable(
@@ -165,8 +170,8 @@ def _refuse_unmeasurable(
         tasks.refuse_model(made.source, protocol, tuple(extra))
 
 
-def _run(name: str, words: list[str], nproc: int) -> int:
-    """Run a station; returns its exit status.
+def _run(name: str, words: list[str], nproc: int) -> None:
+    """Run a station, and end with its status where it is red.
 
     It is a process of its own, the very command that is printed before it: what quantizing held in
     memory is free again before a server starts, and what was interrupted can be continued from
@@ -179,7 +184,12 @@ def _run(name: str, words: list[str], nproc: int) -> int:
     command += ["-m", "keepmtp", name, *words]
     own = environment(reaches_hub=True, is_ours=True)
     with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
-        return child.process.wait()
+        status = child.process.wait()
+    if status < 0:
+        raise typer.Exit(128 - status)  # it was killed by this signal
+    # serve-check may ask too few prompts to tell; eval asks more.
+    if status and (name, status) != ("serve-check", TOO_LITTLE):
+        raise typer.Exit(status)
 
 
 def option_words(**options: object) -> list[str]:

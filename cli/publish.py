@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
+from ..recipes.frozen import Json
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
 from .tables import answer, counted, say, table
@@ -122,9 +123,12 @@ def publish(
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
-    value = {
-        "repo": repo,
-        "url": url,
+    value = _published_json(parcel, done)
+    answer({"repo": repo, "url": url, **value}, _published(parcel, url, done), as_json=as_json)
+
+
+def _published_json(parcel: "Parcel", done: "Published") -> Json:
+    return {
         "commit": done.commit,
         "private": done.is_private,
         "files": _files(parcel, {}),
@@ -133,7 +137,6 @@ def publish(
         "other_files": done.others,
         "verified": True,
     }
-    answer(value, _published(parcel, url, done), as_json=as_json)
 
 
 def _answer_dry(
@@ -196,7 +199,7 @@ def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[Render
         yield f"not ours and left alone: {', '.join(done.others)}"
 
 
-def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[dict[str, Any]]:
+def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
     files = []
     for name, local in parcel.files.items():
         there = {"on_the_hub": found[name]} if found else {}
