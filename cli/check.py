@@ -40,19 +40,19 @@ class ServerOptions:
 
     Attributes:
         gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
-        num_drafts: num_speculative_tokens.
+        k: num_speculative_tokens.
         draft: The draft's own checkpoint, where it has one.
-        vllms: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM, whose
-            Python then runs here; repeatable. Default: the installed one.
+        versions: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM,
+            whose Python then runs here; repeatable. Default: the installed one.
         runtimes: The server that is to load it, vllm by default; may be repeated.
         static_only: No vLLM, whatever --gpu says.
     """
 
     gpus: GpusOption = None
     tps: TpsOption = None
-    num_drafts: Annotated[int, typer.Option("-k", min=1)] = 1
+    k: Annotated[int, typer.Option("-k", min=1)] = 1
     draft: str = ""
-    vllms: VLLMsOption = None
+    versions: VLLMsOption = None
     runtimes: Annotated[list[str] | None, typer.Option("--runtime")] = None
     static_only: bool = False
 
@@ -80,7 +80,7 @@ class ServerOptions:
         servers: list[Runtime] = ["vllm"]
         if self.runtimes:
             servers = [server for server in RULES_OF if server in self.runtimes]
-        is_about_gpus = self.tps or self.num_drafts != 1 or self.draft or self.vllms
+        is_about_gpus = self.tps or self.k != 1 or self.draft or self.versions
         if not self.gpus and not self.static_only and is_about_gpus:
             rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
             raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
@@ -91,18 +91,18 @@ class ServerOptions:
             cure = "Add --runtime vllm"
             raise RecipeError("check", "--gpu lets vLLM load it", got=got, cure=cure)
         gpus = chosen_gpus(self.gpus or [])
-        if not self.vllms:
+        if not self.versions:
             chosen_vllm()
-        for word in named(self.vllms or ()):
+        for word in named(self.versions or ()):
             if os.path.exists(word):
                 say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
         return {
             "runtimes": servers,
             "gpus": gpus,
             "tps": self.tps or [1],
-            "num_drafts": self.num_drafts,
+            "num_drafts": self.k,
             "draft": self.draft,
-            "vllms": self.vllms or (),
+            "vllms": self.versions or (),
         }
 
 
