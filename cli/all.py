@@ -32,6 +32,7 @@ from .options import (
 from .tables import say
 
 if TYPE_CHECKING:
+    from ..quantize.plan.plan import Plan
     from ..recipes.schema import Recipe
 
 _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of that at most
@@ -78,7 +79,6 @@ def everything(
     from ..validate.facts.results import report_folder
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
-    from ..validate.measure.texts import text_file
     from ..validate.report.base_model import refuse_no_id, refuse_unknown
 
     extra = context.args
@@ -103,13 +103,10 @@ def everything(
     stations["check"] = [place, "--record", *pretended]
     if serving:
         stations["serve-check"] = [*served, *option_words(k=k), *for_vllm]
-    asked = option_words(k=k, run_model_code=run_model_code)
-    stations["eval"] = [*served, *asked, *for_vllm]
-    gates = recipe.gates
-    if text is not None or gates.max_divergence is not None or gates.max_flips is not None:
-        text_file(text, recipe.model)
+    stations["eval"] = [*served, *option_words(k=k, run_model_code=run_model_code), *for_vllm]
+    if _is_compared(recipe, text):
         stations["closeness"] = [*served, *option_words(text=text), *for_vllm]
-    if gates.min_speedup is not None:
+    if recipe.gates.min_speedup is not None:
         ks = []
         if k is not None:
             ks = ["-k", f"0..{k}"]
@@ -119,8 +116,7 @@ def everything(
     if source and not Path(source).is_dir():
         source = None
     stations["card"] = [place, *option_words(source=source, base_model=base_model)]
-    # A finished checkpoint is never written again, so one that another recipe made must not be
-    # taken for this one's.
+    # A finished checkpoint is never written again: one that another recipe made is refused.
     if is_made:
         _refuse_another(out, recipe)
     if dry_run:
@@ -128,9 +124,6 @@ def everything(
             sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
-
     vllm = chosen_vllm()
     err = Console(stderr=True)
     if is_made:
@@ -138,34 +131,65 @@ def everything(
         say(err, "quantize: done before", "dim")
     else:
         made = choices.plan()
-        # What would stop the run after hours of quantizing.
-        refuse_untrusted_code(made)
-        for protocol in made.recipe.evaluations:
-            if k is not None:
-                protocol = protocol.model_copy(update={"k": k})
-            lm_eval_task.questions(protocol, runs_code=run_model_code)
-            tasks.refuse_model(made.source, protocol, tuple(extra))
+        _refuse_unmeasurable(made, k, extra, run_model_code=run_model_code)
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
         if base_model is None:
             refuse_unknown(made.source)
-    # Each station is a process of its own, the very command that is printed before it: what
-    # quantizing held in memory is free again before a server starts, and what was interrupted can
-    # be continued from here or by hand.
-    own = environment(reaches_hub=True, is_ours=True)
     for name, words in stations.items():
         say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
-        command = [sys.executable]
-        if name == "quantize" and nproc > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(nproc)]
-        command += ["-m", "keepmtp", name, *words]
-        with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
-            status = child.process.wait()
-        if status < 0:
-            raise typer.Exit(128 - status)  # it was killed by this signal
-        # serve-check may ask too few prompts to tell; eval asks more.
-        if status and (name, status) != ("serve-check", TOO_LITTLE):
-            raise typer.Exit(status)
+        _run(name, words, nproc)
+
+
+def _is_compared(recipe: "Recipe", text: Path | None) -> bool:
+    """Whether held-out text is compared: one is named, or the recipe has a limit.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    from ..validate.measure.texts import text_file
+
+    limits = (recipe.gates.max_divergence, recipe.gates.max_flips)
+    if text is None and limits == (None, None):
+        return False
+    text_file(text, recipe.model)
+    return True
+
+
+def _refuse_unmeasurable(
+    made: "Plan", k: int | None, extra: list[str], *, run_model_code: bool
+) -> None:
+    """Refuse what would stop the run after hours of quantizing."""
+    from ..quantize.plan.own_code import refuse_untrusted_code
+    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
+
+    refuse_untrusted_code(made)
+    for protocol in made.recipe.evaluations:
+        if k is not None:
+            protocol = protocol.model_copy(update={"k": k})
+        lm_eval_task.questions(protocol, runs_code=run_model_code)
+        tasks.refuse_model(made.source, protocol, tuple(extra))
+
+
+def _run(name: str, words: list[str], nproc: int) -> None:
+    """Run a station, and end with its status where it is red.
+
+    It is a process of its own, the very command that is printed before it: what quantizing held in
+    memory is free again before a server starts, and what was interrupted can be continued from
+    here or by hand.
+    """
+    command = [sys.executable]
+    if name == "quantize" and nproc > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(nproc)]
+    command += ["-m", "keepmtp", name, *words]
+    own = environment(reaches_hub=True, is_ours=True)
+    with Child(command, environment=own, grace_seconds=_STATION_SECONDS) as child:
+        status = child.process.wait()
+    if status < 0:
+        raise typer.Exit(128 - status)  # it was killed by this signal
+    # serve-check may ask too few prompts to tell; eval asks more.
+    if status and (name, status) != ("serve-check", TOO_LITTLE):
+        raise typer.Exit(status)
 
 
 def option_words(**options: object) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..recipes.errors import RecipeError, did_you_mean
-from ..recipes.frozen import Json
+from ..recipes.frozen import Json, frozen
 from . import exits, findings
 from .options import (
     GpusOption,
@@ -34,21 +34,81 @@ if TYPE_CHECKING:
     from ..validate.facts.results import CheckData
 
 
+@frozen
+class ServerOptions:
+    """Who is to load the checkpoints, and how.
+
+    Attributes:
+        gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
+        k: num_speculative_tokens.
+        draft: The draft's own checkpoint, where it has one.
+        versions: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM,
+            whose Python then runs here; repeatable. Default: the installed one.
+        runtimes: The server that is to load it, vllm by default; may be repeated.
+        static_only: No vLLM, whatever --gpu says.
+    """
+
+    gpus: GpusOption = None
+    tps: TpsOption = None
+    k: Annotated[int, typer.Option("-k", min=1)] = 1
+    draft: str = ""
+    versions: VLLMsOption = None
+    runtimes: Annotated[list[str] | None, typer.Option("--runtime")] = None
+    static_only: bool = False
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether vLLM loads them on a pretended GPU."""
+        return bool(self.gpus) and not self.static_only
+
+    def words(self, err: Console) -> Json:
+        """What is loaded, and how: words for `api.check_all`.
+
+        Raises:
+            RecipeError: what cannot be meant.
+            VLLMError: there is no vLLM.
+        """
+        from ..validate.check.check import RULES_OF
+        from ..validate.dryload.versions import named
+
+        for word in self.runtimes or ():
+            if word not in RULES_OF:
+                cure = "Name one of them; --runtime may be repeated"
+                cure = did_you_mean(word, RULES_OF, otherwise=cure)
+                must = f"must be one of {', '.join(RULES_OF)}"
+                raise RecipeError("--runtime", must, got=word, cure=cure)
+        servers: list[Runtime] = ["vllm"]
+        if self.runtimes:
+            servers = [server for server in RULES_OF if server in self.runtimes]
+        is_about_gpus = self.tps or self.k != 1 or self.draft or self.versions
+        if not self.gpus and not self.static_only and is_about_gpus:
+            rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
+            raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
+        if not self.is_dry:
+            return {"runtimes": servers}
+        if "vllm" not in servers:
+            got = f"--runtime {servers[0]} alone"
+            cure = "Add --runtime vllm"
+            raise RecipeError("check", "--gpu lets vLLM load it", got=got, cure=cure)
+        gpus = chosen_gpus(self.gpus or [])
+        if not self.versions:
+            chosen_vllm()
+        for word in named(self.versions or ()):
+            if os.path.exists(word):
+                say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
+        return {
+            "runtimes": servers,
+            "gpus": gpus,
+            "tps": self.tps or [1],
+            "num_drafts": self.k,
+            "draft": self.draft,
+            "vllms": self.versions or (),
+        }
+
+
 def check(
     paths: list[str],
-    gpus: GpusOption = None,
-    tps: TpsOption = None,
-    num_drafts: Annotated[int, typer.Option("-k", min=1)] = 1,
-    draft: str = "",
-    vllms: VLLMsOption = None,
-    runtimes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--runtime",
-            help="The server that is to load it, vllm by default; may be repeated.",
-        ),
-    ] = None,
-    static_only: bool = False,
+    servers: ServerOptions,
     html: Path | None = None,
     record: bool = False,
     values: Annotated[
@@ -97,12 +157,6 @@ def check(
 
     Args:
         paths: Checkpoints: folders or Hub ids, ours or anyone's.
-        gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
-        num_drafts: num_speculative_tokens.
-        draft: The draft's own checkpoint, where it has one.
-        vllms: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM, whose
-            Python then runs here; repeatable. Default: the installed one.
-        static_only: No vLLM, whatever --gpu says.
         html: Also write report.json and report.html there.
         record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
             and card.
@@ -111,92 +165,58 @@ def check(
         source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
     """
     from .. import api
-    from ..validate.check.check import RULES_OF
     from .report import recorder, save
 
     err = Console(stderr=True)
-    is_dry = bool(gpus) and not static_only
-    for word in runtimes or ():
-        if word not in RULES_OF:
-            cure = "Name one of them; --runtime may be repeated"
-            cure = did_you_mean(word, RULES_OF, otherwise=cure)
-            must = f"must be one of {', '.join(RULES_OF)}"
-            raise RecipeError("--runtime", must, got=word, cure=cure)
-    servers: list[Runtime] = ["vllm"]
-    if runtimes:
-        servers = [server for server in RULES_OF if server in runtimes]
-    rule = got = cure = ""
-    if not gpus and not static_only and (tps or num_drafts != 1 or draft or vllms):
-        rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
-        got = "no --gpu"
-        cure = "Add --gpu sm100"
-    elif is_dry and "vllm" not in servers:
-        rule = "--gpu lets vLLM load it"
-        got = f"--runtime {servers[0]} alone"
-        cure = "Add --runtime vllm"
-    elif source is not None and values is None:
+    loads = servers.words(err)
+    if source is not None and values is None:
         rule = "--source is what values are compared with"
-        got = "no --values"
-        cure = "Add --values"
-    if rule:
-        raise RecipeError("check", rule, got=got, cure=cure)
+        raise RecipeError("check", rule, got="no --values", cure="Add --values")
     if html is not None:
         from ..validate.report.html import require_extra
 
         require_extra()
-    # What is loaded, and how: words for `api.check_all`.
-    loads: Json = {"runtimes": servers}
-    if is_dry:
-        loads |= {"gpus": chosen_gpus(gpus or []), "tps": tps or [1], "num_drafts": num_drafts}
-        loads |= {"draft": draft, "vllms": vllms or ()}
-        _refuse_or_announce(vllms, err)
     keep = None
     status = 0
     if record:
         keep = recorder(paths, err)
-    with spinner(err, is_shown=is_dry) as doing:
+    with spinner(err, is_shown=servers.is_dry) as doing:
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
             if values is not None:
                 checked = _with_values(checked, values, source, err)
-            data = checked.data
-            if as_json:
-                print_json(check_json(data, checked.accounts) | {"runtimes": servers})
-            if checked.refusal is not None:
-                status = exits.REFUSAL
-                # In JSON it is a finding.
-                if not as_json:
-                    exits.say_refusal(checked.refusal)
-                continue
-            if not as_json:
-                findings.show(Console(), data, servers=servers)
-            # One version of vLLM that does not start says nothing of the checkpoint.
-            for error in checked.unjudged:
-                exits.say_refusal(error)
-                status = exits.REFUSAL
-            if not data.ok:
-                status = max(status, exits.FINDINGS)
-            if html is not None:
+            status = max(status, _print(checked, loads["runtimes"], as_json=as_json))
+            if html is not None and checked.refusal is None:
                 folder = html
                 if len(paths) > 1:
-                    folder = html / f"{number}-{Path(data.path).name}"
-                page = save(folder, data, vllm=data.judged_by, opened=checked.source)
+                    folder = html / f"{number}-{Path(checked.data.path).name}"
+                vllm = checked.data.judged_by
+                page = save(folder, checked.data, vllm=vllm, opened=checked.source)
                 say(err, f"report: {page}")
-            if keep is not None:
+            if keep is not None and checked.refusal is None:
                 say(err, f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)
 
 
-def _refuse_or_announce(vllms: list[str] | None, err: Console) -> None:
-    """Refuse where there is no vLLM; and say which strangers' Python will run."""
-    from ..validate.dryload.versions import named
-
-    if not vllms:
-        chosen_vllm()
-        return
-    for word in named(vllms):
-        if os.path.exists(word):
-            say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
+def _print(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> int:
+    """Print what was found of one checkpoint; returns its exit status."""
+    if as_json:
+        print_json(check_json(checked.data, checked.accounts) | {"runtimes": servers})
+    if checked.refusal is not None:
+        # In JSON it is a finding.
+        if not as_json:
+            exits.say_refusal(checked.refusal)
+        return exits.REFUSAL
+    if not as_json:
+        findings.show(Console(), checked.data, servers=servers)
+    # One version of vLLM that does not start says nothing of the checkpoint.
+    for error in checked.unjudged:
+        exits.say_refusal(error)
+    if checked.unjudged:
+        return exits.REFUSAL
+    if not checked.data.ok:
+        return exits.FINDINGS
+    return 0
 
 
 def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":

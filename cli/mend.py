@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError, size_in_words
 from ..recipes.extras import require_extra
-from ..recipes.frozen import Raw, Say, frozen
+from ..recipes.frozen import Json, Raw, Say, frozen
 from . import exits, findings
 from .check import check_json
 from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
@@ -24,8 +24,9 @@ from .progress import bytes_bar, spinner
 from .tables import answer, print_json, say
 
 if TYPE_CHECKING:
+    from ..cure.fix import Outcome
     from ..cure.graft import Graft
-    from ..cure.rewritten import Judged
+    from ..cure.rewritten import Judged, Rewritten
 
 # Of the lines of a diff, by how they begin.
 _COLOURS = {
@@ -160,22 +161,25 @@ def fix(
     else:
         say(console, "nothing to change: there is no finding that fix can cure")
     if as_json:
-        value = check_json(data, accounts) | {
-            "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
-            "changes": [*dict.fromkeys(edit.why for edit in proposal.edits)],
-            "diff": diff,
-            "needs_shards": [*proposal.not_here],
-            "out": None,
-            "new": [],
-            "kept": 0,
-            "not_loaded": not_loaded,
-            "cures": cures,
-        }
-        if written is not None:
-            value |= {"out": str(written.folder), "new": [*written.new], "kept": len(written.kept)}
-        print_json(value)
+        value = check_json(data, accounts) | _fixed_json(outcome, diff, written)
+        print_json(value | {"not_loaded": not_loaded, "cures": cures})
     if not is_good:
         raise typer.Exit(exits.FINDINGS)
+
+
+def _fixed_json(outcome: "Outcome", diff: list[str], written: "Rewritten | None") -> Json:
+    value: Json = {
+        "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
+        "changes": [*dict.fromkeys(edit.why for edit in outcome.proposal.edits)],
+        "diff": diff,
+        "needs_shards": [*outcome.proposal.not_here],
+        "out": None,
+        "new": [],
+        "kept": 0,
+    }
+    if written is not None:
+        value |= {"out": str(written.folder), "new": [*written.new], "kept": len(written.kept)}
+    return value
 
 
 def graft(

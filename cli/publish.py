@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
+from ..recipes.frozen import Json
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
 from .tables import answer, counted, say, table
@@ -106,24 +107,7 @@ def publish(
             tell(f"on the Hub  {there}")
         if hub is None or dry_run:
             others = publishing.named(found, "other")
-            told = {
-                "repo": repo,
-                "there": there,
-                "files": _files(parcel, found),
-                "bytes": parcel.num_bytes,
-                "other_files": others,
-            }
-            rows = []
-            for name, local in parcel.files.items():
-                rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
-            size = size_in_words(parcel.num_bytes)
-            parts: list[RenderableType] = [
-                table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
-                f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
-            ]
-            if others:
-                parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
-            answer(told, parts, as_json=as_json)
+            _answer_dry(parcel, repo, there, found, others, as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
@@ -139,9 +123,12 @@ def publish(
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
-    told = {
-        "repo": repo,
-        "url": url,
+    value = _published_json(parcel, done)
+    answer({"repo": repo, "url": url, **value}, _published(parcel, url, done), as_json=as_json)
+
+
+def _published_json(parcel: "Parcel", done: "Published") -> Json:
+    return {
         "commit": done.commit,
         "private": done.is_private,
         "files": _files(parcel, {}),
@@ -150,7 +137,36 @@ def publish(
         "other_files": done.others,
         "verified": True,
     }
-    answer(told, _published(parcel, url, done), as_json=as_json)
+
+
+def _answer_dry(
+    parcel: "Parcel",
+    repo: str,
+    there: str,
+    found: "Mapping[str, FileState]",
+    others: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    """What would be sent, and what is there; `found` is empty where nobody could ask."""
+    value = {
+        "repo": repo,
+        "there": there,
+        "files": _files(parcel, found),
+        "bytes": parcel.num_bytes,
+        "other_files": others,
+    }
+    rows = []
+    for name, local in parcel.files.items():
+        rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
+    size = size_in_words(parcel.num_bytes)
+    parts: list[RenderableType] = [
+        table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
+        f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
+    ]
+    if others:
+        parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
+    answer(value, parts, as_json=as_json)
 
 
 def _refuse_nobody(what: str) -> None:
@@ -183,7 +199,7 @@ def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[Render
         yield f"not ours and left alone: {', '.join(done.others)}"
 
 
-def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[dict[str, Any]]:
+def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
     files = []
     for name, local in parcel.files.items():
         there = {"on_the_hub": found[name]} if found else {}
