@@ -18,7 +18,7 @@ from tables import cases, table
 from written_values import fill, opened, overwrite, poke
 
 NVFP4 = "glm nvfp4"
-VALUES = table("validate/values/values")
+VALUES = table("validate/check/values")
 
 
 @pytest.fixture

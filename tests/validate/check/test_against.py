@@ -74,7 +74,7 @@ WRONG = {
 
 
 # Each form that can be read: the scheme that packs it, and its tensors by the form's own names.
-FORMS = table("validate/values/test_against")["FORMS"]
+FORMS = table("validate/check/test_against")["FORMS"]
 
 
 @pytest.mark.parametrize("form", FORMS)
