@@ -7,6 +7,7 @@ quantization_config.
 Source: vLLM 0.32.0 auto_gptq.py and auto_awq.py (create_weights) for names and shapes.
 """
 
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ def packed(
 
 
 def told(checkpoint: Checkpoint, said: dict[str, Any]) -> Checkpoint:
-    checkpoint.config["quantization_config"] = said
+    checkpoint.config["quantization_config"] = deepcopy(said)  # a case may change it
     checkpoint.config.get("text_config", {}).pop("quantization_config", None)
     return checkpoint
 
@@ -87,6 +88,17 @@ def quark_mxfp4(
 def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
     """MXFP4 as AutoRound writes it: compressed-tensors' names and bytes."""
     return told(ours(model, "MXFP4", mtp), SAID["autoround mxfp4"] | entries)
+
+
+def w4afp8() -> Checkpoint:
+    """Integers of 4 bits with inputs in FP8, of every linear module; the list of exceptions is
+    ours.
+    """
+    checkpoint = ours("qwen3.5-397b", "W4A16")
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    for group in checkpoint.quantization["config_groups"].values():
+        group |= {"targets": ["Linear"], "input_activations": inputs | {"symmetric": True}}
+    return checkpoint
 
 
 def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:

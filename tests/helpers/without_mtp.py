@@ -4,6 +4,8 @@ tiny sizes.
 In: a tool's word. Out: a `Checkpoint`, good as it is; broken.yaml breaks some.
 """
 
+from copy import deepcopy
+
 import foreign_form
 from checkpoint_files import Checkpoint
 from tensors import Tensors
@@ -26,7 +28,7 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
     """The model as a tool writes it; "" for plain. With experts, its names are those of Qwen3's
     mixture.
     """
-    config = CONFIG | ({"quantization_config": {**SAID[tool]}} if tool else {})
+    config = CONFIG | ({"quantization_config": deepcopy(SAID[tool])} if tool else {})
     if experts:
         if listed := config.get("quantization_config", {}).get("modules_to_not_convert"):
             config["quantization_config"]["modules_to_not_convert"] = [

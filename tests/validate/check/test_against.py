@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken import GOOD
 from checkpoint_files import write
 from commands import keepmtp, keepmtp_without, ran, refused
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
@@ -185,7 +185,7 @@ def test_groups_in_another_order_are_not_compared():
     assert can_be_read(stored)
 
 
-def test_another_models_release_is_named_by_its_widths(written, tmp_path):
+def test_compared_names_another_models_release_by_its_widths(written, tmp_path):
     wide = write(tmp_path / "wide", GOOD["released glm-4.7"]())
     fill(wide)
     findings = check_values(opened(written), "scales", release=opened(wide)).findings
@@ -195,7 +195,7 @@ def test_another_models_release_is_named_by_its_widths(written, tmp_path):
         check_values(opened(written), "scales", release=opened(other))
 
 
-def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
+def test_compared_names_a_wrong_scale_of_a_real_output(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "broken")
     runtime = opened(folder)
     name = next(name for name in runtime.source.entries if name.endswith("o_proj.weight_scale"))

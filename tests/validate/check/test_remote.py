@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from broken import GOOD
 from checkpoint_files import write
 from good import ours
+from good_checkpoints import GOOD
 from hub import TOKEN, Fault, Hub, serving
 from keepmtp.cli import main
 from keepmtp.validate.check.reading import chosen, joined
