@@ -91,7 +91,8 @@ def good_cases() -> Iterator[DryCase]:
     for number, model in enumerate(
         each for each in releases.MODELS if each not in (*TWINS, *SEPARATE)
     ):
-        scheme, algorithm = schemes[number % len(schemes)], algorithms[number % 3]
+        scheme = schemes[number % len(schemes)]
+        algorithm = algorithms[number % 3]
         forms = {
             "ct, MTP plain": partial(ours, model, "NVFP4"),
             "ct, MTP quantized": partial(ours, model, "NVFP4", "NVFP4"),

@@ -194,7 +194,8 @@ def nvfp4_experts() -> Checkpoint:
 
 def plain_delta_nets() -> Checkpoint:
     """Qwen3-Next in FP8, its delta nets left in BF16."""
-    checkpoint, names = ours("qwen3-next-80b", "FP8_DYNAMIC"), r".*\.linear_attn\..*"
+    checkpoint = ours("qwen3-next-80b", "FP8_DYNAMIC")
+    names = r".*\.linear_attn\..*"
     checkpoint.take(names)
     checkpoint.tensors |= released("qwen3-next-80b").take(names)
     return checkpoint

@@ -145,9 +145,11 @@ def _cut(tensors: Tensors, shard_bytes: int) -> list[list[str]]:
 
 def write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None = None) -> None:
     """Write a safetensors file: with holes, or with numbers where there is an `rng`."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + num_bytes(dtype, shape)
+        start = end
+        end = end + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)

@@ -10,7 +10,11 @@ import foreign_form
 from checkpoint_files import Checkpoint
 from tensors import Tensors
 
-HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
+HIDDEN = 256
+WIDE = 512
+LAYERS = 6
+VOCABULARY = 320
+EXPERTS = 4
 _SAID = foreign_form.SAID
 CONFIG = _SAID["llama"]
 SAID = {

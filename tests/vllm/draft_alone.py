@@ -38,7 +38,8 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.xpu import model as deepseek_v4_model
 from vllm.models.deepseek_v4.xpu import mtp as deepseek_v4_mtp
 
-EMBEDDING, HEAD = ("model.embed_tokens.weight", "embed.weight"), ("lm_head.weight", "head.weight")
+EMBEDDING = ("model.embed_tokens.weight", "embed.weight")
+HEAD = ("lm_head.weight", "head.weight")
 
 
 class Keys:
@@ -53,7 +54,8 @@ class Keys:
         """
         self.rows.append(new)
         rows = torch.cat(self.rows)
-        length, num_new = len(rows), len(new)
+        length = len(rows)
+        num_new = len(new)
         return rows, torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new)
 
 
@@ -321,9 +323,11 @@ def _drafted(
     states = torch.randn(length, streams * hf_config.hidden_size, generator=noise).to(
         config.model_config.dtype
     )
-    hidden, positions = states, torch.arange(length)
+    hidden = states
+    positions = torch.arange(length)
     ids = [*prompt, int(torch.randint(hf_config.vocab_size, (1,), generator=noise))]
-    new, logits = torch.tensor(ids[1:]), []
+    new = torch.tensor(ids[1:])
+    logits = []
     for step in range(num_drafts):
         if shares:
             model.model.set_skip_topk(step > 0)
@@ -333,7 +337,9 @@ def _drafted(
             result = model(input_ids=new, positions=positions, hidden_states=hidden)
         output, chained = result if isinstance(result, tuple) else (result, result)
         logits.append(model.compute_logits(output).float())
-        new, hidden, positions = logits[-1][-1:].argmax(-1), chained[-1:], positions[-1:] + 1
+        new = logits[-1][-1:].argmax(-1)
+        hidden = chained[-1:]
+        positions = positions[-1:] + 1
         ids.append(int(new))
     return {
         "ids": torch.tensor(ids[:-1]),

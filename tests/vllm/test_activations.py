@@ -70,10 +70,12 @@ save_file(made, sys.argv[2])
 
 def calibrated(scheme: str, *, is_common: bool) -> dict[str, torch.Tensor]:
     """Input scales of one layer's experts, one an expert or one for all: [E, 2] and [E]."""
-    skeleton, generator = Skeleton(GLM), seeded(0)
+    skeleton = Skeleton(GLM)
+    generator = seeded(0)
     hidden = [torch.randn(1, 32, 256, generator=generator).bfloat16() for _ in range(2)]
     batches = skeleton.enter(1, [torch.ones(1, 32, dtype=torch.int64)] * 2, hidden)
-    stem, names = "model.layers.1.mlp.experts", ("gate_proj", "up_proj", "down_proj")
+    stem = "model.layers.1.mlp.experts"
+    names = ("gate_proj", "up_proj", "down_proj")
     gate, up, down = ([f"{stem}.{e}.{name}" for e in range(4)] for name in names)
     experts = [(*gate, *up), tuple(down)] if is_common else []
     schemes = dict.fromkeys((*gate, *up, *down), scheme)

@@ -97,7 +97,8 @@ class Drafted:
 @pytest.fixture(scope="module")
 def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     """vLLM's drafts by checkpoint; one process for all."""
-    made, asked = tmp_path_factory.mktemp("drafted"), asked_values(request, "name") - LACKING
+    made = tmp_path_factory.mktemp("drafted")
+    asked = asked_values(request, "name") - LACKING
     folders = {name: ROOT / "models" / name for name in SHIPPED if name in asked}
     for name in asked & {*UNTRAINED}:
         folders[name] = lively(
@@ -113,7 +114,8 @@ def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     in_vllm("dump_drafts.py", jobs)
     found = {}
     for name, folder in folders.items():
-        values, prompts = load_file(made / f"{name}.st"), [{} for _ in PROMPTS]
+        values = load_file(made / f"{name}.st")
+        prompts = [{} for _ in PROMPTS]
         for key, value in values.items():
             index, _, leaf = key.partition(".")
             prompts[int(index)][leaf] = value
@@ -158,7 +160,8 @@ def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor
         for index, prompt in enumerate(seen.prompts):
             length = len(prompt["positions"])
             slots = slice(0, length) if step == 0 else slice(length - 1, length)
-            right, wrong = truth[index][step][slots], other[index][step][slots]
+            right = truth[index][step][slots]
+            wrong = other[index][step][slots]
             each.append(((wrong - right).square().mean().sqrt() / right.std()).item())
         found.append(median(each))
     return found
@@ -177,11 +180,9 @@ def _theirs(seen: Drafted) -> list[list[Tensor]]:
 
 def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
     """By prompt and step, [T, V] float32."""
-    block, weights, draft = (
-        filled(plan, dtype=dtype),
-        weights_of(seen.folder),
-        plan.view.family.draft,
-    )
+    block = filled(plan, dtype=dtype)
+    weights = weights_of(seen.folder)
+    draft = plan.view.family.draft
     table, head = (_shared(plan, weights, role).to(dtype) for role in ("embedding", "head"))
     found = []
     for prompt in seen.prompts:

@@ -36,7 +36,9 @@ def all_cases() -> list[DryCase]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_right_both_ways(part: int, dry_loader, tmp_path: Path):
-    loader, wrong = dry_loader(GPU), list[str]()  # it imports vLLM while checkpoints are written
+    # it imports vLLM while checkpoints are written
+    loader = dry_loader(GPU)
+    wrong = list[str]()
     cases = all_cases()
     assert EXPLAINED.keys() <= {case.name for case in cases}
     found_of = judged(cases[part::PARTS], loader, find_vllm().version, tmp_path)
@@ -56,7 +58,8 @@ def _fault(case: DryCase, findings: tuple[Finding, ...]) -> str:
     """What is wrong with these findings, or nothing."""
     says = " ".join(f"{finding.where} {finding.says}" for finding in findings)
     rules = {finding.rule for finding in findings} - {"vllm-defect"}
-    dry, static = rules & DRY_RULES, rules - DRY_RULES
+    dry = rules & DRY_RULES
+    static = rules - DRY_RULES
     if not case.by:
         is_of_gpu = HOPPER_ALONE in case.name and "compute capability" in says
         return "false alarm" if static or (dry and not is_of_gpu) else ""

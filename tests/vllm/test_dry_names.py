@@ -35,7 +35,8 @@ MODELS = [*(model for model in releases.MODELS if model not in SEPARATE), *WRAPP
 NOT_A_MATRIX = ("Attention", "VocabParallelEmbedding", "MambaMixer2")
 # Nemotron Omni as transformers' class reads it, and with a quantization config at the top level
 # alone; what vLLM raises for each, and its cure.
-NATIVE, OUTSIDE = "nemotron_h_omni", "outside"
+NATIVE = "nemotron_h_omni"
+OUTSIDE = "outside"
 DEFECTS = {
     NATIVE: ("vit_hidden_size", "--trust-remote-code"),
     OUTSIDE: ("CompressedTensorsConfig", "llm_config"),
@@ -71,7 +72,8 @@ def accounts(dry_loaded) -> dict[object, LoadAccount]:
     """(model, MTP policy) -> what vLLM did with what keepmtp writes; and three by name."""
     made = {(model, mtp): outputs_of(plan(model, mtp)) for model in MODELS for mtp in MTP}
     config, tensors = nemotron_omni(NATIVE)
-    outside, sounds = outputs_of(plan("NemotronH_Omni_Reasoning_V3", SCHEME)), released("mimo-v2.5")
+    outside = outputs_of(plan("NemotronH_Omni_Reasoning_V3", SCHEME))
+    sounds = released("mimo-v2.5")
     del outside.config["llm_config"]["quantization_config"]
     sounds.after = with_audio_tokenizer
     others = {NATIVE: Checkpoint(config=config, tensors=tensors), OUTSIDE: outside, SOUNDS: sounds}
@@ -101,7 +103,8 @@ def table(model: str, part: str) -> dict[str, bool]:
     """Runtime name of every matrix of a part -> whether the family's table says that vLLM asks
     about it.
     """
-    source, view = plan(model, "bf16").source, view_of(model)
+    source = plan(model, "bf16").source
+    view = view_of(model)
     used = view.family.loader.num_layers_used or view.num_mtp_layers
     names: dict[str, bool] = {}
     for name, entry in source.entries.items():
@@ -122,7 +125,9 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
     """Every name that vLLM asks about is in the table, and vLLM asks about every name that the
     table says it does.
     """
-    asked, heads, matrices = questions(accounts[model, "bf16"], part), set(), set()
+    asked = questions(accounts[model, "bf16"], part)
+    heads = set()
+    matrices = set()
     towers = set()
     opaque = tuple(runtime for _, runtime, _ in view_of(model).layout.opaque)
     for each in asked:
@@ -144,7 +149,8 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
 @pytest.mark.parametrize("model", MODELS)
 def test_vllm_asks_about_the_embeddings_in_the_table(model, accounts):
     """By name or without one, of target and draft; where both could be built."""
-    view, account = view_of(model), accounts[model, "bf16"]
+    view = view_of(model)
+    account = accounts[model, "bf16"]
     (named,) = {row.runtime or row.path for row in view.layout.top if row.role == "embedding"}
     for role, part in (("target", "backbone"), ("draft", "mtp")):
         built, written = account.of(role)

@@ -105,10 +105,8 @@ def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
     states[5] /= 512
     made = computed(ROUND, {"states": states}, tmp_path)
     for leaf, scale in (("k", 0.03), ("v", 1.0)):
-        ours, theirs = (
-            (e4m3_by(scale, states).float() / scale).to(torch.float8_e4m3fn).view(torch.uint8),
-            made[leaf],
-        )
+        ours = (e4m3_by(scale, states).float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        theirs = made[leaf]
         assert torch.equal(ours & 0x80, theirs & 0x80), "signs"
         above = (ours & 0x7F).int() - (theirs & 0x7F).int()
         assert above.min() == 0 and above.max() == 1 and 0.3 < above.float().mean() < 0.6, leaf

@@ -36,7 +36,8 @@ pytestmark = NEEDS_VLLM
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, dict]:
     """Results by checkpoint: the sources, the quantized ones, and one broken on purpose."""
-    made, asked = tmp_path_factory.mktemp("made"), asked_values(request, "name")
+    made = tmp_path_factory.mktemp("made")
+    asked = asked_values(request, "name")
     sources = {MADE[name][0] for name in asked & {*MADE}} | asked & {*SOURCES}
     folders = {name: ROOT / "models" / name for name in sources}
     for name in asked & {*MADE}:

@@ -94,7 +94,8 @@ def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(f
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pack_is_outside_the_bound_and_no_transform(name, weight, packed):
-    wrong, original = values(WRONG[name](packed)), weight.float()
+    wrong = values(WRONG[name](packed))
+    original = weight.float()
     assert relative_error(wrong, original) > BOUND["nvfp4"]
     assert not has_column_factors(wrong, original, BOUND["nvfp4"])
 
@@ -151,7 +152,8 @@ def test_the_error_is_a_share_of_the_release(weight):
 
 def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, monkeypatch):
     """And the twin: a few rows of a tensor that is else the same are found."""
-    release, folder = opened(written), shutil.copytree(written, tmp_path / "changed")
+    release = opened(written)
+    folder = shutil.copytree(written, tmp_path / "changed")
     name = "model.embed_tokens.weight"
     poke(folder, name, 3.0, at=slice(0, 4096))
     found = [

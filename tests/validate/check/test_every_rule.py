@@ -52,7 +52,8 @@ def test_what_makes_findings_has_a_test_of_its_name():
 
 
 def test_a_function_without_one_is_named(tmp_path):
-    module, tests = tmp_path / "rules.py", tmp_path / "test_rules.py"
+    module = tmp_path / "rules.py"
+    tests = tmp_path / "test_rules.py"
     module.write_text(
         "def one(view) -> Objections: ...\n"
         "def _other(view):\n    return [objection('x', '', '', '')]\n"

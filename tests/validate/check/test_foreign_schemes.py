@@ -102,7 +102,8 @@ def some_layers(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def some_autorounds(rng: random.Random) -> list[dict[str, Any]]:
-    known, changes = TABLES["autoround"], TABLES["autoround_changes"]
+    known = TABLES["autoround"]
+    changes = TABLES["autoround_changes"]
     configs = [*known]
     for _ in range(600):
         keys = rng.sample(sorted(changes), rng.choice([0, 1, 2]))
@@ -131,7 +132,8 @@ def form(built: VLLMModule | str) -> str:
 
 def test_a_config_has_the_scheme_that_vllm_says(asked):
     """Where vLLM raises, the check says so, or that it does not judge; and never else."""
-    seen, judged = Counter[str](), Counter[str]()
+    seen = Counter[str]()
+    judged = Counter[str]()
     answers = []
     for (layer, pack_method, is_experts), theirs in asked["quark"]:
         ours = scheme_of(QuarkLayer.model_validate(layer), pack_method, is_experts=is_experts)
@@ -159,10 +161,8 @@ def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
     """vLLM's mapper renames the list, and reads one from the headers where there is none; not for
     MoeWNA16.
     """
-    experts, rename = (
-        VLLMName("model.layers.3.mlp.experts"),
-        Renamer(renames=Renames(prefixes={"language_model.": "model."})),
-    )
+    experts = VLLMName("model.layers.3.mlp.experts")
+    rename = Renamer(renames=Renames(prefixes={"language_model.": "model."}))
     for words, is_skipped in asked["lists"]:
         raw = SAID["awq"] | {"group_size": 256, "modules_to_not_convert": words}
         built = (

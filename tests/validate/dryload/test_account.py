@@ -12,7 +12,9 @@ from keepmtp.validate.dryload.in_vllm.stages import Mapping
 from tables import cases
 from torch.nn import Parameter
 
-BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16 = torch.bfloat16
+F32 = torch.float32
+FP8 = torch.float8_e4m3fn
 
 
 class Model(torch.nn.Module):

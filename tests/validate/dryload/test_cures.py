@@ -13,7 +13,8 @@ from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.validate import keepmtp_cures
 from keepmtp.validate.keepmtp_cures import Cure, source_hash
 
-NAME, MODULE = "toy.draft", "toy_piece_of_vllm"
+NAME = "toy.draft"
+MODULE = "toy_piece_of_vllm"
 SOURCE = "class Draft:\n    def load(self):\n        return 'as it is'\n"
 Cures = dict[str, Cure]
 
@@ -29,7 +30,8 @@ def of_another_fork(module: Any) -> None:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch) -> Any:
     """A toy's cures switched on, before it is imported or after."""
-    file, cures = tmp_path / f"{MODULE}.py", Cures()
+    file = tmp_path / f"{MODULE}.py"
+    cures = Cures()
     file.write_text(SOURCE)
     fits = Cure(mended, (MODULE,), ("Draft.load",), (source_hash(file, ["Draft.load"]),))
     cures[NAME] = fits

@@ -251,7 +251,8 @@ def test_no_line_makes_the_table_slow(unit):
 
 
 def test_a_pipe_that_stays_open_ends_with_ctrl_c():
-    words, pipe = [KEEPMTP, "explain", "--log", "-"], subprocess.PIPE
+    words = [KEEPMTP, "explain", "--log", "-"]
+    pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as running:
         assert running.stdin and running.stdout and running.stderr
         running.stdin.write(MISSING + b"\n")

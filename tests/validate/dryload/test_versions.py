@@ -40,7 +40,8 @@ def made_wheel(
     others: str = "torch==9.9",
 ) -> Path:
     folder.mkdir(exist_ok=True)
-    wheel, info = folder / f"vllm-{version}-py3-none-any.whl", f"vllm-{version}.dist-info"
+    wheel = folder / f"vllm-{version}-py3-none-any.whl"
+    info = f"vllm-{version}.dist-info"
     about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nRequires-Python: {requires}\n"
     about += f"Requires-Dist: {others}\n"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
