@@ -11,7 +11,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -147,7 +147,7 @@ def test_a_block_that_sglang_misses_is_grafted(tmp_path):
 
 @cases
 def test_where_only_a_number_is_wrong_nothing_is_fetched(model, change, tmp_path):
-    checkpoint = built({"of": ["llmcompressor", model, "FP8_DYNAMIC"], **change})
+    checkpoint = built({"of": partial(llmcompressor, model, "FP8_DYNAMIC"), **change})
     folder = write(tmp_path / "it", checkpoint)
     findings = check(folder)
     assert findings and all("keepmtp fix" in each["cure"] for each in findings), findings

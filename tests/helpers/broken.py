@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from broken_by import changed, config, rename, reshape
+from broken_by import config, rename, reshape
 from broken_case import Case
 from checkpoint_files import Change, Checkpoint, lose
 from good_checkpoints import GOOD
@@ -38,7 +38,9 @@ _CHANGES = {"config": config, "rename": rename, "reshape": reshape}
 
 
 def built(row: str | Mapping[str, Any]) -> Checkpoint:
-    """A checkpoint of a table: a good one's name under `of`, and changes."""
+    """A checkpoint of tests/cure's tables: a good one's name, or what makes one, under `of`; and
+    changes.
+    """
     if isinstance(row, str):
         return GOOD[row]()
     changes = list[Change]()
@@ -46,4 +48,4 @@ def built(row: str | Mapping[str, Any]) -> Checkpoint:
         changes += [change(*given) for given in row.get(verb, {}).items()]
     if "lose" in row:
         changes.append(lose(row["lose"]))
-    return changed(GOOD[row["of"]], *changes)
+    return Case("", row["of"], tuple(changes), ()).build()

@@ -14,7 +14,6 @@ from keepmtp.validate.dryload.explain import explain, parse_log
 from keepmtp.validate.facts.dry_load import LoadFailure
 from keepmtp.validate.facts.findings import Finding
 from keepmtp.validate.facts.vllm_env import find_vllm
-from tables import table
 
 GPU = "sm100"
 PARTS = 24  # of every family and every kind of breakage something stands in each
@@ -24,7 +23,23 @@ DRY_RULES = {"dry-load", "no-kernel"}
 HOPPER_ALONE = "dots3-note-prev"
 # Cases whose exception `keepmtp explain` recognizes in a server's log: the failure, and words of
 # the tensor or entry that the answer must name.
-EXPLAINED = table("vllm/test_dry_corpus")["EXPLAINED"]
+EXPLAINED = {
+    "F1 dropped, count kept": ["MTP weights dropped", "model.layers.3."],
+    "F14 experts of the draft not ignored": [
+        "experts built in another form",
+        "mtp.layers.0.mlp.experts",
+    ],
+    "F32 KV scales in the draft": [
+        "scales of the KV cache in the MTP layer",
+        "layers.3.self_attn.k_proj.k_scale",
+    ],
+    "F38 placeholder head quantized": [
+        "weight of another width",
+        "model.layers.3.shared_head.head",
+    ],
+    "H7 eh_proj packed": ["scale without a parameter in the draft", "model.layers.3.eh_proj"],
+    "INT4 cache": ["number format of the KV cache", "kv_cache_scheme"],
+}
 
 
 @cache

@@ -17,7 +17,6 @@ from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
 from real_vllm import HAS_AVX512, NO_AVX512, computed
 from seeds import seeded
-from tables import cases
 
 pytestmark = pytest.mark.vllm
 TWINS = ("glm-4.5-air", "qwen3.5-text", "mimo-v2.5", "exaone-4.5-33b")
@@ -84,7 +83,15 @@ def test_every_scale_is_read_by_target_and_draft(accounts):
         assert [finding for finding in findings if finding.rule.startswith("kv-")] == [], name
 
 
-@cases
+@pytest.mark.parametrize(
+    "model, says",
+    [
+        ("deepseek-r1", "latent attention"),
+        ("dsv4-flash", "without these parameters"),
+        ("qwen3.8-flash-next", "stops at every entry"),
+        ("inkling", "no attention layer with a projection of keys"),
+    ],
+)
 def test_a_family_without_a_place_is_refused(model, says):
     with pytest.raises(
         RecipeError, match=f"kv_cache: vLLM must have a place for scales .* got .*{says}"

@@ -29,7 +29,6 @@ from keepmtp.validate.check.against import (
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
 from shipped import made_of
-from tables import cases, table
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -74,7 +73,18 @@ WRONG = {
 
 
 # Each form that can be read: the scheme that packs it, and its tensors by the form's own names.
-FORMS = table("validate/check/test_against")["FORMS"]
+FORMS = {
+    "fp8_block": ["FP8_BLOCK", {}],
+    "fp8_channel": ["FP8_DYNAMIC", {}],
+    "int8": ["W8A8", {}],
+    "int_packed": ["W4A16", {}],
+    "mxfp4": ["MXFP4", {}],
+    "nvfp4": ["NVFP4A16", {}],
+    "nvfp4_modelopt": [
+        "NVFP4A16",
+        {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"},
+    ],
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -239,7 +249,17 @@ def test_the_command_reads_values_and_names_the_tensor(written, broken):
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("--source x", "--source is what values are compared with; got no --values. Add --values."),
+        ("--values --source ./nothing", "nothing: a checkpoint is a folder with config.json"),
+        (
+            "--values --source MODELS/tiny-qwen3_5",
+            "of a glm4_moe checkpoint is of the same family; got",
+        ),
+    ],
+)
 def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
     refused("check", str(written), *words.replace("MODELS", str(MODELS)).split(), says=says)
 

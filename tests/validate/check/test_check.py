@@ -23,7 +23,6 @@ from keepmtp.validate.check.check import check, check_source, examine
 from keepmtp.validate.check.dialects import choose
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
 from real_releases import dspark_flash
-from tables import cases
 from without_mtp import llama
 
 PROJECTIONS = r"model\.layers\.\d+\.self_attn\..*_proj"
@@ -203,7 +202,9 @@ def test_objections_without_family(case, tmp_path):
     assert_found(case, tmp_path)
 
 
-@cases
+@pytest.mark.parametrize(
+    "model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"]
+)
 @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
 def test_scales_of_the_cache_that_keepmtp_writes_pass_without_a_word(model, format, tmp_path):
     checkpoint = with_scales(model, format)
@@ -225,7 +226,20 @@ def test_it_is_found_before_anything_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("version", KNOWN)
-@cases
+@pytest.mark.parametrize(
+    "given, versions, built, before",
+    [
+        (
+            {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+            ">=0.33",
+            "plain",
+            "nvfp4_modelopt",
+        ),
+        ({"quant_algo": "NVFP4", "ignore": ["lm_head"]}, ">=0.29", "plain", ""),
+        ({"quant_algo": "NVFP4", "ignore": [], "exclude_modules": ["lm_head"]}, ">=9", "", ""),
+        ({"quantized_layers": {"lm_head": {"quant_algo": "IQ2_XS"}}}, ">=0.32", "unknown", "plain"),
+    ],
+)
 def test_a_dialect_is_that_of_the_version(given, versions, built, before, version):
     raw = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", **given}
     dialect = choose.read_dialect({"quantization_config": raw}, None, vllm=version)

@@ -20,7 +20,6 @@ from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects import patterns
 from keepmtp.validate.facts.results import CheckData
-from tables import cases, table
 
 EVIL = "re:([a-z0-9._]+)*!"
 DEEP = {"a": [{"b": {}}]}
@@ -35,7 +34,14 @@ def checked(folder: Path, base: str, *changes: Change) -> CheckData:
     return check(hostile(folder, base, *changes))
 
 
-PLACES = table("validate/check/test_hostile")["PLACES"]
+PLACES = {
+    "glm nvfp4": "config_groups config_groups/group_0 config_groups/group_0/targets config_groups/group_0/weights config_groups/group_0/weights/num_bits config_groups/group_0/weights/group_size format ignore",
+    "v3 block": "config_groups/group_0/weights/block_structure",
+    "glm modelopt": "quant_algo ignore group_size quantization",
+    "glm mixed": "quantized_layers",
+    "glm modelopt file": "quantization/exclude_modules",
+    "released deepseek-r1": "weight_block_size ignored_layers",
+}
 
 
 @pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
@@ -60,7 +66,22 @@ def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, pl
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
 
 
-@cases
+@pytest.mark.parametrize(
+    "base, place, values",
+    [
+        (
+            "released deepseek-r1",
+            "weight_block_size",
+            [0, -1, [0, 128], [128], [1099511627776, 1099511627776], [-128, 128]],
+        ),
+        (
+            "glm w4a16",
+            "config_groups/group_0/weights/num_bits",
+            [0, 1000000000000000000000000000000],
+        ),
+        ("glm w4a16", "config_groups/group_0/weights/group_size", [-7]),
+    ],
+)
 def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
     for number, value in enumerate(values):
         report = checked(tmp_path / str(number), base, quantization(place, value))
@@ -82,7 +103,15 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["graft", "checkpoint", "--from", "checkpoint", "--replace"],
+        ["fix", "checkpoint"],
+        ["explain", "checkpoint"],
+        ["check", "checkpoint"],
+    ],
+)
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):
     hostile(tmp_path, "next fp8", quantization("ignore", [EVIL]))
     options = ("--dry-run",) if words[0] in ("graft", "fix") else ()

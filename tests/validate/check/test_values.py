@@ -13,7 +13,6 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
-from tables import cases
 from written_values import fill, opened, overwrite
 
 NVFP4 = "glm nvfp4"
@@ -30,7 +29,9 @@ def test_good_values_pass_without_a_word(name, tmp_path):
     assert check_values(fill(write(tmp_path / "checkpoint", GOOD[name]())), "all").findings == ()
 
 
-@cases
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.experts.1.down_proj.weight_scale", "model.layers.3.eh_proj.weight"]
+)
 def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, folder):
     """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit
     codes never are.
@@ -73,7 +74,16 @@ def test_a_file_that_got_shorter_is_refused(folder):
         check_values(runtime, "all")
 
 
-@cases
+@pytest.mark.parametrize(
+    "dtype, torch_dtype",
+    [
+        ("F32", "float32"),
+        ("BF16", "bfloat16"),
+        ("F16", "float16"),
+        ("F8_E4M3", "float8_e4m3fn"),
+        ("F8_E5M2", "float8_e5m2"),
+    ],
+)
 def test_a_summary_is_what_the_values_say(dtype, torch_dtype):
     """Against plain arithmetic on the values, with infinities and NaN where the dtype has them."""
     torch_dtype = getattr(torch, torch_dtype)

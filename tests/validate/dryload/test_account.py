@@ -9,7 +9,6 @@ import torch
 from keepmtp.validate.dryload.in_vllm.account import Account, Construction
 from keepmtp.validate.dryload.in_vllm.demands import Demands
 from keepmtp.validate.dryload.in_vllm.stages import Mapping
-from tables import cases
 from torch.nn import Parameter
 
 BF16 = torch.bfloat16
@@ -51,7 +50,17 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@cases
+@pytest.mark.parametrize(
+    "parts, wanted",
+    [
+        ([["weight", 0, 4], ["weight", 4, 1], ["weight", 5, 1]], ["full", 24]),
+        ([["weight", 0, 4]], ["partial", 16]),
+        ([["weight", 0, 4], ["weight", 2, 2]], ["partial", 16]),
+        ([["scale", 0, 4]], ["partial", 4]),
+        ([["sink", 0, 4]], ["padded", 4]),
+        ([["wide", 0, 4]], ["full", 24]),
+    ],
+)
 def test_what_was_written_is_counted_by_place(parts, wanted):
     """A parameter that nobody wrote is empty, also where it was born with a value."""
 
@@ -98,7 +107,18 @@ def test_what_was_read_is_counted(load, given, read, wanted):
     assert set(sources) == (set(given) if wanted == "full" else set())
 
 
-@cases
+@pytest.mark.parametrize(
+    "dtype, name, shape, told",
+    [
+        ("float32", "weight", [6, 4], []),
+        ("bfloat16", "packed", [4, 4], ["bfloat16", "float8_e4m3fn"]),
+        ("uint8", "packed", [4, 4], ["uint8", "float8_e4m3fn"]),
+        ("float8_e4m3fn", "weight", [6, 4], ["float8_e4m3fn", "bfloat16"]),
+        ("float8_e8m0fnu", "scale", [6, 1], []),
+        ("int64", "weight", [6, 4], []),
+        ("float32", "scale", [], ["()", "(6, 1)"]),
+    ],
+)
 def test_casts_that_change_the_numbers_and_values_that_are_spread_are_told(
     dtype, name, shape, told
 ):
