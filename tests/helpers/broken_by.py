@@ -86,7 +86,9 @@ def cut(checkpoint: Checkpoint) -> None:
 def put(tree: Any, place: str, value: Any) -> None:
     """Change what is at a place of a JSON tree."""
     key, _, rest = place.partition("/")
-    keys = list(tree) if key == "*" else [key]
+    keys = [key]
+    if key == "*":
+        keys = list(tree)
     for name in keys:
         if rest:
             put(tree[name], rest, value)

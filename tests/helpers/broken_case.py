@@ -53,7 +53,9 @@ class Case:
         return self.found[0]["where"]
 
     def build(self) -> Checkpoint:
-        make = GOOD[self.base] if isinstance(self.base, str) else self.base
+        make = self.base
+        if isinstance(make, str):
+            make = GOOD[make]
         return changed(make, *self.changes)
 
 
@@ -71,7 +73,9 @@ def case(
     **wanted: Any,
 ) -> Case:
     """One finding, or all of `found`; and no others, unless it is said to be `among` others."""
-    return Case(name, base, changes, (wanted,) if found is None else tuple(found), among=among)
+    if found is None:
+        found = [wanted]
+    return Case(name, base, changes, tuple(found), among=among)
 
 
 def rows(rule: str, *cases: Case) -> pytest.MarkDecorator:

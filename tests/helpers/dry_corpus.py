@@ -122,15 +122,15 @@ def _mixed(format: Format) -> Checkpoint:
         "backbone_auto": {"candidates": ["NVFP4", "FP8_BLOCK", "bf16"]},
     }  # fmt: skip
     choices = choices_of(Recipe.model_validate(recipe), open_source(ROOT / "models/tiny-glm4-moe"))
-    turns = {
-        unit.name: unit.options[turn % len(unit.options)].word
-        for turn, unit in enumerate(choices.units)
-    }
+    turns = {}
+    for turn, unit in enumerate(choices.units):
+        turns[unit.name] = unit.options[turn % len(unit.options)].word
     plan = found_plan(choices, turns, shard_bytes=10**9)
-    attention = [
-        each for each in plan.tensors if (each.part, each.role) == ("backbone", "attention")
-    ]
-    assert len({each.scheme for each in attention}) == 3
+    schemes = set()
+    for planned in plan.tensors:
+        if (planned.part, planned.role) == ("backbone", "attention"):
+            schemes.add(planned.scheme)
+    assert len(schemes) == 3
     return outputs_of(plan)
 
 
@@ -152,12 +152,12 @@ def judged(
     cases: Sequence[DryCase], loader: DryLoader, version: str, place: Path
 ) -> Iterator[tuple[DryCase, Checked, LoadAccount]]:
     """What the static check and one dry load say of each; `place` is an empty folder."""
-    folders = [write(place / f"{number:03}", case.build()) for number, case in enumerate(cases)]
-    examined = [examine(str(folder), vllm=version) for folder in folders]
-    jobs = [
-        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
-        for folder, case in zip(folders, cases, strict=True)
-    ]
+    examined = []
+    jobs = []
+    for number, case in enumerate(cases):
+        folder = write(place / f"{number:03}", case.build())
+        examined.append(examine(str(folder), vllm=version))
+        jobs.append(Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts))
     for case, checked, account in zip(cases, examined, loader.load_all(jobs), strict=True):
         yield case, with_loads(checked, [account]), account
 

@@ -31,14 +31,12 @@ def packed(
 ) -> Checkpoint:
     """The backbone in 4 bits, the MTP block plain or `W4A16` as well."""
     checkpoint = ours(model, "W4A16", mtp)
-    for name in [name for name in checkpoint.tensors if name.endswith(".weight_packed")]:
+    for name, (_, (rows, words)) in checkpoint.take(r".*\.weight_packed").items():
         stem = name.removesuffix(".weight_packed")
-        rows, words = checkpoint.tensors.pop(name)[1]
         for leaf in ("weight_scale", "weight_shape"):
             del checkpoint.tensors[f"{stem}.{leaf}"]
-        checkpoint.tensors |= {
-            f"{stem}.{leaf}": spec for leaf, spec in leaves_of(rows, words * 8, packing).items()
-        }
+        for leaf, spec in leaves_of(rows, words * 8, packing).items():
+            checkpoint.tensors[f"{stem}.{leaf}"] = spec
     return told(checkpoint, said | entries)
 
 
@@ -104,8 +102,11 @@ def w4afp8() -> Checkpoint:
 def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:
     groups = columns // GROUP
     leaves = {
-        "qweight": ("I32", (columns // 8, rows) if packing == "gptq" else (columns, rows // 8)),
+        "qweight": ("I32", (columns, rows // 8)),
         "scales": ("F16", (groups, rows)),
         "qzeros": ("I32", (groups, rows // 8)),
     }
-    return leaves | ({"g_idx": ("I32", (columns,))} if packing == "gptq" else {})
+    if packing == "gptq":
+        leaves["qweight"] = ("I32", (columns // 8, rows))
+        leaves["g_idx"] = ("I32", (columns,))
+    return leaves

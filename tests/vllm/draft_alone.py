@@ -77,14 +77,13 @@ class PlainLatentAttention(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        self.scale, self.sizes, self.num_heads = (
-            scale,
-            (qk_nope_head_dim, v_head_dim),
-            others["num_heads"],
-        )
+        self.scale = scale
+        self.sizes = (qk_nope_head_dim, v_head_dim)
+        self.num_heads = others["num_heads"]
         self.__dict__["unfold"] = kv_b_proj  # its parameters are its parent's
         self.chosen: Tensor | None = others["topk_indices_buffer"] if others["use_sparse"] else None
-        self.layer_name, self.keys = others["prefix"], Keys()
+        self.layer_name = others["prefix"]
+        self.keys = Keys()
 
     @property
     def impl(self) -> "PlainLatentAttention":
@@ -159,11 +158,11 @@ class PlainWindowAttention(DeepseekV4Attention):
     def _rotated(self, value: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """The last part of each head, in pairs of neighbours."""
         cos, sin = self.rotary_emb.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
-        plain, even, odd = (
-            value[..., : self.nope_head_dim],
-            *(value[..., self.nope_head_dim + start :: 2] for start in (0, 1)),
-        )
-        sin = -sin if back else sin
+        plain, turning = value.split([self.nope_head_dim, 2 * cos.shape[-1]], dim=-1)
+        even = turning[..., ::2]
+        odd = turning[..., 1::2]
+        if back:
+            sin = -sin
         turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
         return torch.cat([plain, turned.to(value.dtype)], dim=-1)
 
@@ -181,7 +180,9 @@ class PlainIndexer(nn.Module):
 
     def __init__(self, _k_cache: Any, _block: int, _fmt: str, num_chosen: int, *sizes: Any):
         super().__init__()
-        self.num_chosen, self.chosen, self.keys = num_chosen, sizes[-1], Keys()
+        self.num_chosen = num_chosen
+        self.chosen = sizes[-1]
+        self.keys = Keys()
 
     def forward(self, _states: Tensor, query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
         """Writes the places of the chosen keys.

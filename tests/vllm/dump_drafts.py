@@ -33,7 +33,8 @@ class Watch:
     """State: the calls of one draft model since it was cleared."""
 
     def __init__(self, drafter: Any):
-        self.model, self.calls = drafter.model, []
+        self.model = drafter.model
+        self.calls = []
         self.returns_tuple = drafter.model_returns_tuple()
         self.forward = self.model.forward
         self.model.forward = self

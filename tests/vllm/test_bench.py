@@ -52,7 +52,9 @@ def lines_in(evidence: Path) -> Path:
 
 
 def num_measured(path: Path) -> int:
-    return path.read_bytes().count(b'"repetition"') if path.is_file() else 0
+    if not path.is_file():
+        return 0
+    return path.read_bytes().count(b'"repetition"')
 
 
 @pytest.fixture(scope="module")

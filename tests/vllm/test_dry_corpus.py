@@ -59,7 +59,8 @@ def test_right_both_ways(part: int, dry_loader, tmp_path: Path):
     found_of = judged(cases[part::PARTS], loader, find_vllm().version, tmp_path)
     for case, checked, account in found_of:
         found = checked.data.findings
-        if fault := _fault(case, found):
+        fault = _fault(case, found)
+        if fault:
             wrong.append(f"{case.name}: {fault}: {[str(finding) for finding in found[:2]]}")
         if case.name in EXPLAINED:
             (answer,) = explain(checked, parse_log(_serve_log(account.load.failure))).answers
@@ -77,10 +78,14 @@ def _fault(case: DryCase, findings: tuple[Finding, ...]) -> str:
     static = rules - DRY_RULES
     if not case.by:
         is_of_gpu = HOPPER_ALONE in case.name and "compute capability" in says
-        return "false alarm" if static or (dry and not is_of_gpu) else ""
+        if static or (dry and not is_of_gpu):
+            return "false alarm"
+        return ""
     if (case.by != "dry" and not static) or (case.by != "static" and not dry):
         return f"not caught by {case.by}"
-    return "" if any(word in says for word in case.where) else f"none of {case.where} named"
+    if any(word in says for word in case.where):
+        return ""
+    return f"none of {case.where} named"
 
 
 def _serve_log(failure: LoadFailure) -> bytes:

@@ -277,7 +277,8 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
 
     monkeypatch.setattr(harness, "serving", counted)
 
-    monkeypatch.setenv(MARK, mark := uuid4().hex)
+    mark = uuid4().hex
+    monkeypatch.setenv(MARK, mark)
 
     def kill(step: Step) -> None:
         if not step.doing and step.done >= 50:

@@ -47,7 +47,9 @@ def plans() -> dict[str, Plan]:
     """Every family that keepmtp plans a cache for, in both dialects."""
     found = {}
     for model in releases.MODELS:
-        for format in FORMATS if model not in (*TWINS, *NOT_BUILT) else ():
+        if model in (*TWINS, *NOT_BUILT):
+            continue
+        for format in FORMATS:
             try:
                 found[f"{model} {format}"] = cached(model, format=format)
             except RecipeError:

@@ -252,7 +252,8 @@ def test_a_family_is_that_of_the_version():
     for version in KNOWN:
         before = version != "0.33.0"
         layouts = families(version)["nemotron_h"].layouts.values()
-        assert {layout.draft_head for layout in layouts} == {"lm_head" if before else ""}
+        heads = {layout.draft_head for layout in layouts}
+        assert heads == ({"lm_head"} if before else {""})
         block = {row.path: row for row in families(version)["inkling_model"].mtp_block}
         assert block["input_proj"].loads_quantized != before
         assert block["transformer_block.attn.wo_ud"].loads_quantized != before

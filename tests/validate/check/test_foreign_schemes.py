@@ -78,19 +78,20 @@ FP8 = TABLES["quark"][0][0]
 def changed(given: Any, rng: random.Random, *, in_list: bool = False) -> Any:
     """A tensor's config with up to two keys changed, alone or in a list."""
     if isinstance(given, list):
-        return (
-            [changed(each, rng, in_list=True) for each in given]
-            if rng.random() < 0.9
-            else given[:1]
-        )
+        if rng.random() >= 0.9:
+            return given[:1]
+        return [changed(part, rng, in_list=True) for part in given]
     if given is None:
         return rng.choice([None, None, FP8])
     given = dict(given)
     changes = TABLES["quark_changes"]
     for key in rng.sample(sorted(changes), rng.choice([0, 0, 1, 2])):
-        value = rng.choice(changes[key])
-        given.pop(key, None) if value is None else given.update({key: value})
-    return [given] if rng.random() < 0.1 and not in_list else given
+        given[key] = rng.choice(changes[key])
+        if given[key] is None:
+            del given[key]
+    if rng.random() < 0.1 and not in_list:
+        return [given]
+    return given
 
 
 def some_layers(rng: random.Random) -> list[dict[str, Any]]:
@@ -127,7 +128,9 @@ def asked() -> Any:
 
 
 def form(built: VLLMModule | str) -> str:
-    return "raises" if isinstance(built, str) else built.form
+    if isinstance(built, str):
+        return "raises"
+    return built.form
 
 
 def test_a_config_has_the_scheme_that_vllm_says(asked):
@@ -142,9 +145,10 @@ def test_a_config_has_the_scheme_that_vllm_says(asked):
         kind = "experts" if is_experts else "linear"
         down = VLLMName("model.layers.0.mlp.down_proj")
         ours = read_autoround(raw, Renamer()).resolve(down, shards=(), kind=kind)
-        # More than 8 bits is plain, which vLLM's parser alone does not say.
-        ours = ours.error or (UNKNOWN if ours.built == PLAIN else ours.built)
-        answers.append(((raw, kind), form(ours), theirs))
+        built = ours.built
+        if built == PLAIN:
+            built = UNKNOWN  # more than 8 bits: vLLM's parser alone does not say it
+        answers.append(((raw, kind), form(ours.error or built), theirs))
     for question, ours, theirs in answers:
         assert ours in TABLES["forms"].get(theirs, ("raises", "unknown")), (question, theirs, ours)
         seen[theirs.partition(":")[0]] += 1

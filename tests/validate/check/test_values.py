@@ -46,11 +46,7 @@ def test_a_level_reads_what_it_says(folder):
     runtime = fill(folder)
     scalars, scales, everything = (chosen(runtime, level) for level in ("scalars", "scales", "all"))
     assert {entry.num_bytes for entry in scalars} == {4}
-    assert (
-        {entry.name for entry in scalars}
-        < {entry.name for entry in scales}
-        < {entry.name for entry in everything}
-    )
+    assert set(scalars) < set(scales) < set(everything)
     assert len(everything) == len(runtime.source.entries)
     read = check_values(runtime, "all")
     assert read.num_bytes == sum(entry.num_bytes for entry in runtime.source.entries.values())

@@ -157,7 +157,7 @@ def test_fewer_expert_mappings_are_searched_and_the_same_ones_found():
     assert list(mapping) == entries
     for name in [*names, "layers.0.attn.wq_a.weight", "mtp.0.ffn.shared_experts.w1.weight"]:
         current[0] = name
-        found, wanted = ([each for each in many if each[1] in name] for many in (mapping, entries))
-        assert found == wanted
+        wanted = [entry for entry in entries if entry[1] in name]
+        assert [entry for entry in mapping if entry[1] in name] == wanted
     current[0] = names[0]
     assert len(list(mapping)) == 3

@@ -11,6 +11,7 @@ import subprocess
 import termios
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,12 @@ def one_layer_plain() -> Checkpoint:
 # --- what is printed ------------------------------------------------------------------------------
 
 PRINTED = {
-    "llm-compressor": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
-    "released": lambda: released("glm-4.7"),
-    "native": lambda: released("deepseek-r1"),
-    "modelopt": lambda: modelopt("glm-4.7", "NVFP4", "bf16"),
-    "mixed": lambda: mixed("glm-4.7", "FP8"),
-    "w4a16": lambda: ours("glm-4.7", "W4A16"),
+    "llm-compressor": partial(llmcompressor, "glm-4.7", "FP8_DYNAMIC"),
+    "released": partial(released, "glm-4.7"),
+    "native": partial(released, "deepseek-r1"),
+    "modelopt": partial(modelopt, "glm-4.7", "NVFP4", "bf16"),
+    "mixed": partial(mixed, "glm-4.7", "FP8"),
+    "w4a16": partial(ours, "glm-4.7", "W4A16"),
     "one layer plain": one_layer_plain,
     "silent": silent,
 }
@@ -246,7 +247,11 @@ def test_only_the_end_of_a_long_log_counts(tmp_path):
 
         def read1(self, size: int) -> bytes:
             self.left -= 1
-            return b"noise\n" * (size // 6) if self.left > 0 else MISSING if self.left == 0 else b""
+            if self.left > 0:
+                return b"noise\n" * (size // 6)
+            if self.left == 0:
+                return MISSING
+            return b""
 
     assert MOST_BYTES == 8 << 20
     assert explain(None, read_log(Long())).is_explained  # type: ignore[arg-type]
