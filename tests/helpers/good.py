@@ -2,7 +2,7 @@
 modelopt's.
 
 In: a model, schemes. Out: a `Checkpoint`; modelopt's are in modelopt_form.py, and all by name in
-broken.py.
+good_checkpoints.py.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Checkpoints of models that never had an MTP block, in the forms of several tools: Llama's names,
 tiny sizes.
 
-In: a tool's word. Out: a `Checkpoint`, good as it is; broken.yaml breaks some.
+In: a tool's word. Out: a `Checkpoint`, good as it is; test_without_family.py breaks some.
 """
 
 from copy import deepcopy
