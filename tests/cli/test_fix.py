@@ -7,8 +7,9 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-from broken import BROKEN, GOOD
+from broken import BROKEN
 from checkpoint_files import write
+from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.cli.main import VERBS, flat, main
 from printed import printed

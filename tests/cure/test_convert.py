@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken import GOOD, built
+from broken import built
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, pack, write
 from good import cached, llmcompressor, ours, outputs_of
+from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app

@@ -6,8 +6,9 @@ import json
 
 import hub as loopback
 import pytest
-from broken import BROKEN, GOOD
+from broken import BROKEN
 from checkpoint_files import write
+from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.cli.main import app
 from keepmtp.cure.proposal import in_form_of, json_diff

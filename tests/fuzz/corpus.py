@@ -21,8 +21,9 @@ import cures
 import measured
 import releases
 import reports
-from broken import BROKEN, GOOD
+from broken import BROKEN
 from checkpoint_files import write
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.identity import identify
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.facts.results import write_result

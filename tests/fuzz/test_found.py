@@ -8,9 +8,9 @@ from pathlib import Path
 import measured
 import pytest
 import sealed
-from broken import GOOD
 from checkpoint_files import write
 from commands import ROOT
+from good_checkpoints import GOOD
 from json_files import json_of, put_json
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify

@@ -9,18 +9,20 @@ reach vLLM's classes, and vLLM 0.32 forgives a few that others do not: `static` 
 case that the static check catches is loaded all the same: both must be right.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import releases
-from broken import BROKEN, GOOD, built
-from checkpoint_files import Checkpoint, write
+from broken import BROKEN
+from broken_by import config, elsewhere, quantization, rename, reshape, retype, tensor
+from broken_case import Case
+from checkpoint_files import Change, Checkpoint, ignoring, lose, pack, write
 from commands import ROOT
-from good import ours, outputs_of, qwen_fp8
+from good import ours, outputs_of, qwen_fp8, released
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.choices import choices_of, found_plan
 from keepmtp.recipes.conventions import FORMATS, Format
@@ -33,7 +35,6 @@ from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import LoadAccount
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, in_hf_quant_config, modelopt
-from tables import table
 
 By = Literal["static", "dry", "both"]
 # Releases that differ from another one in sizes alone.
@@ -43,7 +44,17 @@ SEPARATE = ("gemma-4-26b-assistant",)
 # vLLM builds its attention otherwise than modelopt's config says: plain under NVFP4
 # (models/qwen4_exp).
 NOT_MODELOPT = ("qwen3.8-flash-next",)
-TABLE = table("helpers/dry_corpus")
+# Of what the static check catches: what vLLM's classes never see, or forgive in 0.32.
+STATIC = (
+    "E10 copies missing",
+    "Fp2 block scales in BF16",
+    "Fp4 scale_fmt lost",
+    "M8 index names a missing tensor",
+    "R5 two configs, two algorithms",
+    "R6 shard cut short",
+    "R8 a dialect that is not judged",
+    "R8 a family without a table",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +91,8 @@ def good_cases() -> Iterator[DryCase]:
     for number, model in enumerate(
         each for each in releases.MODELS if each not in (*TWINS, *SEPARATE)
     ):
-        scheme, algorithm = schemes[number % len(schemes)], algorithms[number % 3]
+        scheme = schemes[number % len(schemes)]
+        algorithm = algorithms[number % 3]
         forms = {
             "ct, MTP plain": partial(ours, model, "NVFP4"),
             "ct, MTP quantized": partial(ours, model, "NVFP4", "NVFP4"),
@@ -110,15 +122,15 @@ def _mixed(format: Format) -> Checkpoint:
         "backbone_auto": {"candidates": ["NVFP4", "FP8_BLOCK", "bf16"]},
     }  # fmt: skip
     choices = choices_of(Recipe.model_validate(recipe), open_source(ROOT / "models/tiny-glm4-moe"))
-    turns = {
-        unit.name: unit.options[turn % len(unit.options)].word
-        for turn, unit in enumerate(choices.units)
-    }
+    turns = {}
+    for turn, unit in enumerate(choices.units):
+        turns[unit.name] = unit.options[turn % len(unit.options)].word
     plan = found_plan(choices, turns, shard_bytes=10**9)
-    attention = [
-        each for each in plan.tensors if (each.part, each.role) == ("backbone", "attention")
-    ]
-    assert len({each.scheme for each in attention}) == 3
+    schemes = set()
+    for planned in plan.tensors:
+        if (planned.part, planned.role) == ("backbone", "attention"):
+            schemes.add(planned.scheme)
+    assert len(schemes) == 3
     return outputs_of(plan)
 
 
@@ -131,7 +143,7 @@ def broken_cases() -> Iterator[DryCase]:
     for case in BROKEN:
         yield DryCase(
             name=case.name, build=case.build, where=(case.where,),
-            by="static" if case.name in TABLE["static"] else "both",
+            by="static" if case.name in STATIC else "both",
         )  # fmt: skip
     yield from DRY
 
@@ -140,12 +152,12 @@ def judged(
     cases: Sequence[DryCase], loader: DryLoader, version: str, place: Path
 ) -> Iterator[tuple[DryCase, Checked, LoadAccount]]:
     """What the static check and one dry load say of each; `place` is an empty folder."""
-    folders = [write(place / f"{number:03}", case.build()) for number, case in enumerate(cases)]
-    examined = [examine(str(folder), vllm=version) for folder in folders]
-    jobs = [
-        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
-        for folder, case in zip(folders, cases, strict=True)
-    ]
+    examined = []
+    jobs = []
+    for number, case in enumerate(cases):
+        folder = write(place / f"{number:03}", case.build())
+        examined.append(examine(str(folder), vllm=version))
+        jobs.append(Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts))
     for case, checked, account in zip(cases, examined, loader.load_all(jobs), strict=True):
         yield case, with_loads(checked, [account]), account
 
@@ -158,10 +170,18 @@ def _is_planned(build: Callable[[], Checkpoint]) -> bool:
     return True
 
 
-def _case(name: str, row: dict[str, Any]) -> DryCase:
-    places = {key: row[key] for key in ("tp", "num_drafts") if key in row}
-    where, by = tuple(row["where"]), row.get("by", "dry")
-    return DryCase(name=name, build=partial(built, row), by=by, where=where, **places)
+def dry(
+    name: str,
+    of: str | Callable[[], Checkpoint],
+    *changes: Change,
+    where: str | tuple[str, ...],
+    **place: int,
+) -> DryCase:
+    """A row of the tables below."""
+    words = (where,) if isinstance(where, str) else where
+    return DryCase(
+        name=name, build=Case(name, of, changes, ()).build, by="dry", where=words, **place
+    )
 
 
 def _claimed_tower() -> Checkpoint:
@@ -170,12 +190,331 @@ def _claimed_tower() -> Checkpoint:
     return checkpoint
 
 
-DRY = (
-    *itertools.starmap(_case, TABLE["broken"].items()),
-    DryCase(
-        name="F34 vision tower not ignored",
-        build=_claimed_tower,
-        by="both",
-        where=("visual.blocks.0.attn.proj",),
+DRY_ALONE = (
+    dry("R2 head count halved", "glm fp8", config("num_attention_heads", 2), where="self_attn"),
+    dry("R2 key heads doubled", "glm fp8", config("num_key_value_heads", 4), where="self_attn"),
+    dry("E6 head_dim lost", "glm fp8", config("head_dim", None), where="head_dim"),
+    dry("R2 expert width doubled", "glm nvfp4", config("moe_intermediate_size", 256), where="mlp."),
+    dry(
+        "R2 expert width halved",
+        "next nvfp4",
+        config("moe_intermediate_size", 64),
+        where="mlp.experts",
+    ),
+    dry(
+        "R2 hidden size of another model",
+        "glm fp8",
+        config("hidden_size", 512),
+        where=("model.", "lm_head"),
+    ),
+    dry(
+        "R2 vocabulary of another model",
+        "glm fp8",
+        config("vocab_size", 500),
+        where=("embed_tokens", "lm_head"),
+    ),
+    dry(
+        "R2 q_lora_rank of another model", "v3 nvfp4", config("q_lora_rank", 128), where="self_attn"
+    ),
+    dry(
+        "R2 kv_lora_rank of another model",
+        "v3 nvfp4",
+        config("kv_lora_rank", 256),
+        where="self_attn",
+    ),
+    dry(
+        "R2 first dense layer counted twice",
+        "glm fp8",
+        config("first_k_dense_replace", 2),
+        where="model.layers.1.",
+    ),
+    dry(
+        "R2 other layers attend",
+        "next fp8",
+        config("full_attention_interval", 2),
+        where="model.layers.",
+    ),
+    dry(
+        "R2 biases without attention_bias", "glm fp8", config("attention_bias", False), where="bias"
+    ),
+    dry("R2 norms without use_qk_norm", "glm fp8", config("use_qk_norm", False), where="norm"),
+    dry(
+        "E6 compress_ratios of other layers",
+        "dsv4 bf16",
+        config("compress_ratios", [0, 128, 4, 0]),
+        where="layers.",
+    ),
+    dry(
+        "E6 expert_dtype of another release",
+        "released dsv4-flash",
+        config("expert_dtype", "fp8"),
+        where="experts",
+    ),
+    dry(
+        "R2 architecture vLLM does not know",
+        "glm fp8",
+        config("architectures", ["Glm9ForCausalLM"]),
+        where=("architectures", "config.json"),
+    ),
+    dry(
+        "E8 embedding lost", "next fp8", lose(r"model\.embed_tokens\.weight"), where="embed_tokens"
+    ),
+    dry("E8 final norm lost", "glm fp8", lose(r"model\.norm\.weight"), where="model.norm"),
+    dry(
+        "M3 norm in FP8",
+        "glm fp8",
+        retype(r"model\.layers\.3\.enorm\.weight", "F8_E4M3"),
+        where="model.layers.3.enorm",
+    ),
+    dry(
+        "R5 MIXED_PRECISION without layers",
+        "glm mixed",
+        quantization("quantized_layers", {}),
+        where="quantized_layers",
+    ),
+    dry("R15 experts narrower than a block at TP 4", "v3 block", where="mlp.", tp=4),
+    dry("R15 groups cut by TP 4", "glm w4a16", where="mlp.", tp=4),
+    dry("R15 more ranks than heads", "glm fp8", where=("num_attention_heads", "heads"), tp=8),
+    dry("R15 V4's groups cut by TP 4", "dsv4 block", where="layers.", tp=4),
+    dry(
+        "F4 head of the target in a file without index",
+        "next fp8",
+        elsewhere(r"lm_head\..*"),
+        where="lm_head",
+    ),
+    dry(
+        "E8 one row lost",
+        "glm fp8",
+        reshape(r"model\.layers\.3\.eh_proj\.weight", "n k -> 255 k"),
+        where="model.layers.3.eh_proj",
+    ),
+    dry(
+        "E8 eh_proj transposed",
+        "v3 nvfp4",
+        reshape(r"model\.layers\.3\.eh_proj\.weight", "n k -> k n"),
+        where="model.layers.3.eh_proj",
+    ),
+    dry(
+        "E8 norm of two",
+        "next nvfp4",
+        reshape(r"mtp\.pre_fc_norm_hidden\.weight", "n -> 2 n"),
+        where="mtp.pre_fc_norm_hidden",
+    ),
+    dry(
+        "E8 stack transposed",
+        "released qwen3.5-397b",
+        reshape(r".*\.layers\.1\.mlp\.experts\.down_proj", "e n k -> e k n"),
+        where="model.language_model.layers.1.mlp.experts.down_proj",
+    ),
+    dry(
+        "E8 gate without up",
+        "released qwen3.5-397b",
+        reshape(r".*\.layers\.1\.mlp\.experts\.gate_up_proj", "e n k -> e 128 k"),
+        where="model.language_model.layers.1.mlp.experts.gate_up_proj",
+    ),
+    dry(
+        "F41 three drafts from two layers",
+        partial(released, "glm-4.7", num_nextn_predict_layers=2),
+        where=("n_predict", "num_nextn_predict_layers"),
+        num_drafts=3,
     ),
 )
+# What the static check catches too.
+BOTH = (
+    dry(
+        "R2 one expert too few in config.json",
+        "glm fp8",
+        config("n_routed_experts", 3),
+        where="mlp.",
+    ),
+    dry(
+        "R2 one expert too many in config.json", "next fp8", config("num_experts", 5), where="mlp."
+    ),
+    dry(
+        "R2 one decoder layer too many",
+        "next fp8",
+        config("num_hidden_layers", 5),
+        where="model.layers.4.",
+    ),
+    dry(
+        "M1 scale of one expert of the draft lost",
+        "next fp8",
+        lose(r"mtp\.layers\.0\.mlp\.experts\.1\.down_proj\.weight_scale"),
+        where="mtp.layers.0.mlp.experts.1",
+    ),
+    dry(
+        "M1 global scale of one expert lost",
+        "glm nvfp4",
+        lose(r"model\.layers\.2\.mlp\.experts\.2\.up_proj\.weight_global_scale"),
+        where="model.layers.2.mlp.experts.2",
+    ),
+    dry(
+        "M1 scale of v_proj in the draft lost",
+        "glm w4a16",
+        lose(r"model\.layers\.3\.self_attn\.v_proj\.weight_scale"),
+        where="model.layers.3.self_attn.v_proj",
+    ),
+    dry(
+        "M1 scale of up_proj lost",
+        "next fp8",
+        lose(r"model\.layers\.0\.mlp\.shared_expert\.up_proj\.weight_scale"),
+        where="model.layers.0.mlp.shared_expert.up_proj",
+    ),
+    dry(
+        "Fp7 input scale of one expert lost",
+        "glm modelopt",
+        lose(r"model\.layers\.2\.mlp\.experts\.1\.gate_proj\.input_scale"),
+        where="model.layers.2.mlp.experts.1",
+    ),
+    dry(
+        "Fp7 second scale of a linear lost",
+        "v3 modelopt",
+        lose(r"model\.layers\.1\.self_attn\.o_proj\.weight_scale_2"),
+        where="model.layers.1.self_attn.o_proj",
+    ),
+    dry(
+        "M3 head stored as bytes",
+        "glm fp8",
+        retype(r"lm_head\.weight", "U8"),
+        where="lm_head.weight",
+    ),
+    dry(
+        "M3 plain weight of the draft as bytes",
+        "v3 nvfp4",
+        retype(r"model\.layers\.3\.eh_proj\.weight", "U8"),
+        where="model.layers.3.eh_proj.weight",
+    ),
+    dry(
+        "M3 FP8 without a scale",
+        "glm-5 nvfp4",
+        retype(r"model\.layers\.3\.mlp\.shared_experts\..*weight", "F8_E4M3"),
+        where="model.layers.3.mlp.shared_experts",
+    ),
+    dry(
+        "M3 integers stored as floats",
+        "qwen text int8",
+        retype(r"model\.layers\.0\.mlp\.down_proj\.weight", "F8_E4M3"),
+        where="model.layers.0.mlp.down_proj",
+    ),
+    dry(
+        "M9 draft one layer on",
+        "glm fp8",
+        rename(r"model\.layers\.3\.(.*)", r"model.layers.4.\1"),
+        where=("model.layers.3.", "model.layers.4."),
+    ),
+    dry(
+        "M9 draft one layer on, Qwen",
+        "next fp8",
+        rename(r"mtp\.layers\.0\.(.*)", r"mtp.layers.1.\1"),
+        where=("mtp.layers.0.", "mtp.layers.1."),
+    ),
+    dry(
+        "M9 draft counted from 1, V4",
+        "dsv4 bf16",
+        rename(r"mtp\.0\.(.*)", r"mtp.1.\1"),
+        where=("mtp.0.", "mtp.1."),
+    ),
+    dry(
+        "M4 native FP8, regexes where names are wanted",
+        "v3 native bf16 mtp",
+        quantization("ignored_layers", [r"re:^model\.layers\.3\."]),
+        where="model.layers.3.",
+    ),
+    dry(
+        "M4 native FP8 without blocks",
+        "released deepseek-r1",
+        quantization("weight_block_size", None),
+        where="weight_scale_inv",
+    ),
+    dry(
+        "F28 glob of layer 1 leaves 10 and 11 plain",
+        "glm modelopt",
+        ignoring("*layers.1*"),
+        where="model.layers.1",
+    ),
+    dry(
+        "F35 shared expert of the draft packed although ignored",
+        "v3 nvfp4",
+        pack(r"model\.layers\.3\.mlp\.shared_experts\.down_proj", "NVFP4"),
+        where="model.layers.3.mlp.shared_experts.down_proj",
+    ),
+    dry(
+        "R2 groups of 64, said to be of 128",
+        "glm w4a16",
+        quantization("config_groups/*/weights/group_size", 64),
+        where="model.layers.0.",
+    ),
+    dry(
+        "R2 asymmetric by config, symmetric on disk",
+        "glm w4a16",
+        quantization("config_groups/*/weights/symmetric", False),
+        where=("weight_zero_point", "model.layers.0."),
+    ),
+    dry(
+        "R2 NVFP4 said to be MXFP4",
+        "glm nvfp4",
+        quantization("config_groups/*/weights/group_size", 32),
+        quantization("config_groups/*/weights/strategy", "group"),
+        where="model.layers.",
+    ),
+    dry(
+        "F4 inline MTP in a file without index",
+        "glm nvfp4",
+        elsewhere(r"model\.layers\.3\..*"),
+        where="model.layers.3.",
+    ),
+    dry(
+        "R3 up_proj left plain beside gate_proj",
+        "glm nvfp4",
+        lose(r"model\.layers\.3\.mlp\.shared_experts\.up_proj\..*"),
+        tensor("model.layers.3.mlp.shared_experts.up_proj.weight", "BF16", 128, 256),
+        where="model.layers.3.mlp.shared_experts.up_proj",
+    ),
+    dry(
+        "M2 scale of an expert too narrow",
+        "v3 modelopt",
+        reshape(r"model\.layers\.1\.mlp\.experts\.2\.down_proj\.weight_scale", "n k -> n 4"),
+        where="model.layers.1.mlp.experts.2.down_proj",
+    ),
+    dry(
+        "M2 an expert too short",
+        "glm fp8",
+        reshape(r"model\.layers\.1\.mlp\.experts\.0\.up_proj\.weight", "n k -> 64 k"),
+        where="model.layers.1.mlp.experts.",
+    ),
+    dry(
+        "M2 a plain expert of the draft too short",
+        "glm-5 nvfp4",
+        reshape(r"model\.layers\.3\.mlp\.experts\.1\.gate_proj\.weight", "n k -> 64 k"),
+        where="model.layers.3.mlp.experts.1",
+    ),
+    dry(
+        "E2 stack of fewer experts",
+        "released qwen3.5-397b",
+        reshape(r".*\.layers\.1\.mlp\.experts\.gate_up_proj", "e n k -> 3 n k"),
+        where="model.language_model.layers.1.mlp.experts",
+    ),
+    dry(
+        "F35 wildcard leaves a quantized draft plain",
+        partial(modelopt, "qwen3-next-80b", mtp="NVFP4"),
+        ignoring("mtp*"),
+        where="mtp.",
+    ),
+    dry(
+        "F25 shards of one module in two algorithms",
+        "glm mixed",
+        quantization("quantized_layers/model.layers.1.self_attn.k_proj", {"quant_algo": "NVFP4"}),
+        quantization("quantized_layers/model.layers.1.self_attn.q_proj", {"quant_algo": "FP8"}),
+        quantization("quantized_layers/model.layers.1.self_attn.qkv_proj", {"quant_algo": "NVFP4"}),
+        where="model.layers.1.self_attn",
+    ),
+    dry(
+        "G6 V4's draft ignored by its name on disk",
+        partial(ours, "dsv4-flash", "FP8_BLOCK"),
+        quantization("config_groups/*/targets", ["Linear"]),
+        ignoring(r"re:^mtp\.0\.", without=r"layers\\\.\(?:?3"),
+        where="mtp.0.",
+    ),
+    dry("F34 vision tower not ignored", _claimed_tower, where="visual.blocks.0.attn.proj"),
+)
+DRY = (*DRY_ALONE, *(replace(case, by="both") for case in BOTH))

@@ -7,6 +7,7 @@ quantization_config.
 Source: vLLM 0.32.0 auto_gptq.py and auto_awq.py (create_weights) for names and shapes.
 """
 
+from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
 
@@ -30,19 +31,17 @@ def packed(
 ) -> Checkpoint:
     """The backbone in 4 bits, the MTP block plain or `W4A16` as well."""
     checkpoint = ours(model, "W4A16", mtp)
-    for name in [name for name in checkpoint.tensors if name.endswith(".weight_packed")]:
+    for name, (_, (rows, words)) in checkpoint.take(r".*\.weight_packed").items():
         stem = name.removesuffix(".weight_packed")
-        rows, words = checkpoint.tensors.pop(name)[1]
         for leaf in ("weight_scale", "weight_shape"):
             del checkpoint.tensors[f"{stem}.{leaf}"]
-        checkpoint.tensors |= {
-            f"{stem}.{leaf}": spec for leaf, spec in leaves_of(rows, words * 8, packing).items()
-        }
+        for leaf, spec in leaves_of(rows, words * 8, packing).items():
+            checkpoint.tensors[f"{stem}.{leaf}"] = spec
     return told(checkpoint, said | entries)
 
 
 def told(checkpoint: Checkpoint, said: dict[str, Any]) -> Checkpoint:
-    checkpoint.config["quantization_config"] = said
+    checkpoint.config["quantization_config"] = deepcopy(said)  # a case may change it
     checkpoint.config.get("text_config", {}).pop("quantization_config", None)
     return checkpoint
 
@@ -89,11 +88,25 @@ def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -
     return told(ours(model, "MXFP4", mtp), SAID["autoround mxfp4"] | entries)
 
 
+def w4afp8() -> Checkpoint:
+    """Integers of 4 bits with inputs in FP8, of every linear module; the list of exceptions is
+    ours.
+    """
+    checkpoint = ours("qwen3.5-397b", "W4A16")
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    for group in checkpoint.quantization["config_groups"].values():
+        group |= {"targets": ["Linear"], "input_activations": inputs | {"symmetric": True}}
+    return checkpoint
+
+
 def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:
     groups = columns // GROUP
     leaves = {
-        "qweight": ("I32", (columns // 8, rows) if packing == "gptq" else (columns, rows // 8)),
+        "qweight": ("I32", (columns, rows // 8)),
         "scales": ("F16", (groups, rows)),
         "qzeros": ("I32", (groups, rows // 8)),
     }
-    return leaves | ({"g_idx": ("I32", (columns,))} if packing == "gptq" else {})
+    if packing == "gptq":
+        leaves["qweight"] = ("I32", (columns // 8, rows))
+        leaves["g_idx"] = ("I32", (columns,))
+    return leaves

@@ -2,7 +2,7 @@
 modelopt's.
 
 In: a model, schemes. Out: a `Checkpoint`; modelopt's are in modelopt_form.py, and all by name in
-broken.py.
+good_checkpoints.py.
 """
 
 import re
@@ -78,14 +78,16 @@ def plan_of(
     words = (scheme, mtp) if roles else (mtp,)  # a draft of its own has no backbone
     calibrated = any(SCHEMES[word].needs_calibration for word in words if word in SCHEMES)
     # A static input scale distorts what vLLM absorbs; `refuse_unservable` says so.
-    absorbed = {
-        p.module
-        for p in places
-        if p
-        and p.module.endswith(".kv_b_proj")
-        and getattr(SCHEMES.get(mtp if p.part == "mtp" else scheme), "needs_calibration", False)
-    }
-    pattern = "re:" + "|".join(map(re.escape, sorted(absorbed)))
+    absorbed = set[str]()
+    for place in places:
+        if place and place.module.endswith(".kv_b_proj"):
+            word = mtp if place.part == "mtp" else scheme
+            if word in SCHEMES and SCHEMES[word].needs_calibration:
+                absorbed.add(place.module)
+    overrides = []
+    if absorbed:
+        pattern = "|".join(re.escape(module) for module in sorted(absorbed))
+        overrides = [{"modules": f"re:{pattern}", "scheme": "bf16"}]
     recipe = Recipe.model_validate(
         {
             "model": model,
@@ -98,7 +100,7 @@ def plan_of(
             "backbone": dict.fromkeys(roles, scheme),
             "mtp": mtp,
             "calibration": _CALIBRATION if calibrated else None,
-            "overrides": [{"modules": pattern, "scheme": "bf16"}] if absorbed else [],
+            "overrides": overrides,
             "format": format,
         }
     )
@@ -112,7 +114,9 @@ def cached(
     format: Format = "compressed-tensors",
 ) -> Plan:
     """Our plan with scales of an FP8 KV cache."""
-    plan = planned(model, scheme if format == "compressed-tensors" else "NVFP4", mtp, format=format)
+    if format != "compressed-tensors":
+        scheme = "NVFP4"
+    plan = planned(model, scheme, mtp, format=format)
     recipe = plan.recipe.model_dump() | {"kv_cache": "FP8", "calibration": _CALIBRATION}
     return make_plan(Recipe.model_validate(recipe), plan.source)
 
@@ -133,11 +137,10 @@ def outputs_of(plan: Plan) -> Checkpoint:
     """What keepmtp writes by a plan."""
     files = deepcopy(files_of(plan))
     config = files.pop("config.json")
-    tensors = {
-        str(output.name): (output.dtype, output.shape)
-        for shard in plan.shards
-        for output in shard.outputs
-    }
+    tensors = {}
+    for shard in plan.shards:
+        for output in shard.outputs:
+            tensors[str(output.name)] = (output.dtype, output.shape)
     return Checkpoint(config=config, tensors=tensors, json_files={**companions(config), **files})
 
 
@@ -146,17 +149,21 @@ def with_scales(model: str = "glm-4.7", format: Format = "compressed-tensors") -
     return outputs_of(cached(model, format=format))
 
 
+def plain_names(plan: Plan) -> list[str]:
+    """The names by which vLLM asks about the modules that a plan leaves plain."""
+    names = []
+    for module in modules_of(plan):
+        if not module.scheme:
+            names += module.asked
+    return names
+
+
 def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     """The same tensors under a config as llm-compressor writes it: target Linear, and whole names
     to ignore.
     """
     checkpoint = ours(model, scheme, mtp)
-    names = [
-        name
-        for module in modules_of(planned(model, scheme, mtp))
-        if not module.scheme
-        for name in module.asked
-    ]
+    names = plain_names(planned(model, scheme, mtp))
     checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
     checkpoint.quantization["ignore"] = [*dict.fromkeys(names), "re:^visual\\."]
     return checkpoint
@@ -194,7 +201,8 @@ def nvfp4_experts() -> Checkpoint:
 
 def plain_delta_nets() -> Checkpoint:
     """Qwen3-Next in FP8, its delta nets left in BF16."""
-    checkpoint, names = ours("qwen3-next-80b", "FP8_DYNAMIC"), r".*\.linear_attn\..*"
+    checkpoint = ours("qwen3-next-80b", "FP8_DYNAMIC")
+    names = r".*\.linear_attn\..*"
     checkpoint.take(names)
     checkpoint.tensors |= released("qwen3-next-80b").take(names)
     return checkpoint
@@ -206,18 +214,13 @@ def qwen_fp8() -> Checkpoint:
     """
     checkpoint = ours("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")
     checkpoint.rename(r"(.*)\.weight_scale", r"\1.weight_scale_inv")
-    names = [
-        name
-        for module in modules_of(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK"))
-        if not module.scheme
-        for name in module.asked
-        if name.startswith(("model.", "mtp.", "lm_head"))
-    ]
-    names += [
-        name.removesuffix(".weight")
-        for name in checkpoint.tensors
-        if name.startswith("model.visual.") and name.endswith(".weight")
-    ]
+    names = []
+    for name in plain_names(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")):
+        if name.startswith(("model.", "mtp.", "lm_head")):
+            names.append(name)
+    for name in checkpoint.tensors:
+        if name.startswith("model.visual.") and name.endswith(".weight"):
+            names.append(name.removesuffix(".weight"))
     checkpoint.config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -232,11 +235,9 @@ def native_bf16_mtp() -> Checkpoint:
     """DeepSeek-V3 in its own FP8, MTP block dequantized and listed whole name by whole name."""
     checkpoint = released("deepseek-r1")
     stem = "model.layers.3."
-    scaled = [
-        n.rpartition(".")[0] for n in checkpoint.take(r"model\.layers\.3\..*weight_scale_inv")
-    ]
-    for module in scaled:
-        checkpoint.tensors[f"{module}.weight"] = ("BF16", checkpoint.tensors[f"{module}.weight"][1])
+    for scale in checkpoint.take(r"model\.layers\.3\..*weight_scale_inv"):
+        weight = scale.removesuffix("_scale_inv")
+        checkpoint.tensors[weight] = ("BF16", checkpoint.tensors[weight][1])
     attention = ["fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
     checkpoint.quantization["ignored_layers"] = [
         *(f"{stem}self_attn.{name}" for name in attention),

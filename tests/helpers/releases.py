@@ -85,21 +85,20 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     total = sum(num_bytes(*spec) for spec in tensors.values())
-    shards = _cut(tensors, SHARD_BYTES if num_shards is None else math.ceil(total / num_shards))
-    rng = np.random.default_rng(seed)
+    most = SHARD_BYTES
+    if num_shards is not None:
+        most = math.ceil(total / num_shards)
+    shards = _cut(tensors, most)
+    rng = None
+    if data == "random":
+        rng = np.random.default_rng(seed)
     weight_map = {}
     for number, names in enumerate(shards, start=1):
-        file = (
-            "model.safetensors"
-            if num_shards == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
+        file = "model.safetensors"
+        if num_shards != 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        write_shard(
-            folder / file,
-            {name: tensors[name] for name in names},
-            rng if data == "random" else None,
-        )
+        write_shard(folder / file, {name: tensors[name] for name in names}, rng)
     if num_shards != 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -145,9 +144,11 @@ def _cut(tensors: Tensors, shard_bytes: int) -> list[list[str]]:
 
 def write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None = None) -> None:
     """Write a safetensors file: with holes, or with numbers where there is an `rng`."""
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + num_bytes(dtype, shape)
+        start = end
+        end = end + num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -182,5 +183,7 @@ def _values(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Genera
         values = np.abs(values) / 100 + np.float32(1e-4)
     elif name.endswith(".weight") and "norm" in name.split(".")[-2]:
         values += 1
+    if dtype == "F32":
+        return values
     # BF16 is the upper half of a float32.
-    return values if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)

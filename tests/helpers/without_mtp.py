@@ -1,14 +1,20 @@
 """Checkpoints of models that never had an MTP block, in the forms of several tools: Llama's names,
 tiny sizes.
 
-In: a tool's word. Out: a `Checkpoint`, good as it is; broken.yaml breaks some.
+In: a tool's word. Out: a `Checkpoint`, good as it is; test_without_family.py breaks some.
 """
+
+from copy import deepcopy
 
 import foreign_form
 from checkpoint_files import Checkpoint
 from tensors import Tensors
 
-HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
+HIDDEN = 256
+WIDE = 512
+LAYERS = 6
+VOCABULARY = 320
+EXPERTS = 4
 _SAID = foreign_form.SAID
 CONFIG = _SAID["llama"]
 SAID = {
@@ -26,19 +32,21 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
     """The model as a tool writes it; "" for plain. With experts, its names are those of Qwen3's
     mixture.
     """
-    config = CONFIG | ({"quantization_config": {**SAID[tool]}} if tool else {})
+    config = dict(CONFIG)
+    said = deepcopy(SAID.get(tool, {}))
+    if said:
+        config["quantization_config"] = said
     if experts:
-        if listed := config.get("quantization_config", {}).get("modules_to_not_convert"):
-            config["quantization_config"]["modules_to_not_convert"] = [
-                *listed,
-                "mlp.gate",
-            ]  # gate_proj in a dense one
+        if "modules_to_not_convert" in said:
+            said["modules_to_not_convert"].append("mlp.gate")  # gate_proj in a dense one
         config |= {
             "model_type": "qwen3_moe",
             "architectures": ["Qwen3MoeForCausalLM"],
             "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": WIDE,
+            "head_dim": HIDDEN // 4,
         }
-        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": WIDE, "head_dim": HIDDEN // 4}
     tensors = {
         "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
         "model.norm.weight": ("BF16", (HIDDEN,)),
@@ -46,20 +54,15 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
     }
     for number in range(LAYERS):
         stem = f"model.layers.{number}."
-        tensors |= {
-            f"{stem}{norm}.weight": ("BF16", (HIDDEN,))
-            for norm in ("input_layernorm", "post_attention_layernorm")
-        }
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{stem}{norm}.weight"] = ("BF16", (HIDDEN,))
         if experts:
             tensors[f"{stem}mlp.gate.weight"] = ("BF16", (EXPERTS, HIDDEN))
-            tensors |= {
-                f"{stem}self_attn.{norm}.weight": ("BF16", (HIDDEN // 4,))
-                for norm in ("q_norm", "k_norm")
-            }
+            for norm in ("q_norm", "k_norm"):
+                tensors[f"{stem}self_attn.{norm}.weight"] = ("BF16", (HIDDEN // 4,))
         for path, (rows, columns) in _matrices(experts=experts).items():
-            tensors |= {
-                f"{stem}{path}.{leaf}": spec for leaf, spec in _stored(tool, rows, columns).items()
-            }
+            for leaf, spec in _stored(tool, rows, columns).items():
+                tensors[f"{stem}{path}.{leaf}"] = spec
     return Checkpoint(config=config, tensors=tensors)
 
 
@@ -67,8 +70,13 @@ def _matrices(*, experts: bool) -> dict[str, tuple[int, int]]:
     heads = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN))
     heads |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (HIDDEN // 2, HIDDEN))
     mlp = {"gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}
-    stems = [f"mlp.experts.{number}." for number in range(EXPERTS)] if experts else ["mlp."]
-    return heads | {stem + last: shape for stem in stems for last, shape in mlp.items()}
+    stems = ["mlp."]
+    if experts:
+        stems = [f"mlp.experts.{number}." for number in range(EXPERTS)]
+    for stem in stems:
+        for last, shape in mlp.items():
+            heads[stem + last] = shape
+    return heads
 
 
 def _stored(tool: str, rows: int, columns: int) -> Tensors:

@@ -40,7 +40,9 @@ def one_loader(dry_loader) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
 
         def loader(vllm: VLLM, *, gpu: GPU) -> AbstractContextManager[DryLoader]:
-            return DryLoader(vllm, gpu=gpu) if vllm.site else nullcontext(dry_loader(gpu))
+            if vllm.site:
+                return DryLoader(vllm, gpu=gpu)
+            return nullcontext(dry_loader(gpu))
 
         patched.setattr(check_on, "DryLoader", loader)
         yield

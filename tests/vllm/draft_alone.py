@@ -38,7 +38,8 @@ from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.xpu import model as deepseek_v4_model
 from vllm.models.deepseek_v4.xpu import mtp as deepseek_v4_mtp
 
-EMBEDDING, HEAD = ("model.embed_tokens.weight", "embed.weight"), ("lm_head.weight", "head.weight")
+EMBEDDING = ("model.embed_tokens.weight", "embed.weight")
+HEAD = ("lm_head.weight", "head.weight")
 
 
 class Keys:
@@ -53,7 +54,8 @@ class Keys:
         """
         self.rows.append(new)
         rows = torch.cat(self.rows)
-        length, num_new = len(rows), len(new)
+        length = len(rows)
+        num_new = len(new)
         return rows, torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new)
 
 
@@ -75,14 +77,13 @@ class PlainLatentAttention(nn.Module):
         **others: Any,
     ):
         super().__init__()
-        self.scale, self.sizes, self.num_heads = (
-            scale,
-            (qk_nope_head_dim, v_head_dim),
-            others["num_heads"],
-        )
+        self.scale = scale
+        self.sizes = (qk_nope_head_dim, v_head_dim)
+        self.num_heads = others["num_heads"]
         self.__dict__["unfold"] = kv_b_proj  # its parameters are its parent's
         self.chosen: Tensor | None = others["topk_indices_buffer"] if others["use_sparse"] else None
-        self.layer_name, self.keys = others["prefix"], Keys()
+        self.layer_name = others["prefix"]
+        self.keys = Keys()
 
     @property
     def impl(self) -> "PlainLatentAttention":
@@ -157,11 +158,11 @@ class PlainWindowAttention(DeepseekV4Attention):
     def _rotated(self, value: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """The last part of each head, in pairs of neighbours."""
         cos, sin = self.rotary_emb.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
-        plain, even, odd = (
-            value[..., : self.nope_head_dim],
-            *(value[..., self.nope_head_dim + start :: 2] for start in (0, 1)),
-        )
-        sin = -sin if back else sin
+        plain, turning = value.split([self.nope_head_dim, 2 * cos.shape[-1]], dim=-1)
+        even = turning[..., ::2]
+        odd = turning[..., 1::2]
+        if back:
+            sin = -sin
         turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
         return torch.cat([plain, turned.to(value.dtype)], dim=-1)
 
@@ -179,7 +180,9 @@ class PlainIndexer(nn.Module):
 
     def __init__(self, _k_cache: Any, _block: int, _fmt: str, num_chosen: int, *sizes: Any):
         super().__init__()
-        self.num_chosen, self.chosen, self.keys = num_chosen, sizes[-1], Keys()
+        self.num_chosen = num_chosen
+        self.chosen = sizes[-1]
+        self.keys = Keys()
 
     def forward(self, _states: Tensor, query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
         """Writes the places of the chosen keys.
@@ -321,9 +324,11 @@ def _drafted(
     states = torch.randn(length, streams * hf_config.hidden_size, generator=noise).to(
         config.model_config.dtype
     )
-    hidden, positions = states, torch.arange(length)
+    hidden = states
+    positions = torch.arange(length)
     ids = [*prompt, int(torch.randint(hf_config.vocab_size, (1,), generator=noise))]
-    new, logits = torch.tensor(ids[1:]), []
+    new = torch.tensor(ids[1:])
+    logits = []
     for step in range(num_drafts):
         if shares:
             model.model.set_skip_topk(step > 0)
@@ -333,7 +338,9 @@ def _drafted(
             result = model(input_ids=new, positions=positions, hidden_states=hidden)
         output, chained = result if isinstance(result, tuple) else (result, result)
         logits.append(model.compute_logits(output).float())
-        new, hidden, positions = logits[-1][-1:].argmax(-1), chained[-1:], positions[-1:] + 1
+        new = logits[-1][-1:].argmax(-1)
+        hidden = chained[-1:]
+        positions = positions[-1:] + 1
         ids.append(int(new))
     return {
         "ids": torch.tensor(ids[:-1]),

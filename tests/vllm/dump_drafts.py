@@ -33,7 +33,8 @@ class Watch:
     """State: the calls of one draft model since it was cleared."""
 
     def __init__(self, drafter: Any):
-        self.model, self.calls = drafter.model, []
+        self.model = drafter.model
+        self.calls = []
         self.returns_tuple = drafter.model_returns_tuple()
         self.forward = self.model.forward
         self.model.forward = self
@@ -92,7 +93,8 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[str, to
 if __name__ == "__main__":
     # Those alone come last: from the first of them on, plain kernels stand in for vLLM's.
     for job in sorted(map(json.loads, sys.argv[1:]), key=lambda job: job.get("alone", "")):
-        out, dtype = job.pop("out"), job.pop("alone", "")
+        out = job.pop("out")
+        dtype = job.pop("alone", "")
         found = draft_alone(**job, dtype=dtype) if dtype else dump(**job)
         save_file({name: value.contiguous() for name, value in found.items()}, out)
         print("RESULT " + json.dumps(out), flush=True)

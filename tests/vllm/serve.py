@@ -34,10 +34,13 @@ def serve(folder: str, prompts: list[str], num_drafts: int) -> dict[str, object]
         metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()
     }
     llm.llm_engine.engine_core.shutdown()
+    answers = [output.outputs[0] for output in outputs]
     return {
-        "texts": [output.outputs[0].text for output in outputs],
-        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
-        **{name: found[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")},
+        "texts": [answer.text for answer in answers],
+        "token_ids": [list(answer.token_ids) for answer in answers],
+        "drafts": found["drafts"].value,
+        "draft_tokens": found["draft_tokens"].value,
+        "accepted_tokens": found["accepted_tokens"].value,
         "accepted_per_position": found["accepted_tokens_per_pos"].values,
     }
 

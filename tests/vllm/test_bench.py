@@ -52,13 +52,16 @@ def lines_in(evidence: Path) -> Path:
 
 
 def num_measured(path: Path) -> int:
-    return path.read_bytes().count(b'"repetition"') if path.is_file() else 0
+    if not path.is_file():
+        return 0
+    return path.read_bytes().count(b'"repetition"')
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Path:
     """The evidence folder of a run that was killed after the last repetition of k=0."""
-    folder, mark = tmp_path_factory.mktemp("bench") / "glm", uuid4().hex
+    folder = tmp_path_factory.mktemp("bench") / "glm"
+    mark = uuid4().hex
     shutil.copytree(GLM, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     evidence = folder.with_name("glm.report")
@@ -133,7 +136,8 @@ def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
 
 @pytest.mark.full
 def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, tmp_path):
-    folder, mark = tmp_path / "glm", uuid4().hex
+    folder = tmp_path / "glm"
+    mark = uuid4().hex
     shutil.copytree(killed.with_suffix(""), folder)
     (tmp_path / "glm.report").mkdir()
     whole = lines_in(killed).read_text().splitlines(keepends=True)

@@ -39,7 +39,7 @@ def silent(tmp_path_factory) -> Path:
 
 
 def on_sm100(*checkpoints: Path | str, draft: Path | str = "") -> list[Checked]:
-    paths = [*map(str, checkpoints)]
+    paths = [str(checkpoint) for checkpoint in checkpoints]
     return [*check_on(paths, vllms=[find_vllm()], gpus=["sm100"], draft=str(draft))]
 
 
@@ -217,10 +217,11 @@ def test_what_stops_over_other_packages_is_not_judged(good, silent, tmp_path):
     own = find_vllm()
     older = replace(own, version="0.31.0", unmet="transformers<5.18, not 5.19.0")
     case = next(case for case in broken_cases() if case.name == "E8 one row lost")
-    paths = [good, silent, write(tmp_path / "lost", case.build())]
-    found = list(check_on([*map(str, paths)], vllms=[older, own], gpus=["sm100"]))
+    paths = [str(good), str(silent), str(write(tmp_path / "lost", case.build()))]
+    found = list(check_on(paths, vllms=[older, own], gpus=["sm100"]))
     assert [len(checked.data.dry) for checked in found] == [2, 2, 1]
-    ((error,),) = filter(None, [checked.unjudged for checked in found])
+    assert found[0].unjudged == found[1].unjudged == ()
+    (error,) = found[2].unjudged
     said = (
         "vLLM 0.31.0: requires transformers<5.18, not 5.19.0, to be judged; got model.layers.3.eh_"
     )

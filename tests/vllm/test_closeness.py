@@ -33,7 +33,9 @@ from keepmtp.validate.report.report import verify
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
 from safetensors.torch import load_file, save_file
 
-HELD_OUT, LENGTH, VOCABULARY = 6, 128, 512
+HELD_OUT = 6
+LENGTH = 128
+VOCABULARY = 512
 GATES = {"max_divergence": 0.01, "max_flips": 0.03}
 DAMAGED = "model.layers.1.mlp.down_proj.weight_scale"
 
@@ -115,7 +117,8 @@ def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
 
     model = AutoModelForCausalLM.from_pretrained(QWEN, dtype=torch.float32)
     before = logprobs(model, store)
-    tensors, num_served = weights_of(made), 0
+    tensors = weights_of(made)
+    num_served = 0
     for name, module in model.named_modules():
         if f"{name}.weight_packed" in tensors:
             module.weight.data = decompressed("W4A16", name, tensors).float()
@@ -131,7 +134,8 @@ def mean(one: list[Predicted], other: list[Predicted]) -> float:
 
 
 def test_the_command_finds_a_good_checkpoint_near(made, found):
-    fact, reason = found["closeness"], found["reason"]
+    fact = found["closeness"]
+    reason = found["reason"]
     assert reason["gate"] == "closeness" and reason["verdict"] == "pass", reason
     assert fact["windows"] == HELD_OUT and fact["tokens"] == HELD_OUT * (LENGTH - 1)
     assert fact["top"] == 512 == fact["vocabulary"] and fact["outside"] == 0
@@ -152,7 +156,8 @@ def test_the_servers_agree_with_transformers(made, found, store, references):
     """
     before, after = references
     served = [kept(store, number) for number in range(HELD_OUT)]
-    exact, rounding = mean(before, after), mean(before, served)
+    exact = mean(before, after)
+    rounding = mean(before, served)
     assert rounding < 1e-3, "the same weights, in FP32 and in BF16"
     fact = found["closeness"]
     assert abs(fact["divergence"] ** 0.5 - exact**0.5) < 2 * rounding**0.5, (

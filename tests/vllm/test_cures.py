@@ -125,11 +125,13 @@ def test_the_draft_runs_with_the_cures_and_is_keepmtps(model, made, tmp_path):
     plain = made / model
     if model == "hy3":
         plain = lively(tmp_path / "plain", model)  # a plan takes nothing that is packed
-    plan, weights = plan_over(plain, model), weights_of(plain)
+    plan = plan_over(plain, model)
+    weights = weights_of(plain)
     if plan.view.family.draft is None:
         assert seen["0.first"].isfinite().all()
         return
-    block, truth = filled(plan), filled(plan, dtype=torch.float32)
+    block = filled(plan)
+    truth = filled(plan, dtype=torch.float32)
     for index in range(len(PROMPTS)):
         prompt = {leaf: seen[f"{index}.{leaf}"] for leaf in ("ids", "hidden", "positions", "first")}
         right, ours = (first_draft(each, weights, prompt) for each in (truth, block))
@@ -143,7 +145,8 @@ def first_draft(block: nn.Module, weights: dict[str, Tensor], prompt: dict[str, 
     """Logits [T, V] of a block, by its own head where it has one."""
     dtype = next(block.parameters()).dtype
     table = nn.Embedding.from_pretrained(weights["model.embed_tokens.weight"].to(dtype))
-    ids, length = prompt["ids"][None], len(prompt["positions"])
+    ids = prompt["ids"][None]
+    length = len(prompt["positions"])
     hidden = torch.zeros(1, ids.shape[1], table.embedding_dim, dtype=dtype)
     hidden[0, :length] = prompt["hidden"].to(dtype)
     with torch.no_grad():

@@ -76,7 +76,11 @@ pytestmark = NEEDS_VLLM
 
 
 def named(names: Iterable[str]) -> list[object]:
-    return [name if name in SOME else pytest.param(name, marks=pytest.mark.full) for name in names]
+    found = []
+    for name in names:
+        marks = () if name in SOME else pytest.mark.full
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +101,8 @@ class Drafted:
 @pytest.fixture(scope="module")
 def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     """vLLM's drafts by checkpoint; one process for all."""
-    made, asked = tmp_path_factory.mktemp("drafted"), asked_values(request, "name") - LACKING
+    made = tmp_path_factory.mktemp("drafted")
+    asked = asked_values(request, "name") - LACKING
     folders = {name: ROOT / "models" / name for name in SHIPPED if name in asked}
     for name in asked & {*UNTRAINED}:
         folders[name] = lively(
@@ -113,7 +118,8 @@ def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
     in_vllm("dump_drafts.py", jobs)
     found = {}
     for name, folder in folders.items():
-        values, prompts = load_file(made / f"{name}.st"), [{} for _ in PROMPTS]
+        values = load_file(made / f"{name}.st")
+        prompts = [{} for _ in PROMPTS]
         for key, value in values.items():
             index, _, leaf = key.partition(".")
             prompts[int(index)][leaf] = value
@@ -157,8 +163,11 @@ def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor
         each = []
         for index, prompt in enumerate(seen.prompts):
             length = len(prompt["positions"])
-            slots = slice(0, length) if step == 0 else slice(length - 1, length)
-            right, wrong = truth[index][step][slots], other[index][step][slots]
+            slots = slice(length - 1, length)
+            if step == 0:
+                slots = slice(0, length)
+            right = truth[index][step][slots]
+            wrong = other[index][step][slots]
             each.append(((wrong - right).square().mean().sqrt() / right.std()).item())
         found.append(median(each))
     return found
@@ -177,11 +186,9 @@ def _theirs(seen: Drafted) -> list[list[Tensor]]:
 
 def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
     """By prompt and step, [T, V] float32."""
-    block, weights, draft = (
-        filled(plan, dtype=dtype),
-        weights_of(seen.folder),
-        plan.view.family.draft,
-    )
+    block = filled(plan, dtype=dtype)
+    weights = weights_of(seen.folder)
+    draft = plan.view.family.draft
     table, head = (_shared(plan, weights, role).to(dtype) for role in ("embedding", "head"))
     found = []
     for prompt in seen.prompts:
@@ -207,18 +214,19 @@ def _shared(plan: Plan, weights: Mapping[str, Tensor], role: str) -> Tensor:
     """The target's embedding or head, [V, H]; a model without a head multiplies by its
     embedding.
     """
-    found = {
-        tensor.role: tensor.name
-        for tensor in plan.tensors
-        if tensor.part == "backbone" and tensor.layer is None
-    }
+    found = {}
+    for tensor in plan.tensors:
+        if tensor.part == "backbone" and tensor.layer is None:
+            found[tensor.role] = tensor.name
     return weights[found.get(role, found["embedding"])]
 
 
 @pytest.mark.parametrize("name", named([*SHIPPED, *UNTRAINED]))
 def test_the_block_drafts_as_vllm_does(base, name):
     for step, (theirs, ours) in enumerate(base[name], start=1):
-        limit = FLOAT32_NOISE if ALONE.get(name) == "float32" else LEEWAY * max(ours, 2**-8)
+        limit = LEEWAY * max(ours, 2**-8)
+        if ALONE.get(name) == "float32":
+            limit = FLOAT32_NOISE
         assert theirs <= limit, f"{name}, draft step {step}"
         assert ours < 0.1, f"{name}: BF16 alone moves the logits of step {step}"
 
@@ -232,7 +240,7 @@ def test_a_wrong_table_parts_them(drafted, base, name, field):
     draft = drafted[name].plan.view.family.draft
     if field == "chains_normed" and (not draft.final_norm or draft.streams):
         pytest.skip("no norm, so nothing to chain before it or behind; or streams, which have none")
-    step = 1 if field == "chains_normed" else 0
+    step = int(field == "chains_normed")
     wrong = {field: not getattr(draft, field)}
     if field == "hidden_first" and len(draft.projections) == 2:
         wrong = {"projections": draft.projections[::-1]}

@@ -6,7 +6,7 @@ that drifts from vLLM fails here with the prefix; so does an ignore list that le
 choice than the plan made.
 """
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -35,11 +35,13 @@ MODELS = [*(model for model in releases.MODELS if model not in SEPARATE), *WRAPP
 NOT_A_MATRIX = ("Attention", "VocabParallelEmbedding", "MambaMixer2")
 # Nemotron Omni as transformers' class reads it, and with a quantization config at the top level
 # alone; what vLLM raises for each, and its cure.
-NATIVE, OUTSIDE = "nemotron_h_omni", "outside"
+NATIVE = "nemotron_h_omni"
+OUTSIDE = "outside"
 DEFECTS = {
     NATIVE: ("vit_hidden_size", "--trust-remote-code"),
     OUTSIDE: ("CompressedTensorsConfig", "llm_config"),
 }
+ROLES = {"backbone": "target", "mtp": "draft"}
 SOUNDS = "mimo-v2.5 with its audio_tokenizer"
 # Parameters of towers that the fixtures leave out.
 NO_TOWER = ("vision_model.", "mlp1.", "vision_final_layernorm.")
@@ -49,9 +51,8 @@ pytestmark = pytest.mark.vllm
 
 @cache
 def plan(model: str, mtp: str) -> Plan:
-    wrapped = WRAPPED.get(model)
-    layout = wrapped() if wrapped else releases.source_layout(model)
-    return plan_of(*layout, model, SCHEME, mtp)
+    make = WRAPPED.get(model, partial(releases.source_layout, model))
+    return plan_of(*make(), model, SCHEME, mtp)
 
 
 @cache
@@ -71,7 +72,8 @@ def accounts(dry_loaded) -> dict[object, LoadAccount]:
     """(model, MTP policy) -> what vLLM did with what keepmtp writes; and three by name."""
     made = {(model, mtp): outputs_of(plan(model, mtp)) for model in MODELS for mtp in MTP}
     config, tensors = nemotron_omni(NATIVE)
-    outside, sounds = outputs_of(plan("NemotronH_Omni_Reasoning_V3", SCHEME)), released("mimo-v2.5")
+    outside = outputs_of(plan("NemotronH_Omni_Reasoning_V3", SCHEME))
+    sounds = released("mimo-v2.5")
     del outside.config["llm_config"]["quantization_config"]
     sounds.after = with_audio_tokenizer
     others = {NATIVE: Checkpoint(config=config, tensors=tensors), OUTSIDE: outside, SOUNDS: sounds}
@@ -82,7 +84,7 @@ def questions(account: LoadAccount, part: str) -> list[Question]:
     """What was asked on behalf of a part; skips a part that a known defect of vLLM's keeps from
     being built.
     """
-    model, written = account.of("draft" if part == "mtp" else "target")
+    model, written = account.of(ROLES[part])
     family = find_family(json_of(Path(account.path) / "config.json"), account.path)
     failure = account.load.failure
     if not model.cls and failure:
@@ -101,7 +103,8 @@ def table(model: str, part: str) -> dict[str, bool]:
     """Runtime name of every matrix of a part -> whether the family's table says that vLLM asks
     about it.
     """
-    source, view = plan(model, "bf16").source, view_of(model)
+    source = plan(model, "bf16").source
+    view = view_of(model)
     used = view.family.loader.num_layers_used or view.num_mtp_layers
     names: dict[str, bool] = {}
     for name, entry in source.entries.items():
@@ -122,7 +125,9 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
     """Every name that vLLM asks about is in the table, and vLLM asks about every name that the
     table says it does.
     """
-    asked, heads, matrices = questions(accounts[model, "bf16"], part), set(), set()
+    asked = questions(accounts[model, "bf16"], part)
+    heads = set()
+    matrices = set()
     towers = set()
     opaque = tuple(runtime for _, runtime, _ in view_of(model).layout.opaque)
     for each in asked:
@@ -144,24 +149,23 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accoun
 @pytest.mark.parametrize("model", MODELS)
 def test_vllm_asks_about_the_embeddings_in_the_table(model, accounts):
     """By name or without one, of target and draft; where both could be built."""
-    view, account = view_of(model), accounts[model, "bf16"]
+    view = view_of(model)
+    account = accounts[model, "bf16"]
     (named,) = {row.runtime or row.path for row in view.layout.top if row.role == "embedding"}
-    for role, part in (("target", "backbone"), ("draft", "mtp")):
+    for part, role in ROLES.items():
         built, written = account.of(role)
         asked = {each.prefix for each in written.asked if "Embedding" in each.layer}
-        ours = (
-            {view.family.embeddings[part].format(named)}
-            if part in view.family.embeddings
-            else set()
-        )
+        ours = set()
+        if part in view.family.embeddings:
+            ours = {view.family.embeddings[part].format(named)}
         assert asked == ours or not built.cls
 
 
 def is_head(model: str, name: str) -> bool:
     view = view_of(model)
     rows = [*view.layout.top, *view.family.mtp_block, *view.layout.mtp_top]
-    own = {row.runtime or row.path for row in rows if row.role == "head"}
-    return name == view.layout.draft_head or any(f".{name}".endswith(f".{head}") for head in own)
+    heads = [f".{row.runtime or row.path}" for row in rows if row.role == "head"]
+    return name == view.layout.draft_head or f".{name}".endswith(tuple(heads))
 
 
 @pytest.mark.parametrize("mtp", MTP)
@@ -206,7 +210,8 @@ def test_every_tensor_is_read_and_every_parameter_is_filled(name, accounts):
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_what_vllm_cannot_do_with_nemotron_omni_is_a_known_defect(name, accounts):
-    failure, (words, cure) = accounts[name].load.failure, DEFECTS[name]
+    failure = accounts[name].load.failure
+    words, cure = DEFECTS[name]
     assert failure and words in failure.words
     version = find_vllm().version
     defect = known_defect(failure, family="nemotron_h", dialect="", version=version)

@@ -115,7 +115,8 @@ def test_the_first_questions_of_the_release(tmp_path):
 @pytest.mark.full
 def test_source_and_checkpoint_score_well_above_zero(made, found):
     fact = found["evaluation"]
-    source, checkpoint = fact["source"], fact["checkpoint"]
+    source = fact["source"]
+    checkpoint = fact["checkpoint"]
     assert fact["plain"]["num_empty"] == source["num_empty"] == checkpoint["num_empty"] == 0
     assert not list(made.with_name("glm.report").glob("*bf16*")), "the copy is removed"
     for one in (source, checkpoint):
@@ -149,7 +150,8 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
 @pytest.mark.full
 def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     """The third arm: the checkpoint's own bytes, greedy, with nothing drafted."""
-    plain, checkpoint = found["evaluation"]["plain"], found["evaluation"]["checkpoint"]
+    plain = found["evaluation"]["plain"]
+    checkpoint = found["evaluation"]["checkpoint"]
     assert plain["drafts"] == plain["draft_tokens"] == 0 and plain["acceptance"] is None
     assert plain["sha256"] == checkpoint["sha256"] and plain["num_questions"] == NUM
     drafting = found["evaluation"]["drafting"]
@@ -275,7 +277,8 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
 
     monkeypatch.setattr(harness, "serving", counted)
 
-    monkeypatch.setenv(MARK, mark := uuid4().hex)
+    mark = uuid4().hex
+    monkeypatch.setenv(MARK, mark)
 
     def kill(step: Step) -> None:
         if not step.doing and step.done >= 50:

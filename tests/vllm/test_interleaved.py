@@ -45,7 +45,8 @@ def test_each_rank_gets_the_rows_that_vllm_gives_it(tmp_path):
     config, tensors = source_layout("mimo-v2.5")
     source = write_checkpoint(tmp_path / "source", config, tensors, data="random")
     recipe, text = find_recipe("mimo-v2.5")
-    plan, out = make_plan(recipe, open_source(source)), tmp_path / "out"
+    plan = make_plan(recipe, open_source(source))
+    out = tmp_path / "out"
     with claim(plan, out) as partial:
         write(plan, partial, recipe_text=text, threads=1)
         publish(partial, out)

@@ -25,7 +25,9 @@ def asked(url: str, prompt: str, **headers: str) -> httpx.Response:
 
 def test_serve_until_ctrl_c(tmp_path):
     port = free_port()
-    url, mark, log = f"http://127.0.0.1:{port}", uuid4().hex, tmp_path / "log"
+    url = f"http://127.0.0.1:{port}"
+    mark = uuid4().hex
+    log = tmp_path / "log"
     words = f"serve {GLM} -k 3 --port {port} --log {log} --every 1 --json -- --max-model-len 512"
     changes = {
         "VLLM_PYTHON": str(VLLM_PYTHON),

@@ -13,10 +13,14 @@ from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, in_vllm
 from shipped import made_of
 from twins import broken
 
-ASKED = ("Tom apples 5 7", "Ann books 12 3", "Leo pens 8 9", "Mia eggs 4 6")
+QUESTION = (
+    "Question: {0} has {2} {1}. {0} buys {3} more {1}. How many {1} does {0} have now?\nAnswer:"
+)
 PROMPTS = [
-    f"Question: {name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} have now?\nAnswer:"
-    for name, thing, a, b in map(str.split, ASKED)
+    QUESTION.format("Tom", "apples", 5, 7),
+    QUESTION.format("Ann", "books", 12, 3),
+    QUESTION.format("Leo", "pens", 8, 9),
+    QUESTION.format("Mia", "eggs", 4, 6),
 ]
 ANSWERS = ["12", "15", "17", "10"]
 SOURCES = (GLM.name, QWEN.name)
@@ -36,7 +40,8 @@ pytestmark = NEEDS_VLLM
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, dict]:
     """Results by checkpoint: the sources, the quantized ones, and one broken on purpose."""
-    made, asked = tmp_path_factory.mktemp("made"), asked_values(request, "name")
+    made = tmp_path_factory.mktemp("made")
+    asked = asked_values(request, "name")
     sources = {MADE[name][0] for name in asked & {*MADE}} | asked & {*SOURCES}
     folders = {name: ROOT / "models" / name for name in sources}
     for name in asked & {*MADE}:

@@ -78,19 +78,20 @@ FP8 = TABLES["quark"][0][0]
 def changed(given: Any, rng: random.Random, *, in_list: bool = False) -> Any:
     """A tensor's config with up to two keys changed, alone or in a list."""
     if isinstance(given, list):
-        return (
-            [changed(each, rng, in_list=True) for each in given]
-            if rng.random() < 0.9
-            else given[:1]
-        )
+        if rng.random() >= 0.9:
+            return given[:1]
+        return [changed(part, rng, in_list=True) for part in given]
     if given is None:
         return rng.choice([None, None, FP8])
     given = dict(given)
     changes = TABLES["quark_changes"]
     for key in rng.sample(sorted(changes), rng.choice([0, 0, 1, 2])):
-        value = rng.choice(changes[key])
-        given.pop(key, None) if value is None else given.update({key: value})
-    return [given] if rng.random() < 0.1 and not in_list else given
+        given[key] = rng.choice(changes[key])
+        if given[key] is None:
+            del given[key]
+    if rng.random() < 0.1 and not in_list:
+        return [given]
+    return given
 
 
 def some_layers(rng: random.Random) -> list[dict[str, Any]]:
@@ -102,7 +103,8 @@ def some_layers(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def some_autorounds(rng: random.Random) -> list[dict[str, Any]]:
-    known, changes = TABLES["autoround"], TABLES["autoround_changes"]
+    known = TABLES["autoround"]
+    changes = TABLES["autoround_changes"]
     configs = [*known]
     for _ in range(600):
         keys = rng.sample(sorted(changes), rng.choice([0, 1, 2]))
@@ -126,12 +128,15 @@ def asked() -> Any:
 
 
 def form(built: VLLMModule | str) -> str:
-    return "raises" if isinstance(built, str) else built.form
+    if isinstance(built, str):
+        return "raises"
+    return built.form
 
 
 def test_a_config_has_the_scheme_that_vllm_says(asked):
     """Where vLLM raises, the check says so, or that it does not judge; and never else."""
-    seen, judged = Counter[str](), Counter[str]()
+    seen = Counter[str]()
+    judged = Counter[str]()
     answers = []
     for (layer, pack_method, is_experts), theirs in asked["quark"]:
         ours = scheme_of(QuarkLayer.model_validate(layer), pack_method, is_experts=is_experts)
@@ -140,9 +145,10 @@ def test_a_config_has_the_scheme_that_vllm_says(asked):
         kind = "experts" if is_experts else "linear"
         down = VLLMName("model.layers.0.mlp.down_proj")
         ours = read_autoround(raw, Renamer()).resolve(down, shards=(), kind=kind)
-        # More than 8 bits is plain, which vLLM's parser alone does not say.
-        ours = ours.error or (UNKNOWN if ours.built == PLAIN else ours.built)
-        answers.append(((raw, kind), form(ours), theirs))
+        built = ours.built
+        if built == PLAIN:
+            built = UNKNOWN  # more than 8 bits: vLLM's parser alone does not say it
+        answers.append(((raw, kind), form(ours.error or built), theirs))
     for question, ours, theirs in answers:
         assert ours in TABLES["forms"].get(theirs, ("raises", "unknown")), (question, theirs, ours)
         seen[theirs.partition(":")[0]] += 1
@@ -159,10 +165,8 @@ def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
     """vLLM's mapper renames the list, and reads one from the headers where there is none; not for
     MoeWNA16.
     """
-    experts, rename = (
-        VLLMName("model.layers.3.mlp.experts"),
-        Renamer(renames=Renames(prefixes={"language_model.": "model."})),
-    )
+    experts = VLLMName("model.layers.3.mlp.experts")
+    rename = Renamer(renames=Renames(prefixes={"language_model.": "model."}))
     for words, is_skipped in asked["lists"]:
         raw = SAID["awq"] | {"group_size": 256, "modules_to_not_convert": words}
         built = (

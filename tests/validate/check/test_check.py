@@ -4,12 +4,15 @@ culprit's name.
 
 import json
 import time
+from functools import partial
 
 import pytest
 import releases
-from broken import BROKEN, GOOD, WITHOUT_MTP, Case, agree, built
-from checkpoint_files import as_source, write
+from broken_by import changed, config, cut, indexed, quantization, rename, retype, tensor
+from broken_case import assert_found, case, met, rows
+from checkpoint_files import as_source, lose, write
 from good import ours, planned, released, with_scales
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects import choose
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
@@ -17,11 +20,15 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.check import RULES, WITHOUT_FAMILY, check, examine
+from keepmtp.validate.check.check import check, examine
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
-from tables import cases, table
+from real_releases import dspark_flash
+from without_mtp import llama
 
-FINDINGS = table("validate/check/findings")
+PROJECTIONS = r"model\.layers\.\d+\.self_attn\..*_proj"
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+MLX = {"group_size": 64, "bits": 4, "mode": "affine"}
+INT4 = {"dtype": "int4", "group_size": 128, "symmetric": True}
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -57,35 +64,145 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
     assert check(as_source(checkpoint, tmp_path)).findings == ()
 
 
-@pytest.mark.parametrize("case", (*BROKEN, *WITHOUT_MTP), ids=lambda case: case.name)
-def test_broken_checkpoints_are_caught(case: Case, tmp_path):
-    report = check(write(tmp_path / "checkpoint", case.build()))
-    hits = [
-        finding
-        for finding in report.findings
-        if (finding.rule, finding.severity) == (case.rule, case.severity)
-        and case.where in finding.where
-    ]
-    assert hits, report.findings
-    assert any(case.says in finding.says for finding in hits), hits
-    assert case.severity == "warning" or not report.ok
-    assert all(finding.says and finding.cure and finding.where for finding in report.findings)
+@rows(
+    "method",
+    case(
+        "bitsandbytes",
+        "released glm-4.7",
+        config("quantization_config", BITSANDBYTES),
+        retype(rf"{PROJECTIONS}\.weight", "U8"),
+        where="quantization_config.quant_method",
+        says="is bitsandbytes, which vLLM 0.33 does not have",
+        cure="vllm-bnb-plugin",
+    ),
+    case(
+        "exl3",
+        "released glm-4.7",
+        config("quantization_config", {"quant_method": "exl3", "bits": 4.0}),
+        rename(rf"({PROJECTIONS})\.weight", r"\1.trellis"),
+        where="quantization_config.quant_method",
+        says="'Unknown quantization method: exl3'",
+    ),
+    case(
+        "MLX",
+        "released glm-4.7",
+        config("quantization", MLX),
+        rename(rf"({PROJECTIONS})\.weight", r"\1.scales"),
+        where="config.json: quantization",
+        says="is MLX's",
+    ),
+    case(
+        "newer MLX",
+        "released glm-4.7",
+        config("quantization", MLX),
+        config("quantization_config", MLX),
+        rename(rf"({PROJECTIONS})\.weight", r"\1.scales"),
+        where="config.json: quantization",
+        says="is MLX's",
+    ),
+    case(
+        "a deprecated method",
+        "released glm-4.7",
+        config("quantization_config", {"quant_method": "fbgemm_fp8"}),
+        where="quant_method",
+        says="deprecated",
+    ),
+    case(
+        "the plugin of bitsandbytes, and no block",
+        llama,
+        config("quantization_config", BITSANDBYTES),
+        cure="vllm-bnb-plugin",
+        says="vllm-bnb-plugin (vllm #43529). 0 tensors are named as those of an MTP block",
+    ),
+    case(
+        "a method of no family",
+        "released glm-4.7",
+        config("model_type", "never_seen"),
+        config("architectures", ["NeverSeen"]),
+        config("quantization_config", {"quant_method": "hqq"}),
+    ),
+)
+def test_examine_source(case, tmp_path):
+    assert_found(case, tmp_path)
 
 
-def test_every_rule_says_what_it_holds_and_has_a_broken_checkpoint():
-    assert len({case.rule for case in BROKEN}) >= 26
-    assert all(rule.__doc__ for rule in (*RULES, *WITHOUT_FAMILY))
+@rows(
+    "files",
+    met(
+        "E6 num_hidden_layers lost",
+        "glm fp8",
+        config("num_hidden_layers", None),
+        rule="config",
+        where="config.json",
+    ),
+    met(
+        "M8 index names a missing file",
+        "glm fp8",
+        indexed("model.norm.weight", "gone.safetensors"),
+        where="model.safetensors.index.json",
+        says="gone.safetensors",
+    ),
+    met(
+        "M8 index names a missing tensor",
+        "glm fp8",
+        indexed("model.extra.weight", "model-1.safetensors"),
+        where="model-1.safetensors",
+        says="model.extra.weight",
+    ),
+    met("R6 shard cut short", "glm fp8", cut, where="model-2.safetensors"),
+)
+def test_refused(case, tmp_path):
+    assert_found(case, tmp_path)
 
 
-@pytest.mark.parametrize("name", FINDINGS)
-def test_each_finding_is_said_in_its_words(name, tmp_path):
-    row = FINDINGS[name]
-    source = as_source(built(row["source"]), tmp_path) if "source" in row else None
-    folder = write(tmp_path / "checkpoint", built(row))
-    agree(row, check(folder, source=source, runtimes=row.get("runtimes", ["vllm"])).findings)
+@rows(
+    "family",
+    met(
+        "R8 a family without a table",
+        "glm fp8",
+        config("model_type", "glm4v_moe"),
+        where="config.json",
+        says="glm4v_moe",
+    ),
+    case("the stages of DSpark are one finding", dspark_flash, cure='"method": "dspark"'),
+    case(
+        "a classic block with DSpark's key",
+        "released dsv4-flash",
+        config("dspark_target_layer_ids", [0, 1, 2]),
+        found=[],
+    ),
+    case(
+        "a block that nobody can judge",
+        partial(llama, "awq"),
+        tensor("mtp.fc.weight", "BF16", 256, 512),
+    ),
+    case(
+        "a scheme that is not known",
+        partial(llama, "quark"),
+        quantization("global_quant_config", {"weight": INT4}),
+        found=[
+            {"rule": "dialect", "severity": "warning", "says": "weights are not judged against it"},
+            {"severity": "warning", "says": "Judged: 0 of 42"},
+        ],
+    ),
+    case(
+        "a plain layer in a scheme that is not known",
+        partial(llama, "quark"),
+        quantization("global_quant_config", {"weight": INT4}),
+        lose(r"model\.layers\.2\.mlp\.down_proj\..*"),
+        tensor("model.layers.2.mlp.down_proj.weight", "BF16", 256, 512),
+        rule="form",
+        where="model.layers.2.mlp.down_proj.weight",
+        among=True,
+    ),
+)
+def test_objections_without_family(case, tmp_path):
+    assert_found(case, tmp_path)
 
 
-@cases
+@pytest.mark.parametrize(
+    "model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"]
+)
 @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
 def test_scales_of_the_cache_that_keepmtp_writes_pass_without_a_word(model, format, tmp_path):
     checkpoint = with_scales(model, format)
@@ -95,7 +212,9 @@ def test_scales_of_the_cache_that_keepmtp_writes_pass_without_a_word(model, form
 
 def test_it_is_found_before_anything_is_read(tmp_path):
     """GLM-4.7's names: the layer after the last is its MTP block."""
-    checkpoint = built(FINDINGS["exl3"])
+    checkpoint = changed(
+        GOOD["released glm-4.7"], config("quantization_config", {"quant_method": "exl3"})
+    )
     found = examine(write(tmp_path / "checkpoint", checkpoint))
     block = sum(name.startswith("model.layers.3.") for name in checkpoint.tensors)
     assert f"{block} tensors are named as those of an MTP block" in found.data.findings[0].says
@@ -105,7 +224,20 @@ def test_it_is_found_before_anything_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("version", KNOWN)
-@cases
+@pytest.mark.parametrize(
+    "given, versions, built, before",
+    [
+        (
+            {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]},
+            ">=0.33",
+            "plain",
+            "nvfp4_modelopt",
+        ),
+        ({"quant_algo": "NVFP4", "ignore": ["lm_head"]}, ">=0.29", "plain", ""),
+        ({"quant_algo": "NVFP4", "ignore": [], "exclude_modules": ["lm_head"]}, ">=9", "", ""),
+        ({"quantized_layers": {"lm_head": {"quant_algo": "IQ2_XS"}}}, ">=0.32", "unknown", "plain"),
+    ],
+)
 def test_a_dialect_is_that_of_the_version(given, versions, built, before, version):
     raw = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", **given}
     dialect = choose.read_dialect({"quantization_config": raw}, None, vllm=version)
@@ -118,7 +250,8 @@ def test_a_family_is_that_of_the_version():
     for version in KNOWN:
         before = version != "0.33.0"
         layouts = families(version)["nemotron_h"].layouts.values()
-        assert {layout.draft_head for layout in layouts} == {"lm_head" if before else ""}
+        heads = {layout.draft_head for layout in layouts}
+        assert heads == ({"lm_head"} if before else {""})
         block = {row.path: row for row in families(version)["inkling_model"].mtp_block}
         assert block["input_proj"].loads_quantized != before
         assert block["transformer_block.attn.wo_ud"].loads_quantized != before

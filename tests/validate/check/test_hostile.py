@@ -5,37 +5,43 @@ tests/fuzz/ tries the same by chance; here is each thing once, with what must be
 """
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from broken import GOOD, built
-from checkpoint_files import write
+from broken_by import changed, config, hf_quant_config, quantization, tensor
+from checkpoint_files import Change, write
 from commands import keepmtp
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects import patterns
 from keepmtp.recipes import match_clock
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import CheckData
-from tables import cases, table
 
 EVIL = "re:([a-z0-9._]+)*!"
 DEEP = {"a": [{"b": {}}]}
 
 
-def checked(folder: Path, base: str, **changes: Any) -> CheckData:
-    """Of a good checkpoint with changes, as a row of broken.yaml has them."""
-    return check(write(folder / "checkpoint", built({"of": base, **changes})))
+def hostile(folder: Path, base: str, *changes: Change) -> Path:
+    """A folder with a good checkpoint that was changed."""
+    return write(folder / "checkpoint", changed(GOOD[base], *changes))
 
 
-def said(key: str, value: Any) -> dict[str, Any]:
-    return {f"quantization_config/{key}": value}
+def checked(folder: Path, base: str, *changes: Change) -> CheckData:
+    return check(hostile(folder, base, *changes))
 
 
-PLACES = table("validate/check/test_hostile")["PLACES"]
+PLACES = {
+    "glm nvfp4": "config_groups config_groups/group_0 config_groups/group_0/targets config_groups/group_0/weights config_groups/group_0/weights/num_bits config_groups/group_0/weights/group_size format ignore",
+    "v3 block": "config_groups/group_0/weights/block_structure",
+    "glm modelopt": "quant_algo ignore group_size quantization",
+    "glm mixed": "quantized_layers",
+    "glm modelopt file": "quantization/exclude_modules",
+    "released deepseek-r1": "weight_block_size ignored_layers",
+}
 
 
 @pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
@@ -44,26 +50,39 @@ PLACES = table("validate/check/test_hostile")["PLACES"]
 )
 def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, value):
     """Whatever the value: a text where a text belongs, and numbers that are texts, are taken."""
-    in_file = "file" in base
-    changes = {"hf_quant_config": {place: value}} if in_file else {"config": said(place, value)}
-    report = checked(tmp_path, base, **changes)
-    found = [
-        finding
-        for finding in report.findings
-        if finding.rule == "config" and "types that vLLM" in finding.says
-    ]
-    if found:
+    change = quantization
+    file = "config.json: quantization_config"
+    if "file" in base:
+        change = hf_quant_config
+        file = "hf_quant_config.json"
+    report = checked(tmp_path, base, change(place, value))
+    finding = next(iter(report.findings), None)
+    if finding and finding.rule == "config" and "types that vLLM" in finding.says:
         assert not report.ok and len(report.findings) == 1
-        file = "hf_quant_config.json" if in_file else "config.json: quantization_config"
-        assert file in found[0].where and place.rpartition("/")[2] in found[0].says
+        assert file in finding.where and place.rpartition("/")[2] in finding.says
     else:
         assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
 
 
-@cases
+@pytest.mark.parametrize(
+    "base, place, values",
+    [
+        (
+            "released deepseek-r1",
+            "weight_block_size",
+            [0, -1, [0, 128], [128], [1099511627776, 1099511627776], [-128, 128]],
+        ),
+        (
+            "glm w4a16",
+            "config_groups/group_0/weights/num_bits",
+            [0, 1000000000000000000000000000000],
+        ),
+        ("glm w4a16", "config_groups/group_0/weights/group_size", [-7]),
+    ],
+)
 def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
     for number, value in enumerate(values):
-        report = checked(tmp_path / str(number), base, config=said(place, value))
+        report = checked(tmp_path / str(number), base, quantization(place, value))
         assert [finding.rule for finding in report.findings] == ["config"], value
 
 
@@ -74,7 +93,7 @@ def test_a_number_that_no_block_or_group_has(tmp_path, base, place, values):
 )
 def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     start = time.monotonic()
-    report = checked(tmp_path, "mimo fp8", config=said(place, [entry]))
+    report = checked(tmp_path, "mimo fp8", quantization(place, [entry]))
     assert time.monotonic() - start < 10 * match_clock.MATCHING_SECONDS
     assert [finding.severity for finding in report.findings] == ["error"]
     assert entry in report.findings[0].where and "would hang" in report.findings[0].says
@@ -82,12 +101,18 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["graft", "checkpoint", "--from", "checkpoint", "--replace", "--dry-run"],
+        ["fix", "checkpoint", "--dry-run"],
+        ["explain", "checkpoint"],
+        ["check", "checkpoint"],
+    ],
+)
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):
-    row = {"of": "next fp8", "config": said("ignore", [EVIL])}
-    write(tmp_path / "checkpoint", built(row))
-    options = ("--dry-run",) if words[0] in ("graft", "fix") else ()
-    done = keepmtp(*words, *options, cwd=tmp_path)
+    hostile(tmp_path, "next fp8", quantization("ignore", [EVIL]))
+    done = keepmtp(*words, cwd=tmp_path)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
     assert "would hang" in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
 
@@ -108,7 +133,7 @@ def test_a_regex_outside_of_any_limit_ends_too():
     "entry", ["re:(", "re:*", "re:[", "re:" + "(" * 200, "re:(?P<a>x)(?P<a>y)"]
 )
 def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
-    report = checked(tmp_path, "mimo fp8", config=said("ignore", [entry]))
+    report = checked(tmp_path, "mimo fp8", quantization("ignore", [entry]))
     assert [finding.severity for finding in report.findings] == ["error"]
     assert (
         entry in report.findings[0].where
@@ -118,8 +143,8 @@ def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
 
 def test_what_vllm_would_hang_on_is_not_loaded(tmp_path):
     """The dry load leaves out a checkpoint without a source (validate/dryload/check_on.py)."""
-    row = {"of": "mimo fp8", "config": said("ignore", [EVIL])}
-    assert checks.examine(write(tmp_path / "checkpoint", built(row))).source is None
+    folder = hostile(tmp_path, "mimo fp8", quantization("ignore", [EVIL]))
+    assert checks.examine(folder).source is None
 
 
 def test_usual_patterns_do_not_come_near_the_limit(tmp_path, monkeypatch):
@@ -129,11 +154,8 @@ def test_usual_patterns_do_not_come_near_the_limit(tmp_path, monkeypatch):
 
 def test_a_check_in_a_thread_has_no_timer(tmp_path):
     """Signals belong to the main thread; the check works in another one, without the limit."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(checked(tmp_path, "mimo fp8")))
-    thread.start()
-    thread.join()
-    assert found[0].ok
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(checked, tmp_path, "mimo fp8").result().ok
 
 
 def test_the_timer_is_gone_after_the_check(tmp_path):
@@ -149,22 +171,18 @@ def test_experts_beyond_those_counted_are_not_listed(tmp_path):
     base = "released qwen3.5-397b"
     name = next(name for name in GOOD[base]().tensors if name.endswith("experts.down_proj"))
     start = time.monotonic()
-    report = checked(tmp_path, base, tensors={name: ("BF16", (10**9, 0, 4))})
+    report = checked(tmp_path, base, tensor(name, "BF16", 10**9, 0, 4))
     assert time.monotonic() - start < 10
-    found = next(finding for finding in report.findings if finding.rule == "experts")
-    assert found.says.startswith("exists, but config.json counts"), found
+    says = {finding.rule: finding.says for finding in report.findings}
+    assert says["experts"].startswith("exists, but config.json counts"), says
 
 
 def test_lost_experts_are_one_finding_with_their_number(tmp_path):
-    report = checked(tmp_path, "glm fp8", config={"n_routed_experts": 1000})
-    have = 1 + max(
-        int(name.split(".experts.")[1].split(".")[0])
-        for name in GOOD["glm fp8"]().tensors
-        if ".experts." in name
-    )
+    report = checked(tmp_path, "glm fp8", config("n_routed_experts", 1000))
     found = [finding for finding in report.findings if finding.rule == "experts"]
-    assert {finding.count % (1000 - have) for finding in found} == {0}
-    assert f".experts.{have}." in found[0].where
+    # Experts 4 to 999 of the layers of backbone and MTP block, each with three projections.
+    assert {finding.count % 996 for finding in found} == {0}
+    assert ".experts.4." in found[0].where
 
 
 @pytest.mark.parametrize(
@@ -172,32 +190,8 @@ def test_lost_experts_are_one_finding_with_their_number(tmp_path):
 )
 def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, name):
     entries = [f"mtp.{name}", *GOOD["glm fp8"]().quantization["ignore"]]
-    for changes in (
-        {"config": said("ignore", entries)},
-        {"tensors": {f"model.{name}": ("F32", (1,))}},
-    ):
-        report = checked(tmp_path / "".join(changes), "glm fp8", **changes)
+    changes = quantization("ignore", entries), tensor(f"model.{name}", "F32", 1)
+    for number, change in enumerate(changes):
+        report = checked(tmp_path / str(number), "glm fp8", change)
         text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
         assert all(char.isprintable() for char in text) and len(text) < 20_000
-
-
-@cases
-def test_code_of_the_checkpoint_or_of_another_repository_is_a_warning(auto_map, tmp_path):
-    row = {
-        "of": "glm fp8",
-        "config": {"auto_map": {"AutoConfig": "configuration_glm.C"} | auto_map},
-    }
-    folder = write(tmp_path / "checkpoint", built(row))
-    for file in () if auto_map else ("modeling_glm.py", "configuration_glm.py"):
-        (folder / file).write_text("")
-    (found,) = check(folder).findings
-    where, count = (
-        ("auto_map somebody/else--modeling_x.Model", 1) if auto_map else ("configuration_glm.py", 2)
-    )
-    assert (found.rule, found.severity, found.count) == ("own-code", "warning", count)
-    assert found.where.endswith(where) and "--trust-remote-code" in found.says
-
-
-def test_an_auto_map_without_files_says_nothing(tmp_path):
-    auto_map = {"AutoConfig": "configuration_x.C"}
-    assert not checked(tmp_path, "glm fp8", config={"auto_map": auto_map}).findings

@@ -3,10 +3,14 @@ more.
 """
 
 import json
+from collections import Counter
+from functools import partial
 
 import pytest
-from broken import GOOD
-from checkpoint_files import write
+from broken_by import config, quantization
+from broken_case import assert_found, met, rows
+from checkpoint_files import lose, write
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.validate.check.check import check
@@ -30,10 +34,8 @@ def test_a_model_that_never_had_a_block_passes_in_part(tool, experts, tmp_path):
         "no MTP block, and nothing to draft with" in finding.says
         and "Not judged: vLLM's names" in finding.says
     )
-    packed = sum(
-        name.endswith((".qweight", ".weight_packed")) for name in open_source(folder).entries
-    )
-    packed = packed or sum(name.endswith(".weight_scale") for name in open_source(folder).entries)
+    leaves = Counter(name.rpartition(".")[2] for name in open_source(folder).entries)
+    packed = leaves["qweight"] + leaves["weight_packed"] or leaves["weight_scale"]
     assert f"Judged: {packed} of {packed} packed weights" in finding.says
     assert (data.facts.family, data.facts.num_mtp_tensors) == ("", 0) and data.facts.num_tensors
 
@@ -49,6 +51,71 @@ def test_a_good_checkpoint_stays_one_without_its_family(name, tmp_path):
         holder |= {"model_type": "never_seen", "architectures": ["NeverSeen"]}
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert finding.rule == "family"
+
+
+# What somebody did to the dense model.
+@rows(
+    "form",
+    met(
+        "AWQ, scales of one matrix lost",
+        partial(llama, "awq with a list"),
+        lose(r"model\.layers\.3\.self_attn\.o_proj\.scales"),
+        where="model.layers.3.self_attn.o_proj.",
+    ),
+    met(
+        "AWQ, an entry is a part of a packed name",
+        partial(llama, "awq"),
+        quantization("modules_to_not_convert", ["lm_head", "o_proj"]),
+        where="model.layers.0.self_attn.o_proj.qweight",
+    ),
+    met(
+        "AWQ in three bits",
+        partial(llama, "awq"),
+        quantization("bits", 3),
+        rule="config-group",
+        where="quantization_config",
+    ),
+    met(
+        "GPTQ, groups of 64 by its word",
+        partial(llama, "gptq"),
+        quantization("group_size", 64),
+        where="model.layers.0.self_attn.q_proj.scales",
+    ),
+    met(
+        "GPTQ, a matrix lost but for its scales",
+        partial(llama, "gptq"),
+        lose(r"model\.layers\.3\.self_attn\.o_proj\.qweight"),
+        rule="unknown-tensor",
+        where="model.layers.3.self_attn.o_proj.",
+    ),
+    met(
+        "Quark, one scale lost",
+        partial(llama, "quark"),
+        lose(r"model\.layers\.3\.self_attn\.o_proj\.weight_scale"),
+        where="model.layers.3.self_attn.o_proj",
+    ),
+    met(
+        "packed without a config",
+        partial(llama, "compressed-tensors"),
+        config("quantization_config", None),
+        where="model.layers.0.",
+    ),
+    met(
+        "a layer lost",
+        partial(llama, "awq"),
+        lose(r"model\.layers\.2\..*"),
+        rule="layer-missing",
+        where="model.layers.2.",
+    ),
+    met(
+        "modelopt, input scales lost",
+        partial(llama, "modelopt"),
+        lose(r".*o_proj\.input_scale"),
+        where=".o_proj.input_scale",
+    ),
+)
+def test_a_broken_one_is_caught(case, tmp_path):
+    assert_found(case, tmp_path)
 
 
 def test_people_read_that_it_passed_in_part(tmp_path):

@@ -9,10 +9,11 @@ import torch
 from keepmtp.validate.dryload.in_vllm.account import Account, Construction
 from keepmtp.validate.dryload.in_vllm.demands import Demands
 from keepmtp.validate.dryload.in_vllm.stages import Mapping
-from tables import cases
 from torch.nn import Parameter
 
-BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16 = torch.bfloat16
+F32 = torch.float32
+FP8 = torch.float8_e4m3fn
 
 
 class Model(torch.nn.Module):
@@ -49,7 +50,17 @@ def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@cases
+@pytest.mark.parametrize(
+    "parts, wanted",
+    [
+        ([["weight", 0, 4], ["weight", 4, 1], ["weight", 5, 1]], ["full", 24]),
+        ([["weight", 0, 4]], ["partial", 16]),
+        ([["weight", 0, 4], ["weight", 2, 2]], ["partial", 16]),
+        ([["scale", 0, 4]], ["partial", 4]),
+        ([["sink", 0, 4]], ["padded", 4]),
+        ([["wide", 0, 4]], ["full", 24]),
+    ],
+)
 def test_what_was_written_is_counted_by_place(parts, wanted):
     """A parameter that nobody wrote is empty, also where it was born with a value."""
 
@@ -96,7 +107,18 @@ def test_what_was_read_is_counted(load, given, read, wanted):
     assert set(sources) == (set(given) if wanted == "full" else set())
 
 
-@cases
+@pytest.mark.parametrize(
+    "dtype, name, shape, told",
+    [
+        ("float32", "weight", [6, 4], []),
+        ("bfloat16", "packed", [4, 4], ["bfloat16", "float8_e4m3fn"]),
+        ("uint8", "packed", [4, 4], ["uint8", "float8_e4m3fn"]),
+        ("float8_e4m3fn", "weight", [6, 4], ["float8_e4m3fn", "bfloat16"]),
+        ("float8_e8m0fnu", "scale", [6, 1], []),
+        ("int64", "weight", [6, 4], []),
+        ("float32", "scale", [], ["()", "(6, 1)"]),
+    ],
+)
 def test_casts_that_change_the_numbers_and_values_that_are_spread_are_told(
     dtype, name, shape, told
 ):
@@ -135,7 +157,7 @@ def test_fewer_expert_mappings_are_searched_and_the_same_ones_found():
     assert list(mapping) == entries
     for name in [*names, "layers.0.attn.wq_a.weight", "mtp.0.ffn.shared_experts.w1.weight"]:
         current[0] = name
-        found, wanted = ([each for each in many if each[1] in name] for many in (mapping, entries))
-        assert found == wanted
+        wanted = [entry for entry in entries if entry[1] in name]
+        assert [entry for entry in mapping if entry[1] in name] == wanted
     current[0] = names[0]
     assert len(list(mapping)) == 3

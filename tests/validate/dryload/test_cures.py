@@ -13,7 +13,8 @@ from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.validate import keepmtp_cures
 from keepmtp.validate.keepmtp_cures import Cure, source_hash
 
-NAME, MODULE = "toy.draft", "toy_piece_of_vllm"
+NAME = "toy.draft"
+MODULE = "toy_piece_of_vllm"
 SOURCE = "class Draft:\n    def load(self):\n        return 'as it is'\n"
 Cures = dict[str, Cure]
 
@@ -29,7 +30,8 @@ def of_another_fork(module: Any) -> None:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch) -> Any:
     """A toy's cures switched on, before it is imported or after."""
-    file, cures = tmp_path / f"{MODULE}.py", Cures()
+    file = tmp_path / f"{MODULE}.py"
+    cures = Cures()
     file.write_text(SOURCE)
     fits = Cure(mended, (MODULE,), ("Draft.load",), (source_hash(file, ["Draft.load"]),))
     cures[NAME] = fits
@@ -118,13 +120,10 @@ def test_it_is_off_unless_it_is_asked_for(variable, monkeypatch, toy):
 
 def test_every_cure_of_the_table_is_there_and_no_other():
     rows = [row["cure_in_vllm"] for row in keepmtp_cures.defects()]
-    assert len(set(rows)) == len(rows)
-    files = Path(keepmtp_cures.__file__).parent.glob("[a-z]*.py")
-    modules = [importlib.import_module(f"{keepmtp_cures.__name__}.{file.stem}") for file in files]
-    made = {
-        f"{module.__name__.rpartition('.')[2]}.{name}"
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, Cure)
-    }
-    assert made == set(rows)
+    made = []
+    for file in Path(keepmtp_cures.__file__).parent.glob("[a-z]*.py"):
+        module = importlib.import_module(f"{keepmtp_cures.__name__}.{file.stem}")
+        for name, value in vars(module).items():
+            if isinstance(value, Cure):
+                made.append(f"{file.stem}.{name}")
+    assert sorted(made) == sorted(rows)

@@ -18,7 +18,6 @@ import vllms
 from keepmtp.recipes.errors import KeepMTPError, RecipeError, VLLMError
 from keepmtp.recipes.runtimes.vllm import KNOWN
 from keepmtp.validate.dryload.versions import cache_folder, cached, chosen_vllms, had_vllms
-from tables import cases
 
 OWN = replace(vllms.CPU, python=Path(sys.executable))
 KILLED = """
@@ -40,7 +39,8 @@ def made_wheel(
     others: str = "torch==9.9",
 ) -> Path:
     folder.mkdir(exist_ok=True)
-    wheel, info = folder / f"vllm-{version}-py3-none-any.whl", f"vllm-{version}.dist-info"
+    wheel = folder / f"vllm-{version}-py3-none-any.whl"
+    info = f"vllm-{version}.dist-info"
     about = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nRequires-Python: {requires}\n"
     about += f"Requires-Dist: {others}\n"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -140,7 +140,16 @@ def test_a_folder_or_a_wheel_by_path(tmp_path):
     assert chosen_vllms([str(nightly)], OWN) == found[2:] and len(in_cache()) == 1
 
 
-@cases
+@pytest.mark.parametrize(
+    "others, unmet",
+    [
+        ("transformers<5.18.0,>=5.10.4", "transformers<5.18.0,>=5.10.4, not 5.19.0"),
+        ("transformers>=5.10.4", ""),
+        ("compressed-tensors==0.17.0", "compressed-tensors==0.17.0, not 0.16.0"),
+        ("torch==2.14.0", ""),
+        ("transformers is wanted", ""),
+    ],
+)
 def test_what_it_requires_and_the_environment_has_otherwise(others, unmet, index):
     wheel = made_wheel(index, "9.7.0", others=others)
     own = replace(OWN, torch="2.13.0", transformers="5.19.0", compressed_tensors="0.16.0")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken import GOOD
 from checkpoint_files import write
 from commands import keepmtp, keepmtp_without, ran, refused
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
-from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
+from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
@@ -29,7 +29,6 @@ from keepmtp.validate.check.against import (
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
 from shipped import made_of
-from tables import cases, table
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -47,34 +46,52 @@ def packed(weight):
     return pack(SCHEMES["NVFP4A16"], [weight])[0]
 
 
+def named(folder: Path, end: str) -> HFName:
+    """The first tensor of a checkpoint whose name ends so."""
+    return next(name for name in opened(folder).source.entries if name.endswith(end))
+
+
+def differing(folder: Path, release: Path, level: str) -> list[str]:
+    """The weights that are not the release's."""
+    findings = check_values(opened(folder), level, release=opened(release)).findings
+    return [finding.where for finding in findings if finding.rule == "release"]
+
+
 def values(parts, form="nvfp4"):
     return dequantize(form, parts, shape=(N, K)).float()
 
 
+def half_of_the_scales(scale):
+    other = scale[N // 2 :].float().div(4).to(torch.float8_e4m3fn)
+    return torch.cat([scale[: N // 2], other])
+
+
+def codes_swapped(codes):
+    return (codes << 4) | (codes >> 4)
+
+
+# The part that is wrong, and what was done to it.
 WRONG = {
-    "global scale x8": lambda parts: {
-        **parts,
-        "weight_global_scale": parts["weight_global_scale"] / 8,
-    },
-    "half of the scales x4": lambda parts: {
-        **parts,
-        "weight_scale": torch.cat(
-            [
-                parts["weight_scale"][: N // 2],
-                parts["weight_scale"][N // 2 :].float().div(4).to(torch.float8_e4m3fn),
-            ]
-        ),
-    },
-    "codes swapped": lambda parts: {
-        **parts,
-        "weight_packed": (parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4),
-    },
-    "another weight": lambda parts: {**parts, "weight_packed": parts["weight_packed"].flip(0)},
+    "global scale x8": ("weight_global_scale", lambda scale: scale / 8),
+    "half of the scales x4": ("weight_scale", half_of_the_scales),
+    "codes swapped": ("weight_packed", codes_swapped),
+    "another weight": ("weight_packed", lambda codes: codes.flip(0)),
 }
 
 
 # Each form that can be read: the scheme that packs it, and its tensors by the form's own names.
-PACKED_AS = table("validate/values/test_against")["FORMS"]
+PACKED_AS = {
+    "fp8_block": ["FP8_BLOCK", {}],
+    "fp8_channel": ["FP8_DYNAMIC", {}],
+    "int8": ["W8A8", {}],
+    "int_packed": ["W4A16", {}],
+    "mxfp4": ["MXFP4", {}],
+    "nvfp4": ["NVFP4A16", {}],
+    "nvfp4_modelopt": [
+        "NVFP4A16",
+        {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"},
+    ],
+}
 
 
 @pytest.mark.parametrize("form", PACKED_AS)
@@ -94,7 +111,9 @@ def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(f
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pack_is_outside_the_bound_and_no_transform(name, weight, packed):
-    wrong, original = values(WRONG[name](packed)), weight.float()
+    leaf, change = WRONG[name]
+    wrong = values(packed | {leaf: change(packed[leaf])})
+    original = weight.float()
     assert relative_error(wrong, original) > FORMS["nvfp4"].error
     assert not has_column_factors(wrong, original, FORMS["nvfp4"].error)
 
@@ -110,9 +129,8 @@ def written(tmp_path_factory):
     return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("values") / "fp8", scheme="fp8-dynamic")
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_our_own_output_is_what_the_release_was(written, whole):
-    level = "all" if whole else "scales"
+@pytest.mark.parametrize("level", ["scales", "all"])
+def test_our_own_output_is_what_the_release_was(written, level):
     result = check_values(opened(written), level, release=opened(MODELS / "tiny-glm4-moe"))
     assert result.findings == ()
     assert result.num_compared > 20
@@ -127,14 +145,9 @@ def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
     choices = {"source": str(release), "scheme": "fp8-dynamic"}
     folder = made_of("qwen3.5-397b", tmp_path / "out", **choices)
     assert check_values(opened(folder), "all", release=opened(release)).findings == ()
-    name = next(
-        name
-        for name in opened(folder).source.entries
-        if name.endswith("experts.1.up_proj.weight_scale")
-    )
+    name = named(folder, "experts.1.up_proj.weight_scale")
     poke(folder, name, 1e-3)
-    found = check_values(opened(folder), "all", release=opened(release)).findings
-    assert [each.where for each in found if each.rule == "release"] == [name.removesuffix("_scale")]
+    assert differing(folder, release, "all") == [name.removesuffix("_scale")]
     # And the other way round: a copy that has them stacked, of a release that has them one by one.
     (finding,) = check_values(opened(release), "all", release=opened(folder)).findings
     assert (
@@ -151,7 +164,8 @@ def test_the_error_is_a_share_of_the_release(weight):
 
 def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, monkeypatch):
     """And the twin: a few rows of a tensor that is else the same are found."""
-    release, folder = opened(written), shutil.copytree(written, tmp_path / "changed")
+    release = opened(written)
+    folder = shutil.copytree(written, tmp_path / "changed")
     name = "model.embed_tokens.weight"
     poke(folder, name, 3.0, at=slice(0, 4096))
     found = [
@@ -167,17 +181,16 @@ def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, mo
 
 def test_groups_in_another_order_are_not_compared():
     """`dequantize` does not know them, and a difference that is none would be an error."""
-    entries = {
-        leaf: Entry(
-            name=HFName(f"m.{leaf}"), file="f", dtype=dtype, shape=shape, start=0, num_bytes=8
-        )
-        for leaf, dtype, shape in (
-            ("weight_packed", "I32", (256, 32)),
-            ("weight_scale", "BF16", (256, 2)),
-            ("weight_shape", "I64", (2,)),
-            ("weight_g_idx", "I32", (256,)),
-        )
+    shapes = {
+        "weight_packed": ("I32", (256, 32)),
+        "weight_scale": ("BF16", (256, 2)),
+        "weight_shape": ("I64", (2,)),
+        "weight_g_idx": ("I32", (256,)),
     }
+    entries = {}
+    for leaf, (dtype, shape) in shapes.items():
+        name = HFName(f"m.{leaf}")
+        entries[leaf] = Entry(name=name, file="f", dtype=dtype, shape=shape, start=0, num_bytes=8)
     (stored,) = stored_weights(entries.values())[0].values()
     assert stored.form == "int_packed" and not can_be_read(stored)
     del entries["weight_g_idx"]
@@ -185,7 +198,7 @@ def test_groups_in_another_order_are_not_compared():
     assert can_be_read(stored)
 
 
-def test_another_models_release_is_named_by_its_widths(written, tmp_path):
+def test_compared_names_another_models_release_by_its_widths(written, tmp_path):
     wide = write(tmp_path / "wide", GOOD["released glm-4.7"]())
     fill(wide)
     findings = check_values(opened(written), "scales", release=opened(wide)).findings
@@ -195,27 +208,19 @@ def test_another_models_release_is_named_by_its_widths(written, tmp_path):
         check_values(opened(written), "scales", release=opened(other))
 
 
-def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
+def test_compared_names_a_wrong_scale_of_a_real_output(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "broken")
-    runtime = opened(folder)
-    name = next(name for name in runtime.source.entries if name.endswith("o_proj.weight_scale"))
-    assert name.rpartition(".")[2] in SCALE_LEAVES
+    name = named(folder, "o_proj.weight_scale")
     poke(folder, name, 1e-3)
-    findings = check_values(
-        opened(folder), "scales", release=opened(MODELS / "tiny-glm4-moe")
-    ).findings
-    assert {finding.where for finding in findings if finding.rule == "release"} == {
-        name.replace("_scale", "")
-    }
+    found = differing(folder, MODELS / "tiny-glm4-moe", "scales")
+    assert found == [name.removesuffix("_scale")]
 
 
 @pytest.fixture
 def broken(written, tmp_path) -> tuple[Path, str]:
     """A checkpoint with a scale that is no number, and the scale's name."""
     folder = shutil.copytree(written, tmp_path / "broken")
-    name = next(
-        name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale")
-    )
+    name = named(folder, "o_proj.weight_scale")
     poke(folder, name, float("nan"), at=0)
     return folder, name
 
@@ -237,7 +242,17 @@ def test_the_command_reads_values_and_names_the_tensor(written, broken):
 
 
 @pytest.mark.few(1)
-@cases
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("--source x", "--source is what values are compared with; got no --values. Add --values."),
+        ("--values --source ./nothing", "nothing: a checkpoint is a folder with config.json"),
+        (
+            "--values --source MODELS/tiny-qwen3_5",
+            "of a glm4_moe checkpoint is of the same family; got",
+        ),
+    ],
+)
 def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
     refused("check", str(written), *words.replace("MODELS", str(MODELS)).split(), says=says)
 

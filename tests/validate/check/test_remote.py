@@ -13,9 +13,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from broken import GOOD
 from checkpoint_files import write
 from good import ours
+from good_checkpoints import GOOD
 from hub import TOKEN, Fault, Hub, serving
 from keepmtp.cli import main
 from keepmtp.validate.check.reading import chosen, joined
@@ -122,7 +122,8 @@ def test_the_command_names_the_tensor(hub, quantized, tmp_path, monkeypatch, cap
 @pytest.mark.full
 def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, folder, tmp_path):
     hub.mirror("org/model", folder)
-    held, asked = threading.Event(), threading.Event()
+    held = threading.Event()
+    asked = threading.Event()
     hub.faults.append(
         Fault("GET /elsewhere", times=99, skip=2, hold=held, before=asked.set, spoils="truncate")
     )

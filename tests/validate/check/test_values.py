@@ -4,21 +4,18 @@ tensor.
 
 import math
 import random
-import re
 
 import pytest
 import torch
-from broken import GOOD, agree, built
 from checkpoint_files import write
+from good_checkpoints import GOOD
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
 from seeds import seeded
-from tables import cases, table
-from written_values import fill, opened, overwrite, poke
+from written_values import fill, opened, overwrite
 
 NVFP4 = "glm nvfp4"
-VALUES = table("validate/values/values")
 
 
 @pytest.fixture
@@ -32,22 +29,9 @@ def test_good_values_pass_without_a_word(name, tmp_path):
     assert check_values(fill(write(tmp_path / "checkpoint", GOOD[name]())), "all").findings == ()
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_each_wrong_value_is_named(name, tmp_path):
-    row = VALUES[name]
-    folder = write(tmp_path / "checkpoint", built(row))
-    entries = fill(folder).source.entries
-    for tensors, value in row["values"].items():
-        names = [each for each in entries if re.fullmatch(tensors, each)]
-        assert names, tensors
-        for each in names:
-            poke(folder, each, value, at=row.get("at", slice(None)))
-    found = check_values(opened(folder), row.get("level", "scales")).findings
-    agree(row, found)
-    assert all(each.origin == "values" and each.cure for each in found)
-
-
-@cases
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.experts.1.down_proj.weight_scale", "model.layers.3.eh_proj.weight"]
+)
 def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, folder):
     """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit
     codes never are.
@@ -62,11 +46,7 @@ def test_a_level_reads_what_it_says(folder):
     runtime = fill(folder)
     scalars, scales, everything = (chosen(runtime, level) for level in ("scalars", "scales", "all"))
     assert {entry.num_bytes for entry in scalars} == {4}
-    assert (
-        {entry.name for entry in scalars}
-        < {entry.name for entry in scales}
-        < {entry.name for entry in everything}
-    )
+    assert set(scalars) < set(scales) < set(everything)
     assert len(everything) == len(runtime.source.entries)
     read = check_values(runtime, "all")
     assert read.num_bytes == sum(entry.num_bytes for entry in runtime.source.entries.values())
@@ -90,7 +70,16 @@ def test_a_file_that_got_shorter_is_refused(folder):
         check_values(runtime, "all")
 
 
-@cases
+@pytest.mark.parametrize(
+    "dtype, torch_dtype",
+    [
+        ("F32", "float32"),
+        ("BF16", "bfloat16"),
+        ("F16", "float16"),
+        ("F8_E4M3", "float8_e4m3fn"),
+        ("F8_E5M2", "float8_e5m2"),
+    ],
+)
 def test_a_summary_is_what_the_values_say(dtype, torch_dtype):
     """Against plain arithmetic on the values, with infinities and NaN where the dtype has them."""
     torch_dtype = getattr(torch, torch_dtype)

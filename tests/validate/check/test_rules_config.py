@@ -1,0 +1,190 @@
+"""Rules on config.json and hf_quant_config.json."""
+
+from functools import partial
+
+from broken_by import config, hf_quant_config, quantization
+from broken_case import assert_found, case, met, rows
+from checkpoint_files import ignoring
+from modelopt_form import in_hf_quant_config, mixed, mixed_in_two_files
+
+
+@rows(
+    "two-configs",
+    met(
+        "R5 two configs, two algorithms",
+        "glm modelopt",
+        hf_quant_config("quantization", {"quant_algo": "FP8", "exclude_modules": []}),
+        where="quant_algo",
+    ),
+    # Without quantized_layers in config.json vLLM 0.32 reads all of hf_quant_config.json; with them,
+    # none (model_loader/weight_utils, transformers_utils/model_arch_config_convertor).
+    case(
+        "a mixture whose other list is wrong",
+        partial(
+            mixed_in_two_files, here=["lm_head", "model.layers.1.self_attn*"], there=["lm_head"]
+        ),
+        found=[],
+    ),
+    case(
+        "a mixture whose own list is wrong",
+        partial(
+            mixed_in_two_files, here=["lm_head"], there=["lm_head", "model.layers.1.self_attn*"]
+        ),
+        rule="form",
+        where="model.layers.1.self_attn",
+        among=True,
+    ),
+    case(
+        "one algorithm, and a wrong list in the other file",
+        "glm modelopt",
+        hf_quant_config(
+            "quantization",
+            {"quant_algo": "NVFP4", "exclude_modules": ["lm_head", "model.layers.1.self_attn*"]},
+        ),
+        severity="warning",
+        says="TensorRT-LLM reads this file",
+    ),
+    case(
+        "one algorithm, and a right list in the other file",
+        "glm modelopt",
+        ignoring("model.layers.1.self_attn*"),
+        hf_quant_config("quantization", {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}),
+        rule="form",
+        where="model.layers.1",
+        among=True,
+    ),
+)
+def test_quantization_configs_agree(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "config",
+    met(
+        "E5 layer_types counts the MTP layer",
+        "qwen vl fp8",
+        config(
+            "text_config/layer_types",
+            [
+                "linear_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+                "full_attention",
+            ],
+        ),
+        where="layer_types",
+    ),
+    met(
+        "E6 compress_ratios lost",
+        "dsv4 bf16",
+        config("compress_ratios", None),
+        where="compress_ratios",
+    ),
+)
+def test_config_has_what_vllm_reads(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "algorithm",
+    met(
+        "R7 algorithm vLLM does not load",
+        "glm modelopt",
+        quantization("quant_algo", "W4A16_AWQ"),
+        where="quant_algo",
+        says="ModelOpt currently only supports",
+    ),
+    met(
+        "R7 hf_quant_config.json without group_size",
+        "glm modelopt file",
+        hf_quant_config("quantization/group_size", None),
+        where="group_size",
+    ),
+    met(
+        "R7 a mixture in hf_quant_config.json alone",
+        partial(mixed, "glm-4.7", "NVFP4"),
+        in_hf_quant_config,
+        where="quantization.quant_algo",
+        says="Unknown ModelOpt quant algo",
+    ),
+    case(
+        "a file of another producer alone",
+        "glm modelopt file",
+        hf_quant_config("producer", {"name": "other", "version": "1"}),
+        where="hf_quant_config.json: producer.name",
+        says="builds a plain model",
+        among=True,
+    ),
+    case(
+        "a mixture in both files", partial(mixed_in_two_files, here=[], there=["lm_head"]), found=[]
+    ),
+    case(
+        "a mixture in both files, one of another producer",
+        partial(mixed_in_two_files, here=[], there=["lm_head"]),
+        hf_quant_config("producer", {"name": "other", "version": "1"}),
+        where="hf_quant_config.json: producer.name",
+        says="Unsupported quantization config",
+        among=True,
+    ),
+)
+def test_modelopt_is_complete(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "extras",
+    met(
+        "Fp4 scale_fmt lost",
+        "dsv4 bf16",
+        quantization("scale_fmt", None),
+        where="scale_fmt",
+        severity="warning",
+    ),
+)
+def test_extras_are_present(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+def brings(*files: str):
+    """Python of the checkpoint's own."""
+
+    def put(folder):
+        for file in files:
+            (folder / file).touch()
+
+    def change(checkpoint):
+        checkpoint.after = put
+
+    return change
+
+
+OWN = {"AutoConfig": "configuration_glm.C"}
+OTHERS = OWN | {"AutoModel": "somebody/else--modeling_x.Model"}
+
+
+@rows(
+    "own-code",
+    case(
+        "its own",
+        "glm fp8",
+        config("auto_map", OWN),
+        brings("modeling_glm.py", "configuration_glm.py"),
+        severity="warning",
+        where="configuration_glm.py",
+        says="--trust-remote-code",
+        count=2,
+    ),
+    case(
+        "of another repository",
+        "glm fp8",
+        config("auto_map", OTHERS),
+        severity="warning",
+        where="auto_map somebody/else--modeling_x.Model",
+        says="--trust-remote-code",
+        count=1,
+    ),
+    case("an auto_map without files", "glm fp8", config("auto_map", OWN), found=[]),
+)
+def test_own_code_is_known(case, tmp_path):
+    assert_found(case, tmp_path)

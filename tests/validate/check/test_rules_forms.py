@@ -1,0 +1,791 @@
+"""Rules on how weights are stored: each against what vLLM builds."""
+
+import re
+from functools import partial
+
+from broken_by import config, quantization, rename, reshape, retype, tensor
+from broken_case import assert_found, case, met, rows
+from checkpoint_files import ignoring, lose, pack
+from foreign_form import autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
+from good import ours
+from modelopt_form import mixed, modelopt
+from real_releases import TABLE, qwen38_fp8
+
+INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
+
+
+@rows(
+    "fused-uniform",
+    met(
+        "M1 scale of one shard lost",
+        "glm fp8",
+        lose(r"model\.layers\.1\.self_attn\.k_proj\.weight_scale"),
+        where="model.layers.1.self_attn.k_proj.weight",
+    ),
+    met(
+        "R3 one expert left plain",
+        "glm nvfp4",
+        lose(r"model\.layers\.1\.mlp\.experts\.3\.up_proj\..*"),
+        tensor("model.layers.1.mlp.experts.3.up_proj.weight", "BF16", 128, 256),
+        where="model.layers.1.mlp.experts.3.up_proj.weight",
+    ),
+    met(
+        "F8 global scale of one shard lost",
+        "glm nvfp4",
+        lose(r"model\.layers\.1\.self_attn\.v_proj\.weight_global_scale"),
+        where="model.layers.1.self_attn.v_proj",
+    ),
+)
+def test_fused_modules_are_uniform(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "shapes",
+    met(
+        "M2 expert packed too narrow",
+        "glm nvfp4",
+        tensor("model.layers.1.mlp.experts.2.down_proj.weight_packed", "U8", 256, 32),
+        where="model.layers.1.mlp.experts.2.down_proj.weight_packed",
+        says="in silence",
+    ),
+    met(
+        "R15 part blocks inside a fused module",
+        "v3 block",
+        tensor("model.layers.3.self_attn.q_a_proj.weight", "F8_E4M3", 200, 256),
+        tensor("model.layers.3.self_attn.q_a_proj.weight_scale", "F32", 2, 2),
+        where="model.layers.3.self_attn.q_a_proj.weight",
+        says="validate_fp8_block_shape",
+    ),
+)
+def test_fused_shards_are_complete(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "config-group",
+    met(
+        "R7 Quark without layer_type_quant_config",
+        "glm quark",
+        quantization("layer_type_quant_config", None),
+        where="quantization_config",
+        says="AttributeError",
+    ),
+    met(
+        "R7 Quark in a scheme that vLLM has not",
+        "glm quark",
+        quantization("global_quant_config", {"weight": {"dtype": "int3", "qscheme": "per_group"}}),
+        where="model.layers.",
+        says="no scheme of Quark's",
+    ),
+    met(
+        "R7 AutoRound in groups that vLLM does not load",
+        "glm autoround mxfp4",
+        quantization("group_size", 16),
+        where="quantization_config",
+        says="INC supports no mx_fp of 4 bits in groups of 16",
+    ),
+    met(
+        "R7 GPTQ with an order of inputs",
+        "glm gptq",
+        quantization("desc_act", True),
+        where="quantization_config",
+        says="desc_act=True",
+    ),
+    met(
+        "F34 half of a fused projection ignored",
+        "qwen vl fp8",
+        ignoring("language_model.model.layers.0.linear_attn.in_proj_qkv"),
+        where="language_model.model.layers.0.linear_attn.in_proj_qkv",
+        says="different quantization schemes",
+    ),
+    met(
+        "F27 q_proj ignored, k_proj and v_proj not",
+        "next fp8",
+        ignoring("mtp.layers.0.self_attn.q_proj"),
+        where="mtp.layers.0.self_attn.q_proj",
+        says="different quantization schemes",
+    ),
+    met(
+        "F27 the same under modelopt",
+        "glm modelopt",
+        ignoring("model.layers.2.self_attn.q_proj"),
+        where="model.layers.2.self_attn.q_proj",
+        says="some but not all shards",
+    ),
+    met(
+        "F27 two parts of a plain qkv excluded by name",
+        "glm modelopt",
+        ignoring("model.layers.12.self_attn.q_proj", "model.layers.12.self_attn.k_proj"),
+        where="model.layers.12.self_attn.q_proj",
+        says="some but not all shards",
+    ),
+    met(
+        "R2 expert projections in two schemes",
+        "glm w4a16",
+        ignoring(r"re:^model\.layers\.3\.mlp\.experts\.\d+\.down_proj"),
+        where="re:^model",
+    ),
+    met(
+        "M10 FP8 blocks without input_activations",
+        "v3 block",
+        quantization("config_groups/*/input_activations", None),
+        where="re:^",
+        says="is_static_input_scheme",
+    ),
+    met(
+        "Fp3 FP8 experts without input_activations",
+        "glm fp8",
+        quantization("config_groups/*/input_activations", None),
+        where="Linear",
+        says="only format: pack-quantized",
+    ),
+    case(
+        "a form that vLLM cannot read either",
+        "glm quark",
+        quantization(
+            "global_quant_config",
+            {"weight": INT4},
+        ),
+        quantization("export", None),
+        says="export key",
+    ),
+    case(
+        "one entry for a part of every layer",
+        partial(
+            autoround, extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}}
+        ),
+        where=".*q_proj",
+        count=3,
+    ),
+    case(
+        "no group with inputs",
+        "v3 block",
+        quantization("config_groups/*/input_activations", None),
+        found=[{"count": 24}, {"count": 3}],
+    ),
+)
+def test_stored_form_is_what_is_built(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "form",
+    met(
+        "F11 exclude misses mtp.fc",
+        "next modelopt fp8",
+        ignoring("mtp.layers.0*", without="^mtp"),
+        where="mtp.fc.weight",
+        says="in silence",
+    ),
+    met(
+        "F13 target Linear takes mtp.fc",
+        "qwen vl fp8",
+        ignoring(without=r"^mtp\.fc$"),
+        where="mtp.fc.weight",
+    ),
+    met(
+        "F14 experts of the draft not ignored",
+        "qwen vl moe nvfp4",
+        ignoring(without=r"mtp\..*\.experts"),
+        where="mtp.layers.0.mlp.experts.0.",
+        says="in silence",
+    ),
+    met(
+        "F14 ignore names the fused experts",
+        "next nvfp4",
+        ignoring("mtp.layers.0.mlp.experts", without=r"mtp\..*\.experts"),
+        where="mtp.layers.0.mlp.experts.0.",
+    ),
+    met(
+        "F17 names of another space",
+        "lite fp8",
+        ignoring("re:.*mtp_block.*", without=r"^model\.layers\.3\."),
+        where="model.layers.3.",
+        says="in silence",
+    ),
+    met(
+        "F18 V4 draft inherits the main scheme",
+        "dsv4 published",
+        ignoring(without=r"layers\\\.3"),
+        quantization("config_groups/*/targets", ["Linear"]),
+        where="mtp.0.",
+    ),
+    met(
+        "H1 ignore by name on disk, seen by its effect",
+        "dsv4 published",
+        ignoring(without=r"layers\\\.3"),
+        where="mtp.0.",
+    ),
+    met(
+        "G6 mimo by name on disk",
+        "mimo fp8",
+        ignoring(r"re:^model\.mtp_layers\.", without="layers"),
+        where="model.mtp_layers.0.",
+        says="in silence",
+    ),
+    met(
+        "G6 mimo by name on disk, packed",
+        "mimo w4a16",
+        quantization("config_groups/*/targets", ["Linear"]),
+        ignoring(r"re:^model\.mtp_layers\.", without="layers"),
+        where="model.mtp_layers.0.",
+        says="raises",
+    ),
+    met(
+        "M4 native FP8, plain draft not ignored",
+        "v3 native bf16 mtp",
+        quantization("ignored_layers", None),
+        where="model.layers.3.",
+        says="in silence",
+    ),
+    met("F20 quark without exclude", quark, where="model.layers.3.", says="in silence"),
+    met(
+        "F20 Quark's NVFP4 without exclude (vllm #49187)",
+        quark_nvfp4,
+        where="model.layers.3.",
+        says="as nvfp4_modelopt",
+    ),
+    met(
+        "F15 AutoRound's MXFP4 without an exception",
+        autoround_mxfp4,
+        where="model.layers.3.",
+        says="as mxfp4",
+    ),
+    met(
+        "F15 GPTQ without exception",
+        partial(gptq, dynamic={}),
+        where="model.layers.3.mlp.experts.",
+        says="in silence",
+    ),
+    met(
+        "F16 an expression with + excepts nothing",
+        partial(gptq, "qwen3.5-397b", dynamic={"+:.*mtp.*": {"bits": 4}}),
+        where="mtp.layers.0.mlp.experts.",
+        says="by the entry '.*mtp.*'",
+    ),
+    met("F15 AWQ without a list", awq, where="model.layers.3.mlp.experts."),
+    met(
+        "F26 AutoRound names each expert",
+        partial(
+            autoround,
+            "qwen3-next-80b",
+            extra_config={
+                ".*in_proj_ba": {"bits": 16},
+                r"mtp\.fc": {"bits": 16},
+                "mtp.*attn.*": {"bits": 16},
+                "mtp.*shared_expert.*": {"bits": 16},
+                r"mtp.*\.experts\.0\..*": {"bits": 16},
+                r"mtp.*\.experts\.1\..*": {"bits": 16},
+                r"mtp.*\.experts\.2\..*": {"bits": 16},
+                r"mtp.*\.experts\.3\..*": {"bits": 16},
+            },
+        ),
+        where="mtp.layers.0.mlp.experts.",
+    ),
+    met(
+        "F34 vision tower reached by Linear",
+        "qwen vl fp8",
+        ignoring(without="visual"),
+        where="model.visual.",
+        says="Linear",
+    ),
+    case(
+        "experts that no entry excepts",
+        "next nvfp4",
+        ignoring(without=r"\.experts\."),
+        where="mtp.layers.0.mlp.experts.0.",
+        count=12,
+        cure=r"re:^mtp\.",
+    ),
+    case(
+        "plain experts beside packed ones in groups that Marlin does not have",
+        partial(gptq, dynamic={r"-:^model\.layers\.3\.": {}}),
+        quantization("group_size", 256),
+        where="model.layers.3.mlp.experts.",
+        cure="Quantize again in groups of 128: in other groups no entry excepts experts",
+        among=True,
+    ),
+)
+def test_compare_plain_with_packed(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "form",
+    met(
+        "R2 AWQ's list is made of the names of parameters",
+        partial(awq, "qwen3.5-27b"),
+        where="linear_attn.in_proj_qkv.qweight",
+        says="plain (by the entry 'language_model.model.layers.0.",
+    ),
+    met(
+        "F35 packed although ignored",
+        "next nvfp4",
+        pack(r"mtp\.layers\.0\.self_attn\.o_proj", "NVFP4"),
+        where="mtp.layers.0.self_attn.o_proj.weight_packed",
+        says="builds mtp.layers.0.self_attn.o_proj plain",
+    ),
+    met(
+        "F28 experts quantized, everything ignored",
+        "next fp8",
+        ignoring(r"re:^mtp\."),
+        where="mtp.layers.0.",
+    ),
+    met(
+        "F25 missing from quantized_layers",
+        "glm mixed",
+        quantization("quantized_layers/model.layers.1.self_attn.o_proj", None),
+        where="model.layers.1.self_attn.o_proj.weight",
+    ),
+    met(
+        "F42 a copy of the head in 4 bits",
+        "glm fp8",
+        pack(r"model\.layers\.3\.shared_head\.head", "NVFP4"),
+        where="model.layers.3.shared_head.head.weight_packed",
+        says="in silence",
+    ),
+    met(
+        "F42 a copy of the head that is too short",
+        "glm fp8",
+        tensor("model.layers.3.shared_head.head.weight", "F8_E4M3", 256, 256),
+        where="model.layers.3.shared_head.head.weight",
+    ),
+    met(
+        "F29 head packed, read as plain",
+        "glm nvfp4",
+        pack("lm_head", "NVFP4"),
+        where="lm_head.weight_packed",
+    ),
+    met(
+        "G1 targets in other names of the experts",
+        "dsv4 published",
+        quantization(
+            "config_groups/group_1/targets", [r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"]
+        ),
+        where="layers.0.ffn.experts.0.w1.weight_packed",
+        says="no target matches",
+    ),
+    met(
+        "G2 target without the fused name",
+        "dsv4 published",
+        quantization("config_groups/group_0/targets", [r"re:.*\.attn\.(wq_a|wq_b|wo_a|wo_b)$"]),
+        where="layers.0.attn.wkv.weight",
+    ),
+    met(
+        "R2 modelopt substring takes layers 10 and 11",
+        "glm modelopt",
+        ignoring("model.layers.1"),
+        where="model.layers.1.",
+        says="by the entry 'model.layers.1'",
+    ),
+    met(
+        "R2 no quantization config at all",
+        "glm nvfp4",
+        config("quantization_config", None),
+        where="model.layers.0.",
+        says="no quantization_config",
+    ),
+    met(
+        "R7 an algorithm of experts for linears",
+        partial(mixed, "glm-4.7", "FP8_BLOCK"),
+        quantization("quantized_layers/*/quant_algo", "FP8_BLOCK_SCALES"),
+        where="model.layers.0.",
+        says="plain",
+    ),
+    met(
+        "R7 mixed FP8 a channel of experts",
+        partial(mixed, "glm-4.7", "FP8_DYNAMIC"),
+        where="model.layers.1.mlp.experts.0.",
+        says="builds model.layers.1.mlp.experts plain",
+    ),
+    met(
+        "F12 mtp.fc packed under modelopt NVFP4",
+        "qwen vl modelopt",
+        tensor("mtp.fc.weight", "U8", 256, 256),
+        tensor("mtp.fc.weight_scale", "F8_E4M3", 256, 32),
+        tensor("mtp.fc.weight_scale_2", "F32"),
+        tensor("mtp.fc.input_scale", "F32"),
+        where="mtp.fc.weight",
+        says="without quantization",
+    ),
+    # sglang #38870 has packed MTP experts beside a plain rest: one name below the experts is enough.
+    case(
+        "one name below the experts makes all of them plain",
+        partial(quark_nvfp4, mtp="NVFP4", exclude=["model.layers.3.mlp.experts.0.gate_proj"]),
+        where="model.layers.3.mlp.experts.0.down_proj.weight",
+        cure="Narrow the entry 'model.layers.3.mlp.experts.0.gate_proj'",
+    ),
+)
+def test_compare_packed_with_plain(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "form",
+    met(
+        "R2 GPTQ in 8 bits by an expression, in 4 on disk",
+        "glm gptq",
+        quantization(r"dynamic/+:.*\.layers\.1\..*", {"bits": 8}),
+        where="model.layers.1.",
+        says="where",
+    ),
+    met(
+        "R7 g_idx in a loader that knows none",
+        partial(gptq, mtp="W4A16", dynamic={}),
+        where="model.layers.3.",
+        says="in silence",
+    ),
+    met(
+        "M1 scale of a lone module lost",
+        "glm fp8",
+        lose(r"model\.layers\.1\.self_attn\.o_proj\.weight_scale"),
+        where="model.layers.1.self_attn.o_proj.weight_scale",
+        says="uninitialised in silence",
+    ),
+    met(
+        "Fp7 input scales lost",
+        "glm modelopt",
+        lose(r"model\.layers\.2\.self_attn\.o_proj\.input_scale"),
+        where="model.layers.2.self_attn.o_proj.input_scale",
+    ),
+    met(
+        "R7 FP8 blocks of experts under modelopt",
+        partial(modelopt, "glm-4.7", "FP8_BLOCK"),
+        where="model.layers.1.mlp.experts.0.",
+        says="as fp8_tensor",
+    ),
+    met(
+        "R7 FP8 a channel of experts under modelopt",
+        partial(modelopt, "qwen3-next-80b", "FP8_DYNAMIC"),
+        where="model.layers.0.mlp.experts.0.",
+        says="as fp8_tensor",
+    ),
+    met(
+        "R7 modelopt's names for experts in mixed blocks",
+        "glm mixed blocks",
+        rename(r"(.*\.experts\..*)\.weight_scale_inv", r"\1.weight_scale"),
+        where="model.layers.1.mlp.experts.0.down_proj.weight_scale",
+        says="has no place",
+    ),
+    met(
+        "F24 bare .scale under compressed-tensors",
+        "v3 block",
+        rename(r"(model\.layers\.3\.self_attn\.o_proj)\.weight_scale", r"\1.scale"),
+        where="model.layers.3.self_attn.o_proj.scale",
+    ),
+    met(
+        "Fp5 _inv under compressed-tensors",
+        "v3 block",
+        rename(r"(.*)\.weight_scale", r"\1.weight_scale_inv"),
+        where=".weight_scale_inv",
+        says="weight_scale_inv has no place",
+    ),
+    met(
+        "Fp5 no _inv under fp8",
+        "released deepseek-r1",
+        rename(r"(.*)\.weight_scale_inv", r"\1.weight_scale"),
+        where=".weight_scale",
+        says="weight_scale has no place",
+    ),
+    met(
+        "Fp1 global scale with two values",
+        "glm nvfp4",
+        tensor("model.layers.1.self_attn.o_proj.weight_global_scale", "F32", 2),
+        where="model.layers.1.self_attn.o_proj.weight_global_scale",
+    ),
+    met(
+        "Fp2 block scales in BF16",
+        "v3 block",
+        retype(r"model\.layers\.\d\..*\.weight_scale", "BF16"),
+        rule="scale-dtype",
+        where=".weight_scale",
+        says="DeepGEMM",
+        severity="warning",
+    ),
+    met(
+        "M3 FP8 stored as bytes",
+        "glm fp8",
+        retype(r"model\.layers\.1\.self_attn\.o_proj\.weight", "U8"),
+        where="model.layers.1.self_attn.o_proj.weight",
+        says="as numbers",
+    ),
+    met(
+        "M3 scales stored as bytes",
+        "glm nvfp4",
+        retype(r"model\.layers\.1\.mlp\.experts\..*\.weight_scale", "U8"),
+        where="model.layers.1.mlp.experts.0.",
+        says="as numbers",
+    ),
+    met(
+        "R2 eight bits, said to be four",
+        "glm w4a16",
+        tensor("model.layers.3.self_attn.o_proj.weight_packed", "I32", 256, 128),
+        where="model.layers.3.self_attn.o_proj.weight_scale",
+    ),
+    met(
+        "Fp2 a column of scales under modelopt",
+        "mimo modelopt channels",
+        reshape(r".*\.weight_scale", "n -> n 1"),
+        where="weight_scale",
+        says="has shape",
+    ),
+    met(
+        "Fp2 blocks of two dimensions under modelopt",
+        "qwen text modelopt blocks",
+        reshape(r".*\.weight_scale", "n 1 k 1 -> n k"),
+        where="weight_scale",
+        says="has shape",
+    ),
+    met(
+        "Fp2 a row of scales under compressed-tensors",
+        "next fp8",
+        reshape(r".*\.weight_scale", "n 1 -> n"),
+        where="weight_scale",
+        says="has shape",
+    ),
+    met(
+        "Fp2 blocks of four dimensions under compressed-tensors",
+        "v3 block",
+        reshape(r".*\.weight_scale", "n k -> n 1 k 1"),
+        where="weight_scale",
+        says="has shape",
+    ),
+    met(
+        "Fp2 blocks of four dimensions in native FP8",
+        "released deepseek-r1",
+        reshape(r".*\.weight_scale_inv", "n k -> n 1 k 1"),
+        where="weight_scale_inv",
+        says="has shape",
+    ),
+    met(
+        "Fp1 a matrix of one scale",
+        "glm fp8 static",
+        reshape(r".*\.weight_scale", "n -> 1 1"),
+        where="weight_scale",
+        says="has shape",
+    ),
+    met(
+        "M3 MXFP4 scales as E8M0",
+        partial(ours, "glm-4.7", "MXFP4"),
+        retype(r".*\.weight_scale", "F8_E8M0"),
+        where="weight_scale",
+        says="as numbers",
+    ),
+    met(
+        "R15 width no multiple of the group",
+        "glm w4a16",
+        tensor("model.layers.3.self_attn.o_proj.weight_packed", "I32", 256, 25),
+        tensor("model.layers.3.self_attn.o_proj.weight_scale", "BF16", 256, 1),
+        where="model.layers.3.self_attn.o_proj.weight_scale",
+        says="no multiple of the group",
+    ),
+    # One cause is one finding: sizes and names in a sentence do not make another.
+    case(
+        "every scale in another shape",
+        "v3 block",
+        reshape(r".*\.weight_scale", "n k -> n 1 k 1"),
+        found=[
+            {"where": "model.layers.0.mlp.down_proj.weight_scale", "count": 48},
+            {"where": "model.layers.3.mlp.experts.0.down_proj.weight_scale", "count": 20},
+        ],
+    ),
+)
+def test_compare_two_packed_forms(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "glue",
+    met(
+        "F42 a copy of the embedding whose scale the loader refuses",
+        "v3 block",
+        pack(r"model\.layers\.3\.embed_tokens", "FP8_DYNAMIC"),
+        where="model.layers.3.embed_tokens.weight",
+        says="in silence",
+    ),
+    met(
+        "F42 eh_proj in FP8, scale dropped",
+        "glm fp8",
+        pack(r"model\.layers\.3\.eh_proj", "FP8_DYNAMIC"),
+        where="model.layers.3.eh_proj.weight",
+        says="in silence",
+    ),
+    met(
+        "H7 eh_proj packed",
+        "v3 nvfp4",
+        pack(r"model\.layers\.3\.eh_proj", "NVFP4A16"),
+        where="model.layers.3.eh_proj.weight_packed",
+        says="in silence",
+    ),
+    met(
+        "H7 input_proj of MiMo packed",
+        "mimo w4a16",
+        pack(r"model\.mtp_layers\.0\.input_proj", "W4A16"),
+        where="model.mtp_layers.0.input_proj.weight_packed",
+        says="in silence",
+    ),
+    met(
+        "G5 compressor quantized",
+        "dsv4 published",
+        pack(r"layers\.1\.attn\.compressor\.wkv", "FP8_BLOCK"),
+        where="layers.1.attn.compressor.wkv.weight",
+    ),
+    met(
+        "R4 router quantized",
+        "glm fp8",
+        pack(r"model\.layers\.1\.mlp\.gate", "FP8_DYNAMIC"),
+        where="model.layers.1.mlp.gate.weight",
+    ),
+    met(
+        "H7 embedding packed",
+        "qwen vl fp8",
+        pack(r"model\.language_model\.embed_tokens", "W4A16"),
+        where="model.language_model.embed_tokens.weight_packed",
+        says="in silence",
+    ),
+)
+def test_compare_what_is_always_plain(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "draft-head",
+    met(
+        "F38 AutoRound's block takes the head",
+        partial(autoround, block_name_to_quantize="model.layers"),
+        where="model.layers.3.head",
+        says="as gptq",
+    ),
+    met(
+        "F38 placeholder head quantized",
+        "v3 modelopt",
+        ignoring(
+            "model.layers.3.self_attn*",
+            "model.layers.3.mlp*",
+            "model.layers.3.shared_head.head",
+            without=r"^model\.layers\.3\.\*$",
+        ),
+        where="model.layers.3.head",
+        says="nothing fills them",
+    ),
+    met(
+        "F38 head of a Qwen3.5 draft quantized",
+        "qwen vl modelopt",
+        ignoring("language_model.lm_head", without="lm_head"),
+        where="lm_head",
+    ),
+)
+def test_draft_head_is_excluded(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+SCALES = r"model\.layers\.0\.self_attn\.qkv_proj\.weight_scale_inv"
+
+
+@rows(
+    "rows",
+    case(
+        "q, k and v in one tensor without scales",
+        "released mimo-v2.5",
+        lose(SCALES),
+        where="model.layers.0.self_attn.qkv_proj.weight",
+        says="never loads without scales",
+        among=True,
+    ),
+    case(
+        "q, k and v in one plain tensor",
+        "released mimo-v2.5",
+        lose(SCALES),
+        retype(r"model\.layers\.0\.self_attn\.qkv_proj\.weight", "BF16"),
+        severity="warning",
+        where="model.layers.0.self_attn.qkv_proj.weight",
+        says="in another order",
+        among=True,
+    ),
+)
+def test_interleaved_rows_are_put_in_order(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "dialect",
+    met(
+        "R8 a dialect that is not judged",
+        "glm fp8",
+        config("quantization_config", {"quant_method": "torchao"}),
+        where="model.layers.3.",
+    ),
+    case(
+        "a dialect",
+        "released glm-4.7",
+        config(
+            "quantization_config",
+            {"quant_method": "torchao", "modules_to_not_convert": ["model.layers.3."]},
+        ),
+        severity="warning",
+        cure="--gpu sm90",
+    ),
+    case(
+        "a form",
+        "glm quark",
+        quantization(
+            "global_quant_config",
+            {"weight": INT4},
+        ),
+        severity="warning",
+    ),
+    # W4AFP8: what vLLM builds is not known, only that it is not plain.
+    case(
+        "a plain block under targets of a scheme that is not known",
+        w4afp8,
+        quantization("ignore", ["lm_head", "re:.*in_proj_(ba|[ab])$", "re:.*visual"]),
+        found=[
+            {"severity": "warning"},
+            {"rule": "form", "where": "mtp.", "cure": r"'re:^mtp\.' to ignore"},
+        ],
+    ),
+    case(
+        "the same block, excepted",
+        w4afp8,
+        quantization("ignore", ["lm_head", "re:.*in_proj_(ba|[ab])$", "re:.*visual", r"re:^mtp\."]),
+        severity="warning",
+    ),
+)
+def test_schemes_are_known(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+NGRAMS = re.escape(TABLE)
+
+
+@rows(
+    "table",
+    case("a table in FP8", qwen38_fp8, found=[]),
+    case(
+        "its scale lost",
+        qwen38_fp8,
+        lose(rf"{NGRAMS}\.weight_scale"),
+        where=f"{TABLE}.weight_scale",
+        says="ngram_embedding fp8",
+        count=2,
+    ),
+    case(
+        "plain parts beside a scale",
+        qwen38_fp8,
+        retype(rf"{NGRAMS}\.shard_\d+\.weight", "BF16"),
+        where=f"{TABLE}.shard_0.weight",
+        cure="ple_embedding_dtype",
+        count=2,
+    ),
+    case(
+        "a form that no vLLM has",
+        qwen38_fp8,
+        config("text_config/ple_embedding_dtype", "int3"),
+        where="ngram_embedding",
+        says="refused",
+        count=2,
+    ),
+)
+def test_table_is_as_built(case, tmp_path):
+    assert_found(case, tmp_path)

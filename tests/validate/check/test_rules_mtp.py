@@ -1,0 +1,329 @@
+"""Rules on the MTP block: what people met, and what else each one finds."""
+
+from functools import partial
+
+from broken_by import config, elsewhere, rename, retype, tensor
+from broken_case import assert_found, case, met, rows
+from checkpoint_files import as_source, lose
+from good import ours, released
+from real_releases import dspark_flash
+from without_mtp import llama
+
+FLASH = partial(ours, "dsv4-flash", "W4A16")
+
+
+@rows(
+    "mtp-missing",
+    met(
+        "F1 dropped, count kept",
+        "glm-5 nvfp4",
+        lose(r"model\.layers\.3\..*"),
+        where="model.layers.3.",
+        says="weights missing from checkpoint",
+    ),
+    met(
+        "F3 dropped in silence",
+        "next nvfp4",
+        lose(r"mtp\..*"),
+        where="mtp.layers.0.",
+        says="without a word",
+    ),
+    met("F5 only the glue exported", "next nvfp4", lose(r"mtp\.layers\..*"), where="mtp.layers.0."),
+    met(
+        "F9 count removed",
+        "mimo fp8",
+        config("num_nextn_predict_layers", None),
+        rule="mtp-not-promised",
+        where="num_nextn_predict_layers",
+        says="ZeroDivisionError",
+    ),
+    met(
+        "M7 count zero",
+        "glm fp8",
+        config("num_nextn_predict_layers", 0),
+        rule="mtp-not-promised",
+        where="num_nextn_predict_layers",
+        says="ZeroDivisionError",
+    ),
+    met(
+        "M7 count removed in V4",
+        "dsv4 bf16",
+        config("num_nextn_predict_layers", None),
+        rule="mtp-not-promised",
+        where="num_nextn_predict_layers",
+        says="AttributeError",
+    ),
+    met("F10 vision-language, stripped", "qwen vl fp8", lose(r"mtp\..*"), where="mtp.layers.0."),
+    met(
+        "R1 neither promised nor there",
+        "glm fp8",
+        lose(r"model\.layers\.3\..*"),
+        config("num_nextn_predict_layers", 0),
+        where="num_nextn_predict_layers",
+    ),
+    met(
+        "M9 one layer too many",
+        "glm fp8",
+        config("num_hidden_layers", 2),
+        rule="mtp-not-promised",
+        where="model.layers.3.",
+    ),
+    met(
+        "M9 the MTP layer is counted as a decoder layer",
+        "glm fp8",
+        config("num_hidden_layers", 4),
+        where="model.layers.3.",
+    ),
+    met(
+        "M9 two layers promised, one there",
+        "glm fp8",
+        config("num_nextn_predict_layers", 2),
+        where="model.layers.4.",
+    ),
+)
+def test_promised_layers_exist(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "unindexed",
+    met("F4 in a file without index", "next nvfp4", elsewhere(r"mtp\..*"), where="mtp."),
+)
+def test_files_are_indexed(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "mtp-incomplete",
+    met(
+        "F2 norm lost",
+        "glm fp8",
+        lose(r"model\.layers\.3\.hnorm\.weight"),
+        where="model.layers.3.hnorm",
+    ),
+    met(
+        "M1 eh_proj lost",
+        "v3 nvfp4",
+        lose(r"model\.layers\.3\.eh_proj\.weight"),
+        where="model.layers.3.eh_proj",
+    ),
+    met(
+        "E7 hyper-connection of the draft lost",
+        "dsv4 bf16",
+        lose(r"mtp\.0\.hc_head_fn"),
+        where="mtp.0.hc_head_fn",
+    ),
+    met(
+        "R7 scale without weight",
+        "glm fp8",
+        lose(r"model\.layers\.3\.eh_proj\.weight"),
+        where="model.layers.3.eh_proj",
+    ),
+    case(
+        "a classic block of the same model that lost a part",
+        dspark_flash,
+        config("dspark_target_layer_ids", None),
+        among=True,
+    ),
+)
+def test_mtp_glue_is_complete(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "mtp-incomplete",
+    met(
+        "F8 o_proj of the draft lost",
+        "next nvfp4",
+        lose(r"mtp\.layers\.0\.self_attn\.o_proj\.weight"),
+        where="mtp.layers.0.self_attn.o_proj",
+    ),
+    met(
+        "F2 bias of the draft lost",
+        "mimo w4a16",
+        lose(r"model\.mtp_layers\.0\.self_attn\.k_proj\.bias"),
+        where="model.mtp_layers.0.self_attn.k_proj.bias",
+    ),
+    met(
+        "F2 correction bias of the draft lost",
+        "glm fp8",
+        lose(r"model\.layers\.3\.mlp\.gate\.e_score_correction_bias"),
+        where="model.layers.3.mlp.gate.e_score_correction_bias",
+    ),
+    met(
+        "E8 decoder layer lost",
+        "glm fp8",
+        lose(r"model\.layers\.1\..*"),
+        rule="layer-missing",
+        where="model.layers.1.",
+    ),
+    met(
+        "M1 norm of a decoder layer lost",
+        "glm fp8",
+        lose(r"model\.layers\.1\.self_attn\.q_norm\.weight"),
+        rule="layer-incomplete",
+        where="model.layers.1.self_attn.q_norm",
+    ),
+    case(
+        "attention without low-rank queries is another layout",
+        "released deepseek-r1",
+        config("q_lora_rank", None),
+        lose(r"model\.layers\.\d\.self_attn\.(q_a_proj|q_a_layernorm)\..*"),
+        rename(r"(.*\.self_attn\.)q_b_proj(\..*)", r"\1q_proj\2"),
+        found=[],
+    ),
+)
+def test_layers_are_complete(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "layer-missing",
+    case(
+        "a layer lost, of no family",
+        partial(llama, "awq"),
+        lose(r"model\.layers\.2\..*"),
+        found=[{"where": "model.layers.2."}, {"rule": "family", "severity": "warning"}],
+    ),
+)
+def test_counted_layers_are_there(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "experts",
+    met(
+        "E2 experts of one rank only",
+        "glm nvfp4",
+        lose(r"model\.layers\.1\.mlp\.experts\.[23]\..*"),
+        where="model.layers.1.mlp.experts.2",
+    ),
+    met(
+        "E2 one expert of the draft",
+        "glm fp8",
+        lose(r"model\.layers\.3\.mlp\.experts\.2\.up_proj\.weight"),
+        where="model.layers.3.mlp.experts.2.up_proj",
+    ),
+)
+def test_experts_are_complete(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "unknown-tensor",
+    met(
+        "R7 orphan scale",
+        "glm fp8",
+        tensor("model.layers.3.mlp.shared_experts.w9.weight_scale", "F32", 1),
+        where="model.layers.3.mlp.shared_experts.w9.weight_scale",
+    ),
+)
+def test_scales_have_weights(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "unknown-tensor",
+    met(
+        "R7 a scale the draft's loader does not rename",
+        "released longcat-flash-chat",
+        tensor("model.mtp.layers.0.self_attn.o_proj.weight_scale", "F32", 256, 1),
+        where="model.mtp.layers.0.self_attn.o_proj.weight_scale",
+        says="KeyError",
+    ),
+)
+def test_names_are_known(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "unknown-tensor",
+    met(
+        "F37 vision-language prefix",
+        "qwen vl fp8",
+        rename(r"(mtp\..*)", r"language_model.\1"),
+        rule="mtp-prefix",
+        where="language_model.mtp.",
+    ),
+    met(
+        "E7 transformers' names in the draft",
+        "dsv4 bf16",
+        rename(r"mtp\.0\.hc_attn_base", "mtp.0.attn_hc.base"),
+        where="mtp.0.attn_hc.base",
+    ),
+    met(
+        "E9 copies under another name",
+        "dsv4 bf16",
+        rename(r"mtp\.0\.emb\.tok_emb\.weight", "mtp.0.embed.weight"),
+        where="mtp.0.embed.weight",
+    ),
+    met(
+        "F7 tensors of another model",
+        "glm fp8",
+        tensor("vision_model.encoder.weight", "BF16", 4, 4),
+        where="vision_model.encoder.weight",
+        severity="warning",
+    ),
+)
+def test_unknown(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "alias",
+    met(
+        "E10 copies missing",
+        "dsv4 bf16",
+        lose(r"mtp\.0\.(emb\.tok_emb|head)\.weight"),
+        where="mtp.0.emb.tok_emb",
+        says="0 %",
+        severity="warning",
+    ),
+)
+def test_aliases_are_present(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "source",
+    case(
+        "C3 parameter lost",
+        FLASH,
+        lose(r"mtp\.0\.ffn\.gate\.bias"),
+        where="mtp.0.ffn.gate.bias",
+        says="source's MTP block",
+        among=True,
+    ),
+    case(
+        "C3 weight lost",
+        FLASH,
+        lose(r"mtp\.0\.attn\.wq_b\.weight"),
+        where="mtp.0.attn.wq_b.weight",
+        says="source's MTP block",
+        among=True,
+    ),
+)
+def test_mtp_is_that_of_the_source(case, tmp_path):
+    assert_found(case, tmp_path, source=as_source(released("dsv4-flash"), tmp_path))
+
+
+@rows(
+    "source",
+    case(
+        "E4 float32 lost",
+        FLASH,
+        retype(r"mtp\.0\.hc_attn_fn", "BF16"),
+        where="mtp.0.hc_attn_fn",
+        severity="warning",
+        says="in the source F32",
+    ),
+    case(
+        "E8 another shape",
+        FLASH,
+        tensor("mtp.0.attn_norm.weight", "BF16", 513),
+        where="mtp.0.attn_norm.weight",
+        says="512",
+    ),
+)
+def test_changed(case, tmp_path):
+    assert_found(case, tmp_path, source=as_source(released("dsv4-flash"), tmp_path))
