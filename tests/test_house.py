@@ -55,9 +55,9 @@ TWINS = 6
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
     "tokens of the package": 332_900,
-    "tokens of the tests": 402_779,
-    "dense forms in 1,000 tokens": 8.36,
-    "functions over 100 lines": 4,
+    "tokens of the tests": 382_400,
+    "dense forms in 1,000 tokens": 3.32,
+    "functions over 100 lines": 0,
     "functions with over 8 parameters": 0,
 }
 # So that a good change of a few tokens passes.

@@ -4,33 +4,35 @@ In: a plan. Out: a `StationMemory` for each part of the run whose tensors are in
 bytes, on the device that calibrates and on the host. And the largest batch that fits a device, and
 how much of this machine's memory is free.
 
-The count is a simple one: the weights that are there, one factor for what a layer computes of each
-token, one sequence's attention scores, and what the algorithm holds. It is right within a factor.
+What is small is not counted; the count is right within a factor. Easy to get wrong: eager attention
+holds the scores of all heads of a sequence in BF16 and twice in F32 together, heads x S x S of
+each, and a batch has one sequence after the other (`forwards.adapted`; a checkpoint's own
+code that does not ask transformers how to attend has all at once). And what counts for Hessians and
+caches is not modules but inputs: q, k and v read one tensor, and so do the gate and up projections
+of all experts.
 
-Easy to get wrong: eager attention holds the scores of all heads of a sequence, and a batch has one
-sequence after the other (`forwards.adapted`). And what counts for Hessians and caches is not
-modules but inputs: q, k and v read one tensor, and so do the gate and up projections of all
-experts.
+A container has a limit of its own, which /proc/meminfo does not know; the smaller number counts.
 
-Source: transformers 5.17 eager_attention_forward, llm-compressor 0.14.0.1 modeling/moe
-(LinearExperts2D), calibrate/layers/gptq.py and awq.py; compared with what torch allocates in
-tests/quantize/needs/test_memory.py, with what is held in
-tests/quantize/calibrate/layers/test_bounded.py, and with an H100 (docs/gpu.md). Linux
-Documentation/filesystems/proc.rst (MemAvailable), admin-guide/cgroup-v2.rst (memory.max,
-memory.current) and cgroup-v1/memory.rst.
+Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1
+modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/gptq.py and awq.py; compared
+with what torch allocates in tests/quantize/needs/test_memory.py, and with what is held in
+tests/quantize/calibrate/layers/test_bounded.py. Linux Documentation/filesystems/proc.rst
+(MemAvailable), admin-guide/cgroup-v2.rst (memory.max, memory.current) and cgroup-v1/memory.rst.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Shape, frozen
 from ...recipes.knobs import AutoRoundKnobs
+from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
 
-BF16, F32 = 2, 4
+BF16, F32, F64 = 2, 4, 8
 PROCESS_BYTES = 1_200_000_000
 """Python with torch, transformers and llm-compressor, before a tensor is read."""
 CONTEXT_BYTES = 600_000_000
@@ -38,32 +40,23 @@ CONTEXT_BYTES = 600_000_000
 FRAGMENTS = 1.05
 """What the allocator has of a GPU, over what tensors take at most, with segments that grow
 (`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25."""
-# BF16 values that a layer computes of a token, for each row or column of its widest matrix. On an
-# H100, 5 is 1.05 times the peak of a layer of GLM-4.5-Air and 1.02 times that of DeepSeek-V3.1.
-_COMPUTED = 5
-# Without its own kernels, linear attention computes more, in F32.
-_COMPUTED_BY_LINEAR = 16
-# The same where autograd keeps them for the way back.
-_KEPT_FOR_GRADIENTS = 14
-# Bytes of an attention score: eager attention has each in BF16, and twice in F32.
-_A_SCORE = BF16 + 2 * F32
-# F32 values that rounding one matrix to a scheme holds at a time.
-_ROUNDING = 3
 # Weights to a byte of the scales and zero points that they have where they are rewritten: three
 # bytes for a group of 16, the smallest.
 _WEIGHTS_A_BYTE = 5
-# Bytes: an offset of AutoRound, its gradient, and what autograd keeps of rounding by it; measured
-# on the tiny models.
-_A_LEARNED_WEIGHT = 26
-# Of a trained weight: itself and its gradient in F32, AdamW's two moments and what it computes of
-# them, and the gradient in BF16.
-_A_TRAINED_WEIGHT = 5 * F32 + BF16
+# Copies of its values that the reference of linear attention holds.
+_LINEAR = 8
+# F32 values that rounding one matrix, or one input, to a scheme holds at a time.
+_ROUNDING = 3
 # Slots whose logits are there at a time while a block is trained, and F32 values of each
 # (`tuning.py`).
 _LOSS_SLOTS, _LOSS_COPIES = 256, 6
 # Draft steps whose keys an MTP block attends to while acceptance is measured
 # (`acceptance.NUM_STEPS`).
 _DRAFT_STEPS = 3
+# Bytes: an offset of AutoRound, its gradient, and what autograd keeps of rounding by it; measured
+# on the tiny models.
+_A_LEARNED_WEIGHT = 26
+_ATTENTION = ("attention", "linear_attention", "indexer", "compressor")
 _DENSE = ("dense_mlp", "shared_experts")
 # The projection of an MLP that reads what the first ones computed.
 _SECOND = ("down_proj", "w2")
@@ -105,56 +98,51 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory
         if tensor.fate in ("drop", "add") or tensor.role == "vision":
             continue
         if tensor.part == "mtp":
-            # The block's own copies of embedding and head are the target's.
-            if tensor.role not in ("embedding", "head"):
-                block.append(tensor)
+            block += [tensor] if tensor.role not in ("embedding", "head") else []
         elif tensor.layer is not None:
             layers[tensor.layer].append(tensor)
-        elif tensor.role == "head":
-            head.append(tensor)
         else:
-            around.append(tensor)
-    if not head:  # a tied one
-        head = [tensor for tensor in around if tensor.role == "embedding"]
-    sizes = dict[int, int]()
-    for number, tensors in layers.items():
-        sizes[number] = _elements(tensors)
-    index = max(sizes, key=sizes.__getitem__, default=0)
-    layer = layers[index]
+            (head if tensor.role == "head" else around).append(tensor)
+    head = head or [tensor for tensor in around if tensor.role == "embedding"]
+    index = max(layers, key=lambda index: _elements(layers[index]), default=0)
 
-    length = plan.calibration.sequence_length
+    calibration = plan.calibration
+    batch = _Batch(plan, batch_size or calibration.batch_size)
+    alone = _Batch(plan, 1)
+    length = calibration.sequence_length
     vocabulary = max(tensor.shape[0] for tensor in head)
-    tokens = (batch_size or plan.calibration.batch_size) * length
-    # Two batches of states: one is read, one is written.
-    states = 2 * tokens * channels(plan) * BF16
-    counted = list[StationMemory]()
+    states = 2 * batch.tokens * batch.channels * BF16  # two batches: one is read, one is written
+    drafts = alone.activations(block, _DRAFT_STEPS * length)
+    if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
+        drafts = max(drafts, batch.activations(block, length))
+
+    found = list[StationMemory]()
 
     def add(name: str, tensors: Sequence[TensorPlan], device: int, host: int) -> None:
         device += BF16 * (_elements(around) + _elements(tensors))
-        counted.append(
-            StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host)
-        )
+        found.append(StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host))
 
-    device, host = _of_algorithm(plan, layer)
-    device += _computed(plan, layer, tokens, length)
+    layer = layers[index]
+    device, host = batch.algorithm(layer)
+    device += batch.activations(layer, length)
     add(f"decoder layer {index}", layer, device, host + plan.num_bytes_read(layer) + states)
     # Logits of one sequence, the same in F32, and the logarithm of their softmax.
     add("head", head, length * vocabulary * (BF16 + 2 * F32), 0)
     if plan.view.family.draft is not None and plan.view.num_mtp_layers:
-        device, host = _of_algorithm(plan, block)
-        drafts = _computed(plan, block, length, _DRAFT_STEPS * length)
-        if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
-            drafts = max(drafts, _computed(plan, block, tokens, length))
+        device, host = batch.algorithm(block)
         add("MTP block", [*head, *block], device + drafts, host + states)
-    tuned = plan.recipe.mtp_tuned
-    if tuned is not None:
-        trained = [tensor for tensor in block if tensor.tuned]
-        device = _A_TRAINED_WEIGHT * _elements(trained)
-        device += min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
-        for step in range(1, tuned.draft_steps + 1):
-            device += _kept_for_gradients(plan, block, length, step * length)
-        add("training of the MTP block", [*head, *block], device, states)
-    return counted
+    if (tuned := plan.recipe.mtp_tuned) is not None:
+        # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes
+        # of them.
+        trained = _elements(tensor for tensor in block if tensor.tuned) * (5 * F32 + BF16)
+        loss = min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
+        chosen = plan.view.number("num_experts_per_tok") or 1
+        steps = (
+            alone.gradients(block, step * length, chosen, copies=2)
+            for step in range(1, tuned.draft_steps + 1)
+        )
+        add("training of the MTP block", [*head, *block], trained + loss + sum(steps), states)
+    return found
 
 
 def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
@@ -167,10 +155,9 @@ def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
         at_most: no more than these, such as the sequences that there are.
     """
     for power in reversed(range(at_most.bit_length())):
-        size = 2**power
-        needed = [station.device_bytes for station in stations(plan, batch_size=size)]
-        if max(needed) * FRAGMENTS <= device_bytes:
-            return size
+        needed = max(station.device_bytes for station in stations(plan, batch_size=2**power))
+        if needed * FRAGMENTS <= device_bytes:
+            return 2**power
     return 0
 
 
@@ -179,59 +166,104 @@ def channels(plan: Plan) -> int:
     return plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
 
 
-def _width(tensors: Iterable[TensorPlan]) -> int:
-    """Rows or columns of the widest matrix; of a stack of experts, one expert's."""
-    widths = [max(tensor.shape[-2:]) for tensor in tensors if len(tensor.shape) > 1]
-    return max(widths, default=0)
+@dataclass(frozen=True)
+class _Batch:
+    """So many sequences of a plan's text."""
 
+    plan: Plan
+    size: int
 
-def _scores(plan: Plan, keys: int) -> int:
-    """Attention scores of one sequence, over so many keys."""
-    heads = plan.view.number("num_attention_heads")
-    return heads * plan.calibration.sequence_length * keys
+    @property
+    def tokens(self) -> int:
+        return self.size * self.plan.calibration.sequence_length
 
+    @property
+    def channels(self) -> int:
+        """Of the residual stream."""
+        return channels(self.plan)
 
-def _computed(plan: Plan, tensors: Sequence[TensorPlan], tokens: int, keys: int) -> int:
-    """Bytes of what a layer computes of so many tokens, where each sequence has so many keys."""
-    factor = _COMPUTED
-    if any(tensor.role == "linear_attention" for tensor in tensors):
-        factor = _COMPUTED_BY_LINEAR
-    rounded = [prod(tensor.shape[-2:]) for tensor in tensors if tensor.fate == "quantize"]
-    # For a moment there are one sequence's scores, or what one matrix is rounded by.
-    briefly = max(_A_SCORE * _scores(plan, keys), _ROUNDING * F32 * max(rounded, default=0))
-    return factor * BF16 * tokens * _width(tensors) + briefly
+    def scores(self, keys: int) -> int:
+        """Elements of one copy of a sequence's attention scores."""
+        length = self.plan.calibration.sequence_length
+        return self.plan.view.number("num_attention_heads") * length * keys
 
+    def activations(self, tensors: Sequence[TensorPlan], keys: int) -> int:
+        """States, what attention or MLP keep while they compute, and the largest of what is
+        computed for a moment.
+        """
+        # What attention's projections compute, and keys and values repeated for every head; rotated
+        # copies too.
+        linears = [shape for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2]
+        inner = max((columns for _, columns in linears), default=0)
+        attention = BF16 * (
+            self.tokens * sum(rows for rows, _ in linears) + self.size * keys * inner * 4
+        )
+        # Without its own kernels, linear attention computes in F32.
+        if _matrices(tensors, "linear_attention"):
+            attention += _LINEAR * F32 * self.tokens * inner
+        # Gate, up and two products of a dense MLP, the shared experts or one expert; and what a
+        # router chooses, of all that there are.
+        mlps = (min(shape[-2:]) for shape in _matrices(tensors, *_DENSE, "experts"))
+        chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") * self._num_experts
+        mlp = BF16 * (4 * max(mlps, default=0) + 3 * self.channels) + chosen * F64
+        # Input, residual, normed copy, output; and the mask.
+        states = self.tokens * (4 * self.channels + 2 * keys) * BF16
+        # A sequence's scores; or rounding to a scheme: the widest matrix, one expert's of a stack,
+        # or the widest input. A norm's F32 copies are fewer.
+        rounded = [tensor for tensor in tensors if tensor.fate == "quantize"]
+        matrix = max((prod(tensor.shape[-2:]) for tensor in rounded), default=0)
+        inputs = max(
+            (tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs),
+            default=self.channels,
+        )
+        rounding = _ROUNDING * F32 * max(matrix, self.tokens * inputs)
+        briefly = max(self.scores(keys) * (BF16 + 2 * F32), rounding)
+        return states + max(attention, self.tokens * mlp) + briefly
 
-def _kept_for_gradients(plan: Plan, tensors: Sequence[TensorPlan], tokens: int, keys: int) -> int:
-    """Bytes of what autograd keeps of a layer that is trained on so many tokens."""
-    num_sequences = tokens // plan.calibration.sequence_length
-    kept = _KEPT_FOR_GRADIENTS * BF16 * tokens * _width(tensors)
-    return kept + num_sequences * _A_SCORE * _scores(plan, keys)
+    @property
+    def _num_experts(self) -> int:
+        return self.plan.view.number("n_routed_experts", "num_experts", "num_local_experts")
 
+    def gradients(
+        self, tensors: Sequence[TensorPlan], keys: int, num_experts: int, copies: int = 1
+    ) -> int:
+        """What autograd keeps of a layer's inputs and outputs, where each token is sent to so many
+        experts.
 
-def _of_algorithm(plan: Plan, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
-    """What the algorithm holds for a layer or block, on the device and on the host."""
-    rewritten = _rewritten(tensors)
-    if not rewritten:
-        return 0, 0
-    calibration = plan.calibration
-    length = calibration.sequence_length
-    text = calibration.samples * length
-    scales = _elements(rewritten) // _WEIGHTS_A_BYTE
-    match calibration.algorithm:
-        case "gptq":  # a Hessian for each input; of the widest a copy, and an inverse
-            widest = max(tensor.shape[-1] for tensor in rewritten)
-            return scales + hessian_bytes(tensors) + 2 * F32 * widest**2, 0
-        case "awq":  # the outputs of a module in all batches
-            outputs = text * plan.view.number("hidden_size") * BF16
-            return scales + outputs, awq_cache_bytes(tensors, text, one_turn=True)
-        case "autoround":  # on the host what the layer is handed, and returns before and after
-            knobs = calibration.autoround or AutoRoundKnobs()
-            learned = _A_LEARNED_WEIGHT * _elements(rewritten)
-            learned += _kept_for_gradients(plan, tensors, knobs.batch_size * length, length)
-            return learned, 3 * text * channels(plan) * BF16
-        case _:
-            return scales, 0
+        A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
+        """
+        narrow = min((min(shape[-2:]) for shape in _matrices(tensors, "experts")), default=0)
+        wide = 6 * num_experts * narrow
+        for tensor in tensors:
+            if len(tensor.shape) > 1 and tensor.role != "experts":
+                wide += sum(tensor.shape[-2:])
+        states = self.channels * (12 * BF16 + 4 * F32)
+        scores = self.scores(keys) * (2 * BF16 + F32)
+        return self.tokens * (wide * copies * BF16 + states) + self.size * scores
+
+    def algorithm(self, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
+        """What the algorithm holds for a layer or block, on the device and on the host."""
+        calibration = self.plan.calibration
+        length = calibration.sequence_length
+        text = calibration.samples * length
+        rewritten = _rewritten(tensors)
+        scales = _elements(rewritten) // _WEIGHTS_A_BYTE
+        match calibration.algorithm if rewritten else "minmax":
+            case "gptq":  # and an inverse
+                widest = max(tensor.shape[-1] for tensor in rewritten)
+                return scales + hessian_bytes(tensors) + 2 * F32 * widest**2, 0
+            case "awq":  # the outputs of a module in all batches
+                outputs = text * self.plan.view.number("hidden_size") * BF16
+                return scales + outputs, awq_cache_bytes(tensors, text, one_turn=True)
+            case (
+                "autoround"
+            ):  # all states: what the layer is handed, and what it returns before and after
+                step = _Batch(self.plan, (calibration.autoround or AutoRoundKnobs()).batch_size)
+                learned = _A_LEARNED_WEIGHT * _elements(rewritten)
+                learned += step.gradients(tensors, length, self._num_experts)
+                return learned, 3 * text * self.channels * BF16
+            case _:
+                return scales, 0
 
 
 def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
@@ -268,23 +300,24 @@ def _of_inputs(
         size = num_bytes(tensor.shape[-1])
         is_second = tensor.module.endswith(_SECOND)
         if tensor.role == "experts" and is_second:
-            num_experts = 1
-            if tensor.stacked:
-                num_experts = tensor.shape[0]
-            for expert in range(num_experts):
+            # A stack holds all experts.
+            for expert in range(tensor.shape[0] if tensor.stacked else 1):
                 of_experts[tensor.module, expert] = size
         elif tensor.role in (*_DENSE, "experts") and not is_second:
             shared["input of the MLP", tensor.shape[-1]] = size
         else:
             shared[tensor.runtime] = size
-    held = sum(shared.values())
-    if one_turn:
-        return held + max(of_experts.values(), default=0)
-    return held + sum(of_experts.values())
+    in_turn = of_experts.values()
+    return sum(shared.values()) + (max(in_turn, default=0) if one_turn else sum(in_turn))
 
 
 def _rewritten(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
     return [tensor for tensor in tensors if tensor.calibrated == "weights"]
+
+
+def _matrices(tensors: Iterable[TensorPlan], *roles: str) -> list[Shape]:
+    """The shapes of what is no vector."""
+    return [tensor.shape for tensor in tensors if tensor.role in roles and len(tensor.shape) > 1]
 
 
 def _elements(tensors: Iterable[TensorPlan]) -> int:
@@ -303,12 +336,10 @@ def free_host_bytes(
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024
     for limit, used in _LIMITS:
-        if not (groups / limit).is_file():
-            continue
-        most = (groups / limit).read_text().strip()
-        if most.isdecimal():  # or "max"
+        if (groups / limit).is_file() and (
+            words := (groups / limit).read_text().strip()
+        ).isdecimal():
             # A cache of files counts as used there, and is given back when memory is short: so this
             # is a lower bound.
-            left = int(most) - int((groups / used).read_text())
-            free = min(free, max(0, left))
+            free = min(free, max(0, int(words) - int((groups / used).read_text())))
     return free

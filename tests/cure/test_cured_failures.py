@@ -312,5 +312,5 @@ def test_the_page_lists_what_has_which_cure(cure):
 
 def test_the_readme_says_how_many():
     words = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Of {len(BROKEN)} broken as in public threads `fix` cures {len(CURED)} and" in words
-    assert f"and `graft` {len(GRAFTED)};" in words
+    assert f"We rebuilt {len(BROKEN)} broken checkpoints" in words
+    assert f"`fix` repairs {len(CURED)}, `graft` {len(GRAFTED)} (" in words

@@ -252,7 +252,7 @@ def _front_matter(rng: Random, file: str) -> Edit:
 def tokenizers(rng: Random) -> Case:
     """Tokenizers and chat templates, where a calibrated run uses them."""
     folder = corpus.folder(corpus.REAL[0])
-    case = rng.choice(table("quantize/calibrate/hostile_tokenizers"))
+    case = rng.choice(table("quantize/calibrate/data/hostile_tokenizers"))
     file = case.get("file", "chat_template.jinja")
     edit = _written(file, case["says"], spelled(case["text"]).encode())
     if rng.random() < 0.5:

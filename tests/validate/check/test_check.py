@@ -122,7 +122,7 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
         config("quantization_config", {"quant_method": "hqq"}),
     ),
 )
-def test_examine_source(case, tmp_path):
+def test_examined(case, tmp_path):
     assert_found(case, tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_examine_source(case, tmp_path):
     ),
     met("R6 shard cut short", "glm fp8", cut, where="model-2.safetensors"),
 )
-def test_refused(case, tmp_path):
+def test_unread(case, tmp_path):
     assert_found(case, tmp_path)
 
 

@@ -109,35 +109,56 @@ def unfilled(written: int) -> ModelAccount:
 
 MISFIT = Misfit(param="p", tensor=Q_PROJ, given="F8", wanted="BF16")
 REFUSED = KernelUse(
-    layer="Linear", method="Fp8", kernel="", count=7, where="x.y", outcome="refused: too old"
+    layer="Linear",
+    method="Fp8",
+    kernel="",
+    count=7,
+    where="x.y",
+    outcome="refused: too old",
+    refused="too old",
 )
 
 
 @pytest.mark.parametrize(
-    "seen, rule, says",
+    "written, says",
     [
-        ({"draft": unfilled(0)}, "dry-load", "by nothing on disk, in silence; the draft guesses"),
-        ({"draft": unfilled(4)}, "dry-load", "in part only (4 of 8 elements)"),
-        (
-            {"draft": ModelAccount(misfits=(MISFIT,))},
-            "dry-load",
-            "has F8 and vLLM takes it as BF16",
-        ),
-        ({"kernels": [REFUSED]}, "no-kernel", "no kernel for Fp8 in the target (7): too old"),
+        (0, "by nothing on disk, in silence; the draft guesses"),
+        (4, "in part only (4 of 8 elements)"),
     ],
 )
-def test_silence(seen, rule, says):
-    (finding,) = found(account(**seen))
-    assert (finding.rule, finding.severity) == (rule, "error")
-    assert says in finding.says
+def test_unfilled(written, says):
+    (finding,) = found(account(draft=unfilled(written)))
+    assert (finding.rule, finding.severity) == ("dry-load", "error") and says in finding.says
 
 
-def test_unused():
-    """What nobody read, and what was read in part; what vLLM computes itself is no loss."""
+def test_misfitted():
+    (finding,) = found(account(draft=ModelAccount(misfits=(MISFIT,))))
+    assert (finding.rule, finding.severity) == ("dry-load", "error")
+    assert "has F8 and vLLM takes it as BF16" in finding.says
+
+
+def test_without_kernel():
+    (finding,) = found(account(kernels=[REFUSED]))
+    assert (finding.rule, finding.severity) == ("no-kernel", "error")
+    assert "no kernel for Fp8 in the target (7): too old" in finding.says
+
+
+def test_silence():
+    """Each thing that vLLM accepted without a message is a finding of its own."""
+    draft = ModelAccount(faults=unfilled(0).faults, misfits=(MISFIT,))
+    assert len(found(account(draft=draft, kernels=[REFUSED]))) == 3
+
+
+def test_unread():
+    """What nobody read; what vLLM computes itself is no loss."""
     scale = "model.layers.1.self_attn.k_scale"
     lost, cache_scale = found(account(unconsumed=(Q_PROJ, "a.rotary_emb.inv_freq", scale)))
     assert (lost.where, lost.rule) == (Q_PROJ, "dry-load") and "neither target nor" in lost.says
     assert (cache_scale.rule, cache_scale.severity) == ("kv-scales", "warning")
+
+
+def test_unused():
+    """What was read in part."""
     (cut,) = found(account(truncated=((Q_PROJ, 3, 9),)))
     assert cut.where == Q_PROJ and "only 3 of its 9 elements" in cut.says
 

@@ -5,6 +5,7 @@ Every family that can be calibrated once, with NVFP4 in backbone and MTP block, 
 once.
 """
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,12 @@ def test_a_tensor_left_on_the_cpu_is_found_by_operation_and_place(tmp_path):
 
 
 def left_run(folder: Path) -> None:
-    real = skeleton.Skeleton.feed
+    real = skeleton.Skeleton.fed
 
-    def feed(*args):
-        yield from ({name: value.cpu() for name, value in each.items()} for each in real(*args))
+    @contextmanager
+    def fed(*args):
+        with real(*args) as arguments:
+            yield {name: value.cpu() for name, value in arguments.items()}
 
-    skeleton.Skeleton.feed = feed
+    skeleton.Skeleton.fed = fed
     family_run(RECIPES["glm-4.7"], folder)
