@@ -1,1 +1,3 @@
-"""What vLLM builds for a module, for each way of writing a quantization config."""
+"""Each way of writing a quantization config: what a server builds by it, how it is written, and what
+excepts a module.
+"""
