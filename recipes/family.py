@@ -367,6 +367,8 @@ class Family:
         mtp_parts_keys: config keys whose list has one entry for each layer on disk of one MTP
             layer.
         one_mixer: a layer has attention or experts, never both.
+        drafts_by_turns: each draft step runs the next MTP layer, as vLLM 0.32.0
+            v1/spec_decode/step3p5.py does; llm_base_proposer.py runs the first one at every step.
         layer_types_count_mtp: `layer_types` in config.json also lists the MTP layers, after the
             decoder layers.
         aliases: copies to add to an MTP layer when the source has none.
@@ -419,6 +421,7 @@ class Family:
     mtp_count_default: int = 0
     mtp_parts_keys: tuple[str, ...] = ()
     one_mixer: bool = False
+    drafts_by_turns: bool = False
     layer_types_count_mtp: bool = False
     aliases: tuple[Alias, ...] = ()
     loader: Loader = Loader()

@@ -36,11 +36,6 @@ from .acceptance import Acceptance, Target, acceptance, block_input
 from .mtp_block import MtpBlock, bound_block
 from .tuning import Training
 
-# vLLM 0.32.0 runs the first MTP layer at every step, however many there are
-# (v1/spec_decode/llm_base_proposer.py leaves spec_step_idx at 0). For this family alone a proposer
-# takes the next layer at each step (v1/spec_decode/step3p5.py).
-_A_LAYER_A_STEP = frozenset({"step3p5"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResults:
@@ -213,7 +208,7 @@ def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
 
 def blocks_that_draft(plan: Plan, blocks: list[MtpBlock]) -> list[MtpBlock]:
     """The blocks that vLLM runs: one a step, or the first one for every step."""
-    if plan.view.family.model_type in _A_LAYER_A_STEP:
+    if plan.view.family.drafts_by_turns:
         return blocks
     return blocks[:1]
 
