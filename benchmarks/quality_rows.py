@@ -76,8 +76,6 @@ ROWS: tuple[Row, ...] = (
         models=(GLM,)),
     Row(key="nvfp4-mtp-nvfp4", title="NVFP4, MTP block too", changes={"mtp": "NVFP4"}, base="nvfp4", models=ALL),
     Row(key="nvfp4-mse", title="NVFP4, search: mse", changes={"search": "mse"}, base="nvfp4", models=(DOCS,)),
-    Row(key="nvfp4-4o6", title="NVFP4, search: four-over-six", changes={"search": "four-over-six"}, base="nvfp4",
-        models=(DOCS,)),
     Row(key="nvfp4-imatrix", title="NVFP4, search: imatrix", changes={"search": "imatrix"}, base="nvfp4",
         models=(DOCS,)),
     Row(key="nvfp4-gptq", title="NVFP4 by GPTQ", changes={"calibration": {"algorithm": "gptq"}}, base="nvfp4",

@@ -58,7 +58,7 @@ _TAIL = """\
 # gates: {max_drop: 0.02, min_acceptance: 0.97}
 # evaluation: {k: 3, concurrency: 8}
 # format: modelopt
-# search: mse                                # or imatrix, four-over-six
+# search: mse                                # or imatrix
 # kv_cache: FP8
 # requantize: true
 # mtp_source: {source: ORG/NAME, revision: main}

@@ -110,10 +110,10 @@ class Recipe(Frozen):
     # FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the
     # cache alone.
     kv_cache: Literal["FP8"] | None = None
-    # How scales of weights are chosen: `mse` takes those of least squared error, `four-over-six`
-    # the better of two for each NVFP4 group, `imatrix` is `mse` with errors that count by the mean
-    # square of their input channels; null takes what the largest magnitude asks for.
-    search: Literal["mse", "four-over-six", "imatrix"] | None = None
+    # How scales of weights are chosen: `mse` takes those of least squared error, `imatrix` is `mse`
+    # with errors that count by the mean square of their input channels; null takes what the largest
+    # magnitude asks for.
+    search: Literal["mse", "imatrix"] | None = None
     # Weights that a tool has quantized may be rounded again, into another scheme.
     requantize: bool = False
     # How the result is scored: one protocol, or a list with one for each task;

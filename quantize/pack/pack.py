@@ -51,12 +51,7 @@ from .pack_integers import int_kernel, int_pack_kernel
 from .search import float8_sweep, nvfp4_neighbour
 
 _E2M1_MAX = 6.0
-_E2M1_OF_FOUR = 4.0
 _E4M3_MAX = 448.0
-# What the largest magnitude's scale is under four-over-six: 256 leaves room for one half more, 384,
-# where 448 does not (modelopt 0.47.0, torch/quantization/utils/numeric_utils.py: E4M3_MAX_46; arXiv
-# 2512.02010).
-_LARGEST_OF_FOUR_OVER_SIX = 256.0
 # Scales that round to zero become this: 2**-3, an arbitrary but agreed value (_get_dtype_eps of
 # compressed-tensors).
 _E4M3_EPS = 0.125
@@ -102,7 +97,7 @@ def pack(
         search = ""
     shared = {}
     if scheme.has_tensor_scale and weights:
-        shared = _shared_scale(scheme, weights, search)
+        shared = _shared_scale(scheme, weights)
     packed = []
     for number, weight in enumerate(weights):
         own = None
@@ -113,7 +108,7 @@ def pack(
     return packed
 
 
-def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], search: str) -> dict[str, Tensor]:
+def _shared_scale(scheme: Scheme, weights: Sequence[Tensor]) -> dict[str, Tensor]:
     """The scale that a fused group has in common, by its suffix.
 
     NVFP4's is a divisor, 448 * 6 / amax, and 1.0 where that is not finite (amax near 0). It is
@@ -134,10 +129,7 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], search: str) -> dic
     amax = torch.stack(found).amax().to(dtype)
     if not scheme.shares_global_scale:
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
-    largest = _E4M3_MAX
-    if search == "four-over-six":
-        largest = _LARGEST_OF_FOUR_OVER_SIX
-    scale = amax.reciprocal() * (largest * _E2M1_MAX)
+    scale = amax.reciprocal() * (_E4M3_MAX * _E2M1_MAX)
     return {GLOBAL_SCALE: scale.nan_to_num(posinf=1.0).float().reshape(1)}
 
 
@@ -247,45 +239,20 @@ def _nvfp4_kernel(chunk: Chunk) -> None:
     size = chunk.group_size
     global_scale = chunk.out[GLOBAL_SCALE]
     amax = group_amax(chunk.values, size)
-    local = _local_scale(amax, _E2M1_MAX, global_scale)
+    local = _local_scale(amax, global_scale)
     scaled = chunk.in_units_of(local / global_scale)
-    if chunk.search == "four-over-six":
-        wider = _local_scale(amax, _E2M1_OF_FOUR, global_scale)
-        own = _nvfp4_error(chunk, local, global_scale)
-        other = _nvfp4_error(chunk, wider, global_scale)
-        local = torch.where(other < own, wider, local)
-    elif chunk.search:
-        local = nvfp4_neighbour(local, scaled.view(-1, size), chunk.counts(size))
     if chunk.search:
+        local = nvfp4_neighbour(local, scaled.view(-1, size), chunk.counts(size))
         scaled = chunk.in_units_of(local / global_scale)
     chunk.out["weight_scale"].copy_(local)
     store_nibbles(e2m1_codes(scaled, chunk), chunk.out["weight_packed"])
 
 
-def _local_scale(amax: Tensor, largest_code: float, global_scale: Tensor) -> Tensor:
-    """E4M3 numbers as F32 with which amax becomes `largest_code`; 0.125 where that rounds to 0."""
-    local = (
-        (global_scale * divided(amax, largest_code))
-        .clamp_(max=_E4M3_MAX)
-        .to(torch.float8_e4m3fn)
-        .float()
-    )
+def _local_scale(amax: Tensor, global_scale: Tensor) -> Tensor:
+    """E4M3 numbers as F32: amax becomes the largest code by them. 0.125 where that rounds to 0."""
+    local = global_scale * divided(amax, _E2M1_MAX)
+    local = local.clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_EPS, local)
-
-
-def _nvfp4_error(chunk: Chunk, local: Tensor, global_scale: Tensor) -> Tensor:
-    """The sum of squared errors of each group of 16, in an order that no device changes: [N,
-    groups].
-    """
-    magnitude = chunk.in_units_of(local / global_scale).abs_()
-    power = chunk.spare[: len(magnitude)].view(torch.float32)
-    torch.clamp(magnitude, min=1.0, out=power).view(torch.int32).bitwise_and_(0x7F800000)  # 2**k
-    step = power.mul_(2.0**22)  # as in `e2m1_codes`: adding it rounds
-    nearest = torch.add(magnitude, step).sub_(step).clamp_(max=_E2M1_MAX)
-    squares = nearest.sub_(magnitude).square_().view(-1, 16)
-    for half in (8, 4, 2, 1):
-        squares = squares[:, :half] + squares[:, half:]
-    return squares.view(local.shape) * local.square()
 
 
 def _mxfp4_kernel(chunk: Chunk) -> None:

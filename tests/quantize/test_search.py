@@ -86,32 +86,6 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     assert own < 0.9 * error_of("NVFP4A16", plain, weight)
 
 
-def test_four_over_six_takes_the_better_of_two():
-    """Tried by hand in F64. Its global scale is 256's, so that one half more than the largest scale
-    is a scale too.
-    """
-    weight = weights()["normal"]
-    found, plain = (found_by("NVFP4", weight, search) for search in ("four-over-six", ""))
-    ratio = found["weight_global_scale"] / plain["weight_global_scale"]
-    assert torch.allclose(ratio, torch.tensor(256 / 448), rtol=2**-7)
-    amax = weight.float().abs().view(-1, 16).amax(1)
-    common = found["weight_global_scale"]
-    # The quotient is BF16, as for the plain scale.
-    six, four = (
-        (common * (amax.bfloat16() / largest)).to(torch.float8_e4m3fn).float() for largest in (6, 4)
-    )
-    assert four.max() <= 448 * 0.9
-    groups = weight.double().abs().view(-1, 16)
-    errors = [
-        (groups - unit * nearest_e2m1(groups / unit)).square().sum(1)
-        for unit in ((scale / common).double().unsqueeze(1) for scale in (six, four))
-    ]
-    scale = found["weight_scale"].float().flatten()
-    assert torch.equal(scale, torch.where(errors[1] < errors[0], four, six))
-    assert 0.2 < (scale == four).float().mean() < 0.8
-    assert error_of("NVFP4", found, weight) < error_of("NVFP4", plain, weight)
-
-
 def importance(width: int) -> torch.Tensor:
     """Some channels are a hundred times as loud as others."""
     return torch.rand(width, generator=seeded(2)).mul(5).exp()
@@ -182,14 +156,14 @@ def by_observer(
     return module.state_dict()
 
 
-@pytest.mark.parametrize("name", [*SWEPT, "four-over-six"])
+@pytest.mark.parametrize("name", SWEPT)
 def test_chunks_and_batches_change_no_byte(name, monkeypatch):
     """Rows, blocks at the edges and fused groups; a sum of integers has no order."""
-    scheme, search = (SCHEMES["NVFP4"], name) if name in SEARCHES else (SCHEMES[name], "mse")
+    scheme = SCHEMES[name]
     group = [*weights((130, 384 + (0 if scheme.k_multiple() > 1 else 72))).values()]
-    whole = pack(scheme, group, search=search)
+    whole = pack(scheme, group, search="mse")
     monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
-    for one, other in zip(whole, pack(scheme, group, search=search), strict=True):
+    for one, other in zip(whole, pack(scheme, group, search="mse"), strict=True):
         assert_equal(one, other)
 
 
@@ -234,11 +208,7 @@ def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
     "scheme, search, words",
     [
         ("MXFP4", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
-        (
-            "FP8_DYNAMIC",
-            "four-over-six",
-            "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC",
-        ),
+        ("FP8", "imatrix", "search: imatrix must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
         ("w4a16-gptq", "mse", r"rounded to nearest; got calibration\.algorithm gptq"),
     ],
 )
