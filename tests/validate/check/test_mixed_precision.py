@@ -2,6 +2,8 @@
 
 from broken import GOOD
 from checkpoint_files import write
+from keepmtp.checkpoints.dialects.choose import read_dialect
+from keepmtp.recipes.family import VLLMName
 from keepmtp.validate.check.check import check
 
 ATTENTION = "model.layers.0.self_attn"
@@ -19,3 +21,16 @@ def test_shards_of_a_fused_module_have_one_algorithm(tmp_path):
     (finding,) = check(write(tmp_path / "two", checkpoint)).findings
     assert finding.severity == "error"
     assert f"Mixed quant_algo within fused layer {ATTENTION}.qkv_proj" in finding.says
+
+
+def test_parts_are_looked_for_where_the_models_class_names_none():
+    """GLM-OCR's merger: its class says no parts of gate_up_proj, and vLLM asks for gate and up."""
+    config = GOOD["glm mixed"]().config
+    config["quantization_config"]["quantized_layers"] = {
+        "visual.merger.gate_proj": {"quant_algo": "FP8"},
+        "visual.merger.up_proj": {"quant_algo": "FP8"},
+    }
+    dialect = read_dialect(config, None)
+    merged = dialect.resolve(VLLMName("visual.merger.gate_up_proj"), shards=(), kind="linear")
+    other = dialect.resolve(VLLMName("visual.merger.down_proj"), shards=(), kind="linear")
+    assert (merged.built.form, other.built.form) == ("fp8_tensor", "plain")
