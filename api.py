@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from .recipes.errors import KeepMTPError, RecipeError
-from .recipes.frozen import Say
+from .recipes.frozen import Say, silent
 
 if TYPE_CHECKING:
     from .pipeline import FinishedRun
@@ -271,7 +271,7 @@ def check_all(
     from .validate.dryload.versions import had_vllms
     from .validate.facts.vllm_env import find_vllm
 
-    progress = progress or (lambda doing: None)
+    progress = progress or silent
     chosen, missing = had_vllms(vllms, find_vllm(), progress=progress)
     loaded = check_on(
         paths,
@@ -362,9 +362,8 @@ def card(
     from .validate.report import card as cards
 
     _refuse_other("checkpoint", checkpoint)
-    made_from = folder_it_was_made_from(Path(checkpoint))
-    if source is not None:
-        made_from = Path(source)
+    # Only the record of a checkpoint without a named source is read.
+    made_from = Path(source) if source else folder_it_was_made_from(Path(checkpoint))
     if out is not None:
         out = Path(out)
     return cards.build(

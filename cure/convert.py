@@ -39,7 +39,7 @@ from ..recipes.conventions import (
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import Place
-from ..recipes.frozen import Advance, frozen
+from ..recipes.frozen import Advance, frozen, nowhere
 from ..recipes.schemes import num_bytes
 from ..validate.check.check import examine
 from ..validate.check.runtime_view import RuntimeView
@@ -180,7 +180,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     return Conversion(proposal, first, to)
 
 
-def convert(planned: Conversion, out: Path, *, progress: Advance = lambda count: None) -> Rewritten:
+def convert(planned: Conversion, out: Path, *, progress: Advance = nowhere) -> Rewritten:
     """Write the new folder.
 
     Args:

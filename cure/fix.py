@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..checkpoints.dialects.patterns import time_limit
 from ..recipes.errors import KeepMTPError, RecipeError
-from ..recipes.frozen import Say
+from ..recipes.frozen import Say, silent
 from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding, errors_of
 from ..validate.facts.results import CheckData
@@ -61,10 +61,6 @@ _OF_TENSORS = ("glue", "form", "experts", "fused-uniform", "shapes", "unknown-te
 _OF_TENSORS += ("draft-head", "empty-weight", "norm")
 
 
-def _silent(doing: str) -> None:
-    """Nobody watches."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What fix would do, judged from headers.
@@ -91,7 +87,7 @@ def _gone(findings: Iterable[Finding], after: CheckData) -> tuple[Finding, ...]:
     return tuple(finding for finding in findings if finding.key not in left)
 
 
-def proposed(where: str, *, progress: Say = _silent) -> Outcome:
+def proposed(where: str, *, progress: Say = silent) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
@@ -125,7 +121,7 @@ def settled(
     checked: Checked,
     proposal: Proposal,
     rows: Iterable[tuple[str, Fix]],
-    progress: Say = _silent,
+    progress: Say = silent,
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
 
@@ -167,7 +163,7 @@ def _weight(data: CheckData) -> tuple[int, int]:
     return sums["error"], sums["warning"]
 
 
-def _outcome(checked: Checked, progress: Say = _silent) -> Outcome:
+def _outcome(checked: Checked, progress: Say = silent) -> Outcome:
     after, proposal = settled(checked, Proposal(checked.readable()), FIXES, progress)
     return Outcome(checked, after, proposal)
 

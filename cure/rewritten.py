@@ -45,7 +45,7 @@ from ..checkpoints.safetensors_file import Entry, lay_out
 from ..checkpoints.source import Source, read
 from ..quantize.write.output import refuse_place
 from ..recipes.errors import RecipeError, VLLMError
-from ..recipes.frozen import Advance, Say
+from ..recipes.frozen import Advance, Say, nowhere, silent
 from ..recipes.schemes import DTYPE_BITS
 from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
@@ -96,7 +96,7 @@ def rewrite(
     also_read: Source | None = None,
     make_shards: Callable[[Path], None] = lambda folder: None,
     num_bytes: int = 0,
-    written: Advance = lambda count: None,
+    written: Advance = nowhere,
 ) -> Rewritten:
     """Write the new folder; a killed run's is begun again, and gets the same bytes.
 
@@ -269,7 +269,7 @@ def judge(
     folder: Path,
     *,
     gpus: Sequence[GPU] = GPUS,
-    progress: Say = lambda doing: None,
+    progress: Say = silent,
 ) -> Judged:
     """Check a folder, then let vLLM's classes load it, on each of these GPUs at TP 1. Without a
     vLLM there is still the check.

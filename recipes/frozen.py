@@ -22,6 +22,7 @@ Say = Callable[[str], None]
 """Gets a line that says what is done now."""
 Advance = Callable[[int], None]
 """Gets the number of bytes that were read or written since the last call, from any thread."""
+
 Bar = Callable[[int], AbstractContextManager[Advance]]
 """A progress bar: takes the number of bytes that there will be."""
 
@@ -32,13 +33,17 @@ def frozen(cls: type[T]) -> type[T]:
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 
+def silent(doing: str) -> None:
+    """A `Say` where nobody looks."""
+
+
 def unwatched(num_bytes: int) -> AbstractContextManager[Advance]:
     """A `Bar` where nobody looks."""
-    return nullcontext(_nowhere)
+    return nullcontext(nowhere)
 
 
-def _nowhere(num_bytes: int) -> None:
-    pass
+def nowhere(num_bytes: int) -> None:
+    """An `Advance` where nobody looks."""
 
 
 def without(values: Mapping[str, T], *names: str) -> dict[str, T]:

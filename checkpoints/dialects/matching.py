@@ -25,7 +25,8 @@ from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Refusal, Res
 MARLIN_GROUPS = (-1, 32, 64, 128)
 SHARDS_DIFFER = "ValueError: Detected some but not all shards of {} are quantized"
 SCHEMES_DIFFER = "ValueError: Found different quantization schemes for the shards of {}"
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Parts of modules that a server knows to be fused though no class of the model says so."""
 
 
 def plain(entry: str = "") -> Resolution:
@@ -110,9 +111,8 @@ def skipped(
     """The server's `is_layer_skipped`; routed experts have no shards there."""
     error = SHARDS_DIFFER.format(module)
     last = module.rpartition(".")[2]
-    # SGLang knows these to be fused although no class says so.
     if runtime == "sglang" and not shards:
-        shards = [module.replace(last, part) for part in _FUSED.get(last, ())]
+        shards = [module.replace(last, part) for part in FUSED.get(last, ())]
     is_experts = not shards and "experts" in module
     if is_experts:
         for entry in entries:

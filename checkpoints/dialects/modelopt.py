@@ -52,7 +52,7 @@ from .dialect import (
     VLLMModule,
 )
 from .given import ModelOptGiven, ModelOptInner, Raw, read_given
-from .matching import OneAnswer, plain, raises, read_by_sglang, registers, skipped
+from .matching import FUSED, OneAnswer, plain, raises, read_by_sglang, registers, skipped
 from .modules import NamedModule, RuntimeModule, concrete, runtime_modules
 from .sglang import no_draft, sglang_asks, unnamed
 
@@ -71,8 +71,6 @@ _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
 _OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
 _WITHOUT_BLOCKS = dict.fromkeys(_OF_MIXED, "plain")
-# Parts that vLLM looks for in quantized_layers where the class of the model names none.
-_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
 _ALIKE: Mapping[Runtime, Mapping[str, tuple[str, ...]]] = {
     "vllm": {
@@ -191,7 +189,7 @@ class ModelOpt:
                 return name, layers[name]
         if self.runtime == "vllm" and not shards:
             parent, _, last = module.rpartition(".")
-            shards = [f"{parent}.{part}" for part in _PARTS.get(last, ())]
+            shards = [f"{parent}.{part}" for part in FUSED.get(last, ())]
         named = list[str]()
         for shard in shards:
             for name in _spellings(self.runtime, shard):

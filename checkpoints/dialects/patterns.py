@@ -89,10 +89,9 @@ class Entries:
         """The first entry for a class of vLLM's: a part of the class's name is enough."""
         if name not in self._of_class:
             self._of_class[name] = None
+            low = name.lower()
             for entry in self.written:
-                is_hit = entry.lower() in name.lower()
-                if _is_regex(entry):
-                    is_hit = _matches(entry, name)
+                is_hit = _matches(entry, name) if _is_regex(entry) else entry.lower() in low
                 if is_hit:
                     self._of_class[name] = entry
                     break

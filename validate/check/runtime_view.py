@@ -26,6 +26,7 @@ from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
 from ...checkpoints.dialects.given import Raw
 from ...checkpoints.dialects.gptq import Gptq
+from ...checkpoints.dialects.matching import FUSED
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.patterns import time_limit
 from ...checkpoints.safetensors_file import Entry
@@ -41,11 +42,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"(?P<stem>.*?)\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<last>[^.]+)$")
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block)\.")
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
+_FUSED = {**FUSED, "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head", "embedding": "embedding"}
 """What a server asks its quantization config for, by the group of a module; of all others for a
 linear module.

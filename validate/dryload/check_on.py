@@ -20,7 +20,7 @@ from dataclasses import replace
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
-from ...recipes.frozen import Raw, Say
+from ...recipes.frozen import Raw, Say, silent
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
@@ -54,7 +54,7 @@ def check_on(
     num_drafts: int = 1,
     draft: str = "",
     runtimes: Sequence[Runtime] = VLLM_ALONE,
-    progress: Say = lambda doing: None,
+    progress: Say = silent,
 ) -> Iterator[Checked]:
     """Check and load checkpoints, one after the other, on every GPU at every TP size.
 

@@ -39,7 +39,7 @@ from ...checkpoints.identity import file_sha256
 from ...checkpoints.safetensors_file import open_regular
 from ...quantize.run.child import answer, environment
 from ...recipes.errors import RecipeError, VLLMError, size_in_words
-from ...recipes.frozen import Say
+from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN, parsed
 from ..facts.vllm_env import VLLM, python_version
 
@@ -65,9 +65,7 @@ _PIP_SECONDS = 7200.0
 _NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
 
 
-def chosen_vllms(
-    words: Sequence[str], own: VLLM, *, progress: Say = lambda doing: None
-) -> list[VLLM]:
+def chosen_vllms(words: Sequence[str], own: VLLM, *, progress: Say = silent) -> list[VLLM]:
     """`had_vllms`, where every one of them must be had: the first that cannot is raised."""
     found, missing = had_vllms(words, own, progress=progress)
     if missing:
@@ -76,7 +74,7 @@ def chosen_vllms(
 
 
 def had_vllms(
-    words: Sequence[str], own: VLLM, *, progress: Say = lambda doing: None
+    words: Sequence[str], own: VLLM, *, progress: Say = silent
 ) -> tuple[list[VLLM], list[VLLMError]]:
     """The vLLMs that a person names, each once, and why others cannot be had; `own` alone where
     none is named.
