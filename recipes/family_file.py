@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from .family import Alias, Draft, Family, Interleaved, Layout, Loader, Renames, Row, Stem
-from .frozen import Json, Raw
+from .frozen import Json, Raw, without
 from .runtimes.vllm import holds
 from .yaml_file import load_shipped
 
@@ -49,7 +49,7 @@ def read_family(path: Path, vllm: str) -> Family:
     raw["aliases"] = [Alias(**alias) for alias in raw.get("aliases", ())]
     raw["loader"] = Loader(**_fields(raw.get("loader", {})))
     if "draft" in raw:
-        raw["draft"] = Draft(**_fields(raw["draft"]))
+        raw["draft"] = Draft(**_fields(_used("drafts", raw["draft"])))
     return Family(**_fields(raw))
 
 
@@ -75,8 +75,7 @@ def _of_version(value: Any, vllm: str) -> Any:
 def _layout(raw: str | Raw, blocks: Blocks) -> Layout:
     if isinstance(raw, str):
         raw = {"use": raw}
-    given: Json = {**_shared()["layouts"].get(raw.get("use"), {}), **raw}
-    given.pop("use", None)
+    given = _used("layouts", raw)
     for key in ("top", "mtp_top", "vision"):
         if key in given:
             given[key] = _rows(given[key], blocks)
@@ -94,6 +93,11 @@ def _layout(raw: str | Raw, blocks: Blocks) -> Layout:
         opaque.append((disk, runtime, "vision"))
     given["opaque"] = opaque
     return Layout(**_fields(given))
+
+
+def _used(kind: str, raw: Raw) -> Json:
+    """With what it does not say itself of the shared one that it uses."""
+    return {**_shared()[kind].get(raw.get("use"), {}), **without(raw, "use")}
 
 
 def _rows(groups: Sequence[str | Raw], blocks: Blocks) -> tuple[Row, ...]:
@@ -132,13 +136,15 @@ def _listed(
     **fields: Any,
 ) -> list[Row]:
     """The rows of a group that lists its modules."""
-    why_kept = fields.pop("why_kept", _shared()["why_kept"].get(role, ""))
+    usual = _shared()["why_kept"].get(role, "")
+    why_kept = fields.pop("why_kept", usual)
     runtime: str = fields.pop("runtime", fused)
     if "interleaved" in fields:
         fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))
-    # vLLM's module has slots for scales unless there is a reason to keep it; of heads and towers
-    # the config decides.
-    fields = {"shares": fused, "loads_quantized": not why_kept or role in _ASKED} | fields
+    # vLLM's module has slots for scales unless there is a reason to keep it; of heads, towers and
+    # usual glue the config decides.
+    is_asked = role in _ASKED or (role == "glue" and why_kept == usual)
+    fields = {"shares": fused, "loads_quantized": not why_kept or is_asked} | fields
     if isinstance(modules, tuple):
         modules = dict.fromkeys(modules, runtime)
     rows = list[Row]()

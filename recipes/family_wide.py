@@ -21,7 +21,7 @@ from .family import QUANTIZABLE_ROLES, HFName, Part
 from .family_view import FamilyView
 from .find import DEFAULT_CALIBRATION
 from .frozen import Json, Raw
-from .model_file import calibrations, flat_recipes, model_files, summary_of
+from .model_file import calibrations, flat_recipes, model_files
 from .schemes import SCHEMES
 from .yaml_file import load_shipped, on_one_line
 
@@ -146,7 +146,7 @@ def _variant(
     is_plain: bool,
     is_draft: bool,
 ) -> Json | None:
-    """One line of the model file, with a summary that says each word; None where the variant says
+    """One line of the model file; None where the variant says
     nothing about this checkpoint's heavy group.
     """
     heavy = ""
@@ -190,7 +190,6 @@ def _variant(
     if is_draft:
         backbone = {}
         mtp = words
-    summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
     block: object = None
     if needs_batches:
         block = base["calibration"] or DEFAULT_CALIBRATION
@@ -198,7 +197,7 @@ def _variant(
             if known == block:
                 block = name
                 break
-    return {**backbone, "mtp": mtp, "calibration": block, "summary": summary}
+    return {**backbone, "mtp": mtp, "calibration": block}
 
 
 # --- its text -------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
     groups: [attention, dense_mlp, shared_experts, experts]
     default: nvfp4a16-fp8
     variants:
-      nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048,
-      summary: ...}
+      nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048}
 
 `groups` names the module groups that the model has. `rest` gives one word to all groups that the
 variant does not name; `backbone: auto` is `rest: auto`, as in a flat recipe. `calibration` is the
 name of a block in the file's own `calibrations` or in `recipes/calibrations.yaml`, a block, or
-null. Each of `BLOCKS` may be a key of the file, for all variants, or of one variant.
+null. `summary` is made of the variant's words where it is left out. Each of `BLOCKS` may be a key
+of the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not
 merged. The file's `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these
@@ -55,17 +55,17 @@ CALIBRATIONS = "calibrations"
 _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_A_WORD = ("mtp_auto", "mtp_tuned", *_OF_A_SEARCH)
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
-_OF_A_VARIANT = ("summary", "mtp", "calibration")
-_LOCAL = "local"
+_OF_A_VARIANT = ("mtp", "calibration")
+_KINDS = (
+    (CALIBRATIONS, dict, "a mapping of names"),
+    ("groups", list, "a list"),
+    ("variants", dict, "a mapping of names"),
+)
 _HERE = Path(__file__).parent
 _MODELS = _HERE / "models"
 # the folder of the small models that keepmtp ships, and the start of their names in recipes
 _SHIPPED = "models"
 _HOME = _HERE.parent  # the checkout, or the installed package
-
-
-def _experts_apart(rest: str, experts: str) -> dict[str, str]:
-    return dict.fromkeys(QUANTIZABLE_ROLES, rest) | {"experts": experts}
 
 
 USUAL_AUTO: Raw = {
@@ -74,8 +74,8 @@ USUAL_AUTO: Raw = {
         "source",
         "bf16",
         "FP8_DYNAMIC",
-        _experts_apart("bf16", "NVFP4"),
-        _experts_apart("FP8_DYNAMIC", "NVFP4"),
+        {**dict.fromkeys(QUANTIZABLE_ROLES, "bf16"), "experts": "NVFP4"},
+        {**dict.fromkeys(QUANTIZABLE_ROLES, "FP8_DYNAMIC"), "experts": "NVFP4"},
         "W4A16",
         "NVFP4A16",
         "NVFP4",
@@ -125,42 +125,16 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
         RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are
             checked by `schema.validated`.
     """
-    for key in ("backbone", *_OF_A_VARIANT):
-        if key in raw:
-            raise RecipeError(
-                where,
-                f"{key} is a key of a variant",
-                got=f"{key}: {raw[key]} for all of them",
-                cure="Move it into one of the variants",
-            )
     _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS), "a model file")
-    groups = raw["groups"]
+    for key, kind, words in _KINDS:
+        if not isinstance(raw.get(key, kind()), kind):
+            raise RecipeError(
+                f"{where}: {key}", f"must be {words}", got=repr(raw[key]), cure="Write it so"
+            )
     variants = raw["variants"]
-    own = raw.get(CALIBRATIONS, {})
-    if not isinstance(own, Mapping):
-        raise RecipeError(
-            f"{where}: {CALIBRATIONS}",
-            "must be a mapping of names",
-            got=repr(own),
-            cure="Name each block",
-        )
-    if not isinstance(groups, list):
-        raise RecipeError(
-            f"{where}: groups",
-            "must be a list",
-            got=repr(groups),
-            cure=f"Name the model's groups among {', '.join(QUANTIZABLE_ROLES)}",
-        )
-    for group in groups:
+    for group in raw["groups"]:
         rule = f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}"
         _refuse_unknown(f"{where}: groups", rule, group, QUANTIZABLE_ROLES)
-    if not isinstance(variants, Mapping) or not variants:
-        raise RecipeError(
-            f"{where}: variants",
-            "must be a mapping of names",
-            got=repr(variants),
-            cure="Name one variant or more",
-        )
     _refuse_unknown(f"{where}: default", "must be a variant", raw["default"], variants)
     flat = {name: _flat(raw, name, f"{where}: variants.{name}") for name in variants}
     used = set[str]().union(*flat.values())
@@ -213,41 +187,34 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         if not isinstance(named, Mapping):
             named = {"rest": named}
         variant = {**named, **without(variant, "backbone")}
-    allowed = (*BLOCKS, *_OF_A_SEARCH, *groups, "rest")
+    allowed = ("summary", *BLOCKS, *_OF_A_SEARCH, *groups, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
-    unnamed = [group for group in groups if group not in variant]
-    if unnamed and "rest" not in variant:
-        raise RecipeError(
-            where,
-            f"must say what happens to {unnamed[0]}",
-            got="nothing",
-            cure="Give it a word, or give rest",
-        )
-    if "rest" in variant and not unnamed:
-        raise RecipeError(
-            where,
-            "rest must be left out where every group is named",
-            got=f"rest: {variant['rest']}",
-            cure="Remove it",
-        )
     calibration = variant["calibration"]
     if isinstance(calibration, str):
         known = {**calibrations(), **raw.get(CALIBRATIONS, {})}
         rule = f"must be null, a block, or one of {', '.join(known)}"
         _refuse_unknown(f"{where}: calibration", rule, calibration, known)
         calibration = known[calibration]
+    # A group without a word is refused where the recipe meets its model.
+    words = dict.fromkeys(groups, variant.get("rest")) | variant
+    backbone = {group: words[group] for group in groups if words[group] is not None}
+    summary = variant.get("summary")
+    if summary is None:
+        summary = summary_of(backbone, variant["mtp"], is_calibrated=calibration is not None)
+        if "kv_cache" in variant:
+            summary += f", {variant['kv_cache']} KV cache"
     flat = {
         "model": raw["model"],
         "variant": name,
         "default": name == raw["default"],
-        "summary": variant["summary"],
+        "summary": summary,
         "family": raw["family"],
         "source": raw["source"],
         "revision": raw["revision"],
-        "backbone": {group: variant.get(group, variant.get("rest")) for group in groups},
+        "backbone": backbone,
         "mtp": variant["mtp"],
     }
-    is_searched = "auto" in flat["backbone"].values()
+    is_searched = "auto" in backbone.values()
     # Which blocks of the file are for this variant: they belong to one of its words.
     of_words = list[str]()
     if is_searched:
@@ -319,11 +286,11 @@ def summary_of(
 
 
 def _said(words: str | Mapping[str, str]) -> str:
-    if isinstance(words, str):
-        return words
+    if not isinstance(words, Mapping):
+        return str(words)
     groups: dict[str, list[str]] = {}
     for group, word in words.items():
-        groups.setdefault(word, []).append(group)
+        groups.setdefault(str(word), []).append(group)
     return ", ".join(f"{word} {'/'.join(names)}" for word, names in groups.items())
 
 
@@ -355,12 +322,10 @@ def listed() -> list[Listed]:
         for recipe in flat_recipes(load_shipped(path), path).values():
             # The files that a recipe names must be on this machine; the Hub is not asked.
             calibration = recipe["calibration"] or {}
-            local: list[str] = []
-            if recipe["revision"] == _LOCAL:
-                local.append(recipe["source"])
-            if calibration.get("dataset_revision") == _LOCAL:
-                local.append(calibration["dataset"])
-            if None in [find_path(name) for name in local]:
+            places = [(recipe["revision"], recipe["source"])]
+            places.append((calibration.get("dataset_revision"), calibration.get("dataset", "")))
+            local = [name for revision, name in places if revision == "local"]
+            if None in map(find_path, local):
                 continue
             row = Listed(
                 model=recipe["model"],
