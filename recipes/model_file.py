@@ -196,7 +196,7 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         _refuse_unknown(f"{where}: calibration", rule, calibration, known)
         calibration = known[calibration]
     # A group without a word is refused where the recipe meets its model.
-    words = dict.fromkeys(groups, variant.get("rest")) | variant
+    words: Json = {**dict.fromkeys(groups, variant.get("rest")), **variant}
     backbone = {group: words[group] for group in groups if words[group] is not None}
     summary = variant.get("summary")
     if summary is None:
