@@ -9,79 +9,42 @@ has an upper limit, because names are made for every layer and expert that confi
 a file may be anybody's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
-from .errors import CheckpointError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from .errors import CheckpointError, first_fault
 from .families import families
 
 CURE = "Take config.json from the original release"
-_TEXT_CONFIG = "text_config"
-_LLM_CONFIG = "llm_config"
 _MAX_LAYERS = 2_000
-_MAX_MTP_LAYERS = 100
-_MAX_EXPERTS = 20_000
-_MAX_SIZE = 2**31 - 1
-_MAX_TEXT = 500
-
-
-_Kind = tuple[str, Callable[[Any], bool]]
-"""What a message calls a type of value, and whether a value has it."""
-
-
-def _whole(most: int = _MAX_SIZE) -> _Kind:
-    def fits(value: object) -> bool:
-        return type(value) is int and 0 <= value <= most
-
-    return f"a whole number from 0 to {most}", fits
-
-
-def _list_of(kind: _Kind, words: str, most: int = _MAX_SIZE) -> _Kind:
-    _, item_fits = kind
-
-    def fits(value: object) -> bool:
-        return isinstance(value, list) and len(value) <= most and all(map(item_fits, value))
-
-    return words, fits
-
-
-def _either(one: _Kind, other: _Kind) -> _Kind:
-    words, fits = one
-    other_words, other_fits = other
-    return f"{words} or {other_words}", lambda value: fits(value) or other_fits(value)
-
-
-def _is_short(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MAX_TEXT
-
-
-_OBJECT: _Kind = ("an object", lambda value: isinstance(value, dict))
-_TEXT: _Kind = ("a short text", _is_short)
-_TEXTS = _list_of(_TEXT, "a list of short texts")
-_LAYERS = _list_of(_TEXT, f"a list of at most {_MAX_LAYERS} short texts", _MAX_LAYERS)
-_EXPERTS = _whole(_MAX_EXPERTS)
-_NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_KINDS = {
-    _TEXT_CONFIG: _OBJECT,
-    _LLM_CONFIG: _OBJECT,
-    "architectures": _TEXTS,
-    "model_type": _TEXT,
-    "quantization_config": _OBJECT,
-    "compression_config": _OBJECT,
-    "expert_dtype": _TEXT,
-    "vocab_size": _whole(),
-    "hidden_size": _whole(),
-    "num_hidden_layers": _whole(_MAX_LAYERS),
-    "max_position_embeddings": _whole(),
-    "q_lora_rank": _whole(),
-    "layer_group_size": _whole(),
-    "layer_types": _TEXTS,
-    "linear_attn_config": _OBJECT,
-    "linear_attn_config.kda_layers": _list_of(_whole(), "a list of whole numbers"),
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Layers = Annotated[int, Field(ge=0, le=_MAX_LAYERS)]
+_MtpLayers = Annotated[int, Field(ge=0, le=100)]
+_Experts = Annotated[int, Field(ge=0, le=20_000)]
+_Text = Annotated[str, Field(max_length=500)]
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("quantization_config", "compression_config"), dict[str, Any]),
+    **dict.fromkeys(("model_type", "expert_dtype"), _Text),
+    **dict.fromkeys(("architectures", "layer_types"), list[_Text]),
+    "vocab_size": _Count,
+    "hidden_size": _Count,
+    "num_hidden_layers": _Layers,
+    "max_position_embeddings": _Count,
+    "q_lora_rank": _Count,
+    "layer_group_size": _Count,
+    "linear_attn_config.kda_layers": list[_Count],
     # One number, or one for each modality.
-    **dict.fromkeys(_NUM_EXPERTS, _either(_EXPERTS, _list_of(_EXPERTS, "a list of such numbers"))),
+    **dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts"), _Experts | list[_Experts]
+    ),
 }
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
 
 
 def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
@@ -95,38 +58,35 @@ def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
     Raises:
         CheckpointError: names the key.
     """
-    holders: dict[str, Any] = {"": config}
-    for key in (_TEXT_CONFIG, _LLM_CONFIG):
-        holders[f"{key}."] = config.get(key)
-    for key, (words, fits) in _kinds().items():
-        for prefix, value in holders.items():
-            for part in key.split("."):
-                if not isinstance(value, dict):
-                    value = None
-                    break
-                value = value.get(part)
-            if value is not None and not fits(value):
-                raise CheckpointError(
-                    where, f"{prefix}{key} must be {words}", got=repr(value), cure=CURE
-                )
+    try:
+        _form().model_validate(config)
+    except ValidationError as error:
+        got = repr(error.errors()[0]["input"])
+        raise CheckpointError(where, first_fault(error), got=got, cure=CURE) from error
 
 
 @cache
-def _kinds() -> Mapping[str, _Kind]:
-    """The kind of every key, those that the families' tables name too; an object comes before what
-    is in it.
-    """
-    kinds: dict[str, _Kind] = {}
+def _form() -> type[BaseModel]:
+    """Every key that is read, those that the families' tables name too."""
+    kinds: dict[str, Any] = {}
+    listed = Annotated[list[_Text], Field(max_length=_MAX_LAYERS)]
     for family in families().values():
-        for key in family.mtp_count_keys:
-            if "." in key:
-                kinds[key.partition(".")[0]] = _OBJECT
-            kinds[key] = _whole(_MAX_MTP_LAYERS)
-        kinds |= dict.fromkeys(
-            (*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS)
-        )
+        kinds |= dict.fromkeys(family.mtp_count_keys, _MtpLayers)
+        kinds |= dict.fromkeys((*family.mtp_parts_keys, *family.layer_list_keys), _Text | listed)
         if family.draft and family.draft.streams:
-            kinds[family.draft.streams] = _whole(_MAX_LAYERS)
+            kinds[family.draft.streams] = _Layers
         if family.num_layers_key:
-            kinds[family.num_layers_key] = _whole(_MAX_LAYERS)
-    return kinds | _KINDS
+            kinds[family.num_layers_key] = _Layers
+    fields: dict[str, Any] = {}
+    for key, kind in (kinds | _KINDS).items():
+        outer, _, inner = key.partition(".")
+        if inner:
+            kind = _model({inner: kind})
+        fields[outer] = kind
+    text = _model(fields)
+    return _model(fields | {"text_config": text, "llm_config": text})
+
+
+def _model(fields: Mapping[str, Any]) -> type[BaseModel]:
+    optional: dict[str, Any] = {key: (kind | None, None) for key, kind in fields.items()}
+    return create_model("config.json", __base__=_Strict, **optional)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the callers import it; a refusal alone does not need it
 
 # The first word of pydantic's name for a fault -> the same in plain words.
 _KINDS = {
-    "tuple": "a list",
+    **dict.fromkeys(("tuple", "list"), "a list"),
     "dict": "a mapping",
     "model": "a mapping",
     "string": "a text",
@@ -152,7 +152,11 @@ def first_fault(error: "ValidationError") -> str:
     """The first error of a validation, after its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
     says = getattr(first.get("ctx", {}).get("error"), "rule", plain_rule(first))
-    where = ".".join(str(part) for part in first["loc"])
+    # Where it takes several types, the path has pydantic's name of one.
+    path = [
+        str(part) for part in first["loc"] if not str(part).startswith(("constrained-", "list["))
+    ]
+    where = ".".join(path)
     return f"{where or 'the whole'}: {says}"
 
 
@@ -176,9 +180,9 @@ def plain_rule(fault: Mapping[str, Any]) -> str:
     if fault["type"].endswith("too_short"):
         return "must not be empty"
     kind = _KINDS.get(fault["type"].partition("_")[0])
-    if kind is not None:
+    if kind is not None and not fault["type"].endswith("too_long"):
         return f"must be {kind}"
-    return fault["msg"].replace("Input should", "must")
+    return re.sub("^(Input|String|List) should", "must", fault["msg"])
 
 
 def size_in_words(size: int) -> str:

@@ -82,10 +82,8 @@ def test_a_key_of_another_type(key, inner, tmp_path):
             with pytest.raises(CheckpointError) as caught:
                 read_config(path, "here")
             message = str(caught.value)
-            assert (
-                message.startswith(f"here: {'text_config.' * inner}{key} must be a")
-                and len(message) < 500
-            ), value
+            assert message.startswith(f"here: {'text_config.' * inner}{key}"), value
+            assert ": must " in message and len(message) < 500, value
 
 
 def test_every_key_of_every_family_has_a_type(tmp_path):
@@ -95,7 +93,7 @@ def test_every_key_of_every_family_has_a_type(tmp_path):
             outer, _, last = key.partition(".")
             for value in [{}, -1, 10**9] if key else []:
                 put_json(path, {outer: {last: value}} if last else {outer: value})
-                with pytest.raises(CheckpointError, match=rf"^here: {key} must be a"):
+                with pytest.raises(CheckpointError, match=rf"^here: {key}: must "):
                     read_config(path, "here")
 
 
