@@ -26,7 +26,9 @@ _MtpLayers = Annotated[int, Field(ge=0, le=100)]
 _Experts = Annotated[int, Field(ge=0, le=20_000)]
 _Text = Annotated[str, Field(max_length=500)]
 _KINDS: dict[str, Any] = {
-    **dict.fromkeys(("quantization_config", "compression_config"), dict[str, Any]),
+    **dict.fromkeys(
+        ("text_config", "llm_config", "quantization_config", "compression_config"), dict[str, Any]
+    ),
     **dict.fromkeys(("model_type", "expert_dtype"), _Text),
     **dict.fromkeys(("architectures", "layer_types"), list[_Text]),
     "vocab_size": _Count,
