@@ -45,21 +45,8 @@ _EXPIRED = (401, 403, 404, 410)
 # expired.
 _leads_to: dict[str, str] = {}
 
+# What huggingface_hub raises over an answer that has another form than it expects.
 _OTHER_FORM = (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidURL)
-# What the Hub's client raises: the rule and the cure, for the first of the classes that fits.
-_REFUSALS: tuple[tuple[Any, str, str], ...] = (
-    (
-        (RepositoryNotFoundError, RevisionNotFoundError),
-        "must be a folder or a public Hub repository with this revision",
-        "Check its name and its revision, or run `hf auth login`, and ask for access on its page",
-    ),
-    (
-        (EntryNotFoundError, HfHubHTTPError, HTTPError, OSError),
-        "the Hub must be reachable",
-        "Check the network, or name a folder",
-    ),
-    (_OTHER_FORM, "the Hub must answer as it is documented", "Run it again, or check HF_ENDPOINT"),
-)
 
 
 @contextmanager
@@ -74,14 +61,20 @@ def hub_errors(repo: str) -> Iterator[None]:
         raise NoCheckpointError(error.where, error.rule, got=error.got, cure=error.cure) from error
     except KeepMTPError:
         raise
-    except (*_OTHER_FORM, EntryNotFoundError, HTTPError, OSError) as error:
-        for kinds, rule, cure in _REFUSALS:
-            if isinstance(error, kinds):
-                said = f"{type(error).__name__}: {error}"
-                raise NoCheckpointError(
-                    repo, rule, got=said.strip().splitlines()[0].rstrip(".: "), cure=cure
-                ) from error
-        raise
+    except (*_OTHER_FORM, HTTPError, OSError) as error:
+        rule = "the Hub must answer as it is documented"
+        cure = "Run it again, or check HF_ENDPOINT"
+        if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)):
+            rule = "must be a folder or a public Hub repository with this revision"
+            cure = (
+                "Check its name and its revision, or run `hf auth login`, and ask for access on "
+                "its page"
+            )
+        elif isinstance(error, (HTTPError, OSError)):
+            rule = "the Hub must be reachable"
+            cure = "Check the network, or name a folder"
+        said = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
+        raise NoCheckpointError(repo, rule, got=said, cure=cure) from error
 
 
 def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
@@ -92,10 +85,7 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
     """
     with hub_errors(repo):
         info = HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT_SECONDS)
-        names = list[str]()
-        for sibling in info.siblings or ():
-            names.append(sibling.rfilename)
-        names.sort()
+        names = sorted(sibling.rfilename for sibling in info.siblings or ())
     for name in (info.sha or "", *names):
         if not isinstance(name, str) or name.startswith("/") or ".." in name.split("/"):
             raise NoCheckpointError(
@@ -213,24 +203,22 @@ def read_range(
     with hub_errors(repo):
         url = hf_hub_url(repo, file, revision=commit)
         while into and not (may_end and start == size):
-            before = len(into)
-            failure = _no_part(where, "nothing, again and again")
+            failure: Exception = _no_part(where, "nothing, again and again")
+            failures += 1
             try:
                 for size, part in _parts(url, start, len(into), where):
                     part = part[: len(into)]
                     into[: len(part)] = part
                     into = into[len(part) :]
-                    start = start + len(part)
+                    start += len(part)
                     arrived(len(part))
+                    failures = 0
                     if not into:
                         return size
             except (TransportError, HfHubHTTPError) as error:
                 if isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY:
                     raise
                 failure = error
-            failures += 1
-            if len(into) < before:
-                failures = 0
             if failures >= _TRIES:
                 raise failure
             if failures:  # not where bytes have arrived since the last request
@@ -255,11 +243,11 @@ def _parts(url: str, start: int, length: int, where: str) -> Iterator[tuple[int,
             return
         hf_raise_for_status(response)
         said = response.headers.get("Content-Range", "")
-        size = re.fullmatch(rf"bytes {start}-[0-9]+/([0-9]{{1,18}})", said)
+        pattern = rf"206 bytes {start}-[0-9]+/([0-9]{{1,18}})"
         if response.status_code == 200 and start == 0:  # it sends the whole file
-            size = re.fullmatch("([0-9]{1,18})", response.headers.get("Content-Length", ""))
-        elif response.status_code != 206:
-            size = None
+            said = response.headers.get("Content-Length", "")
+            pattern = "200 ([0-9]{1,18})"
+        size = re.fullmatch(pattern, f"{response.status_code} {said}")
         if size is None:
             raise _no_part(where, said or f"status {response.status_code} without a range")
         _leads_to[url] = str(response.url)

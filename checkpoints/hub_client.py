@@ -14,10 +14,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from ipaddress import ip_address
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -60,8 +59,7 @@ class Patience:
         seconds: for one answer.
         until: when the question that is asked now must be answered; None: it may go on.
         stopped: set by Ctrl-C. Every thread that sends or waits then ends at its next step.
-        is_watched: signals are taken for it; it stays stopped until they no longer are, and
-            somebody asks again.
+        number: of the signal that stopped it; 0 for none.
         silences: answers that were late, since something arrived that had not arrived before.
     """
 
@@ -69,8 +67,7 @@ class Patience:
         self.seconds = DEFAULT_SECONDS
         self.until: float | None = None
         self.stopped = threading.Event()
-        self.is_watched = False
-        self.end: Callable[[], object] = bool
+        self.number = 0
         self.silences = 0
         self.open: WeakSet[_Stream] = WeakSet()
 
@@ -91,24 +88,19 @@ class Patience:
         """End a thread whose work nobody waits for any more.
 
         Raises:
-            HubError: the command is being stopped. The main thread gets what ends the command
-                instead: Python ignores a KeyboardInterrupt that happens to arrive while an object
-                    is destroyed.
+            HubError: the command is being stopped.
+            SystemExit: in the main thread: Python ignores a KeyboardInterrupt that happens to
+                arrive while an object is destroyed.
         """
-        if self.stopped.is_set():
-            if threading.current_thread() is threading.main_thread():
-                self.end()
-            raise HubError(
-                constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN
-            )
+        if not self.stopped.is_set():
+            return
+        if self.number and threading.current_thread() is threading.main_thread():
+            raise SystemExit(128 + self.number)
+        raise HubError(constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN)
 
-    def stop(self, end: Callable[[], object] = bool) -> None:
-        """End every request now, those that wait for the network too.
-
-        Args:
-            end: raises what ends the command.
-        """
-        self.end = end
+    def stop(self, number: int = 0) -> None:
+        """End every request now, those that wait for the network too."""
+        self.number = number
         self.stopped.set()
         for stream in list(self.open):
             stream.shut()
@@ -140,17 +132,8 @@ def install() -> None:
     set_client_factory(_client)
 
 
-def install_once() -> None:
-    """`install`, for whoever reads from the Hub: a client that is at work keeps its connections.
-
-    A program that was stopped, and goes on, may ask the Hub again from its main thread.
-    """
-    _install_first()
-    if not PATIENCE.is_watched and threading.current_thread() is threading.main_thread():
-        PATIENCE.stopped.clear()
-
-
-_install_first = cache(install)
+install_once = cache(install)
+"""For whoever reads from the Hub: a client that is at work keeps its connections."""
 
 
 @contextmanager
@@ -158,30 +141,20 @@ def stopped_by_signals() -> Iterator[None]:
     """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a
     shard takes minutes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # a program that uses keepmtp has its own way to stop a thread
-        return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        PATIENCE.stop(lambda: end(number, frame))
-        end(number, frame)
-
-    def end(number: int, frame: FrameType | None) -> None:
+        PATIENCE.stop(number)
         usual = before[signal.Signals(number)]
         if callable(usual):
             usual(number, frame)
         raise SystemExit(128 + number)
 
-    PATIENCE.stopped.clear()  # a program may ask the Hub again, after it has stopped an upload
-    PATIENCE.is_watched = True
     for number in before:
         signal.signal(number, stop)
     try:
         yield
-    # what is stopped stays so: a thread that has not noticed yet would send its shard again
     finally:
-        PATIENCE.is_watched = False
         for number, usual in before.items():
             signal.signal(number, usual)
 
@@ -192,10 +165,9 @@ def refuse_endpoint(endpoint: str) -> None:
     Raises:
         RecipeError: neither https, nor http to this machine; or an address with a password in it.
     """
-    try:
+    address = httpx.URL("")
+    with suppress(httpx.InvalidURL):
         address = httpx.URL(endpoint)
-    except httpx.InvalidURL:
-        address = httpx.URL("")
     is_safe = address.scheme == "https" or (address.scheme == "http" and _is_this_machine(address))
     if not address.host or address.userinfo or not is_safe:
         raise RecipeError(
@@ -214,11 +186,8 @@ def _client() -> httpx.Client:
         client = httpx.Client(
             event_hooks=client.event_hooks, follow_redirects=True, mounts={"http://": None}
         )
-    hooks = client.event_hooks
-    client.event_hooks = {
-        "request": [*hooks["request"], _before],
-        "response": [*hooks["response"], _after],
-    }
+    for event, hook in (("request", _before), ("response", _after)):
+        client.event_hooks[event].append(hook)
     # httpx 0.28 has no argument for the backend of its pools, and httpcore 1.0 has.
     for transport in (client._transport, *client._mounts.values()):
         if (pool := getattr(transport, "_pool", None)) is not None:
@@ -268,18 +237,11 @@ def seconds_to_wait(response: httpx.Response) -> int | None:
     if limit and not limit.remaining:
         return limit.reset_in_seconds
     after = response.headers.get("Retry-After", "").strip()
-    if after.isdigit():
-        return int(after)
-    return None
+    return int(after) if after.isdigit() else None
 
 
 def _is_this_machine(address: httpx.URL) -> bool:
-    if address.host == "localhost":
-        return True
-    try:
-        return ip_address(address.host).is_loopback
-    except ValueError:
-        return False
+    return address.host in ("localhost", "127.0.0.1", "::1")
 
 
 @contextmanager
