@@ -14,7 +14,7 @@ import fnmatch
 import gc
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import field, replace
@@ -277,58 +277,86 @@ def mtp_file_sizes(source: Source) -> dict[str, int]:
 def _open_folder(folder: Path, where: str) -> Source:
     if (folder / "config.json").is_symlink():  # an output's config.json has all of its values
         inside(folder, "config.json")
-    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    names = sorted(os.listdir(folder))
     companions = companions_in(folder)
+    small = ("config.json", INDEX, *companions.carried, *companions.code)
     # Before anything is read: what changes from here on is found at the end.
-    states = states_of(
-        folder, ("config.json", INDEX, *present, *companions.carried, *companions.code)
-    )
-    if not os.path.lexists(folder / "config.json"):
-        raise _no_config(where, os.listdir(folder))
-    config = read_config(folder / "config.json", folder / "config.json")
-    weight_map = None
-    if os.path.lexists(folder / INDEX):
-        weight_map = read_index(folder / INDEX, f"{where}/{INDEX}")
-    indexed = _indexed_files(weight_map, present, where)
-    headers = {file: read_header(folder / file, f"{where}/{file}") for file in present}
-    opened = _assembled(where, "local", config, weight_map, indexed, headers, companions)
-    return replace(opened, folder=folder, states=states)
+    states = states_of(folder, (*small, *fnmatch.filter(names, "*.safetensors")))
+
+    def header_of(file: str) -> FileHeader:
+        return read_header(folder / file, f"{where}/{file}")
+
+    opened = _opened(where, names, folder.joinpath, partial(map, header_of))
+    return replace(opened, folder=folder, states=states, **_by_name(companions))
 
 
 def _open_hub(repo: str, revision: str) -> Source:
     from .hub import fetch, files_of, read_remote_header
 
-    commit, files = files_of(repo, revision)
-    small = dict[str, Path]()
-    for name in ("config.json", INDEX):
-        path = None
-        if name in files:
-            path = fetch(repo, name, commit=commit)
-        if path is not None:
-            small[name] = path
-    if "config.json" not in small:
-        raise _no_config(repo, files)
-    weight_map = None
-    if INDEX in small:
-        weight_map = read_index(small[INDEX], f"{repo}/{INDEX}")
-    present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
-    indexed = _indexed_files(weight_map, present, repo)
+    commit, names = files_of(repo, revision)
     header_of = partial(read_remote_header, repo, commit=commit)
     with ThreadPoolExecutor(max_workers=16) as pool:
-        headers = dict(zip(present, pool.map(header_of, present), strict=True))
-    config = read_config(small["config.json"], f"{repo}/config.json")
-    return _assembled(repo, commit, config, weight_map, indexed, headers, companions_among(files))
+        small = partial(fetch, repo, commit=commit)
+        opened = _opened(repo, names, small, partial(pool.map, header_of))
+    return replace(opened, revision=commit, **_by_name(companions_among(names)))
 
 
-def _assembled(
+def _by_name(companions: Companions) -> Json:
+    return {
+        "companions": companions.carried,
+        "code": companions.code,
+        "left": companions.left,
+    }
+
+
+def _opened(
     where: str,
-    revision: str,
-    config: Raw,
-    weight_map: Mapping[str, str] | None,
-    indexed: Sequence[str],
-    headers: Mapping[str, FileHeader],
-    companions: Companions,
+    names: Sequence[str],
+    small: Callable[[str], Path | None],
+    headers_of: Callable[[Iterable[str]], Iterable[FileHeader]],
 ) -> Source:
+    """What its headers say.
+
+    Args:
+        where: the checkpoint's name.
+        names: of its files.
+        small: fetches one of them.
+        headers_of: reads those of some files.
+    """
+    path = None
+    if "config.json" in names:
+        path = small("config.json")
+    if path is None:
+        raise _no_config(where, names)
+    config = read_config(path, f"{where}/config.json")
+    weight_map = {}
+    index = None
+    if INDEX in names:
+        index = small(INDEX)
+    if index is not None:
+        weight_map = read_index(index, f"{where}/{INDEX}")
+    present = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    # vLLM and transformers read whole files named by the index, so the file decides, not the
+    # index's line.
+    indexed = sorted({*weight_map.values()})
+    if index is None:
+        indexed = [SINGLE] if SINGLE in present else present
+    if index is None and len(indexed) != 1:
+        raise CheckpointError(
+            where,
+            f"must have {SINGLE} or {INDEX}",
+            got=f"{len(present)} safetensors files",
+            cure="Download all of its files; weights in .bin or GGUF files are not read",
+        )
+    for file in indexed:
+        if file not in present:
+            raise CheckpointError(
+                f"{where}/{INDEX}",
+                "every file of the index must exist",
+                got=f"{file} is missing",
+                cure="Download it, or mend the index",
+            )
+    headers = dict(zip(present, headers_of(present), strict=True))
     count = sum(len(header.entries) for header in headers.values())
     if count > _MAX_TENSORS:
         raise CheckpointError(
@@ -339,8 +367,6 @@ def _assembled(
         )
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
-    # vLLM and transformers read whole files named by the index, so the file decides, not the
-    # index's line.
     for file in indexed:
         for name, entry in headers[file].entries.items():
             if name in entries:
@@ -351,11 +377,12 @@ def _assembled(
                     cure="Remove one of the two",
                 )
             entries[name] = entry
-    for file in sorted(headers.keys() - {*indexed}):
-        for name, entry in headers[file].entries.items():
-            if name not in entries:
-                unindexed[name] = entry
-    for name, file in (weight_map or {}).items():
+    for file in present:
+        if file not in indexed:
+            unindexed |= headers[file].entries
+    for name in entries.keys() & unindexed.keys():
+        del unindexed[name]
+    for name, file in weight_map.items():
         if HFName(name) not in headers[file].entries:
             raise CheckpointError(
                 f"{where}/{file}",
@@ -365,41 +392,12 @@ def _assembled(
             )
     return Source(
         where=where,
-        revision=revision,
+        revision="local",
         folder=None,
         config=config,
         entries=entries,
         unindexed=unindexed,
-        companions=companions.carried,
-        code=companions.code,
-        left=companions.left,
-    )
-
-
-def _indexed_files(
-    weight_map: Mapping[str, str] | None, present: Sequence[str], where: str
-) -> Sequence[str]:
-    """The files that a loader reads, sorted."""
-    if weight_map is not None:
-        files = sorted({*weight_map.values()})
-        for file in files:
-            if file not in present:
-                raise CheckpointError(
-                    f"{where}/{INDEX}",
-                    "every file of the index must exist",
-                    got=f"{file} is missing",
-                    cure="Download it, or mend the index",
-                )
-        return files
-    if SINGLE in present:
-        return (SINGLE,)
-    if len(present) == 1:
-        return present
-    raise CheckpointError(
-        where,
-        f"must have {SINGLE} or {INDEX}",
-        got=f"{len(present)} safetensors files",
-        cure="Download all of its files; weights in .bin or GGUF files are not read",
+        companions=(),
     )
 
 
