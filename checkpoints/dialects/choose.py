@@ -104,12 +104,10 @@ def _read(
     entries = list[ConfigEntry]()
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
         listed = raw.get(key)
-        if not isinstance(listed, list | dict):
-            continue
-        for word in listed:
-            if isinstance(word, str):
-                entries.append(ConfigEntry(key, word, (word,)))
-    return UnknownDialect(method or _NO_METHOD, tuple(entries))
+        if isinstance(listed, list | dict):
+            words = [word for word in listed if isinstance(word, str)]
+            entries += [ConfigEntry(key, word, (word,)) for word in words]
+    return UnknownDialect(method or _NO_METHOD, entries=tuple(entries))
 
 
 def read_sglang_dialect(raw: Raw, view: FamilyView, part: Part) -> Dialect:
@@ -138,11 +136,8 @@ def read_sglang_dialect(raw: Raw, view: FamilyView, part: Part) -> Dialect:
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:
     """Modules on disk with a tensor of floating-point numbers, or with one of anything else."""
-    modules = set[str]()
-    for name, dtype in dtypes.items():
-        if (dtype in FLOATS) == are_floats:
-            modules.add(name.rpartition(".")[0] or name)
-    return frozenset(modules)
+    names = [name for name, dtype in dtypes.items() if (dtype in FLOATS) == are_floats]
+    return frozenset([name.rpartition(".")[0] or name for name in names])
 
 
 def quantization_of(config: Raw) -> Raw | None:
@@ -150,23 +145,17 @@ def quantization_of(config: Raw) -> Raw | None:
     text_config = config.get("text_config") or {}
     # In their order; the last is an old name.
     places = (
-        (config, "quantization_config"),
-        (text_config, "quantization_config"),
-        (config, "compression_config"),
+        config.get("quantization_config"),
+        text_config.get("quantization_config"),
+        config.get("compression_config"),
     )
-    for holder, key in places:
-        value = holder.get(key)
-        if isinstance(value, Mapping):
-            return value
-    return None
+    return next((place for place in places if isinstance(place, Mapping)), None)
 
 
 def method_of(raw: Raw) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
-    method = raw.get("quant_method")
-    if not isinstance(method, str):
-        return ""
-    method = method.lower()
+    given = raw.get("quant_method")
+    method = given.lower() if isinstance(given, str) else ""
     return ALIASES.get(method, method)
 
 

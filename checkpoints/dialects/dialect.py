@@ -11,6 +11,7 @@ the two.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
@@ -152,10 +153,15 @@ PLAIN = VLLMModule(form="plain")
 UNKNOWN = VLLMModule(form="unknown")
 
 
-class UnknownDialect(NamedTuple):
-    """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""
+_UNKNOWN = Resolution(UNKNOWN)
+
+
+@dataclass(frozen=True)
+class FixedAnswer:
+    """The same answer for every module."""
 
     name: str
+    answer: Resolution = _UNKNOWN
     entries: tuple[ConfigEntry, ...] = ()
     exceptions: Exceptions | None = None
 
@@ -163,14 +169,15 @@ class UnknownDialect(NamedTuple):
         """As it is written."""
         return ConfigEntry("", entry, (entry,))
 
-    def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """It never knows."""
-        return Resolution(UNKNOWN)
+    def resolve(self, module: str, *, shards: Sequence[str], kind: Kind) -> Resolution:
+        """Without a look at the module."""
+        return self.answer
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """By substring, the loosest rule of these dialects."""
-        for word in entry.read:
-            bare = re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$")
-            if bare and bare in name:
-                return True
-        return False
+        bares = [re.sub(r"^(?:re:|[-+]:)|\\", "", word).strip(".*^$") for word in entry.read]
+        return any(bare and bare in name for bare in bares)
+
+
+class UnknownDialect(FixedAnswer):
+    """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""

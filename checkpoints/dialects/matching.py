@@ -13,13 +13,13 @@ tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...recipes.renamer import Renamer
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.sglang import entry_below
 from ..stored import Form
-from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Refusal, Resolution, VLLMModule
+from .dialect import PLAIN, UNKNOWN, FixedAnswer, Refusal, Resolution, VLLMModule
 
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
@@ -44,27 +44,8 @@ def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
     return VLLMModule(form=form, leaves=frozenset(leaves), **others)
 
 
-class OneAnswer(NamedTuple):
-    """The same answer for every module: no quantization config, one that the server raises on, or
-    that it drops.
-    """
-
-    name: str
-    answer: Resolution
-    entries: tuple[ConfigEntry, ...] = ()
-    exceptions: Exceptions | None = None
-
-    def reads(self, entry: str) -> ConfigEntry:
-        """As it is written."""
-        return ConfigEntry("", entry, (entry,))
-
-    def resolve(self, module: str, *, shards: Sequence[str], kind: Kind) -> Resolution:
-        """Without a look at the module."""
-        return self.answer
-
-    def hits(self, entry: ConfigEntry, name: str) -> bool:
-        """There are no entries."""
-        return False
+class OneAnswer(FixedAnswer):
+    """No quantization config, one that the server raises on, or that it drops."""
 
 
 def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
@@ -79,10 +60,10 @@ def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
 
 def lacks(needed: Mapping[str, object]) -> str:
     """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
-    for key, value in needed.items():
-        if value is None:
-            return f"ValueError: Cannot find any of ['{key}'] in the model's quantization config"
-    return ""
+    absent = [key for key, value in needed.items() if value is None]
+    if not absent:
+        return ""
+    return f"ValueError: Cannot find any of ['{absent[0]}'] in the model's quantization config"
 
 
 def left_out(

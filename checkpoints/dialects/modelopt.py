@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
+from itertools import chain
 
 from ... import __version__
 from ...recipes.conventions import ALGORITHMS as OF_SCHEMES
@@ -127,9 +128,9 @@ class ModelOpt:
         """keepmtp's word for what a module becomes; "" where compressed-tensors has none like
         it.
         """
+        kind = _kind_of(answer.built)
         for scheme, algorithm in OF_SCHEMES.items():
-            built = modelopt_built(algorithm, 16, 128)
-            if _kind_of(answer.built) == _kind_of(built):
+            if kind == _kind_of(modelopt_built(algorithm, 16, 128)):
                 return scheme
         return ""
 
@@ -146,9 +147,7 @@ class ModelOpt:
             if answer is not None:
                 return answer
         # Heads too: what no entry excludes is quantized.
-        excluding = excluding_entry
-        if is_vllm:
-            excluding = _excluded_by_vllm
+        excluding = _excluded_by_vllm if is_vllm else excluding_entry
         pattern = excluding(self.exclude, module)
         if pattern is not None:
             return plain(pattern)
@@ -174,9 +173,8 @@ class ModelOpt:
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """As `resolve` does in vLLM, with this entry only."""
-        if skipped("vllm", name, (), entry.read) is not None:
-            return True
-        return _excluded_by_vllm(entry.read, name) is not None
+        skips = skipped("vllm", name, (), entry.read)
+        return skips is not None or _excluded_by_vllm(entry.read, name) is not None
 
     def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
@@ -196,10 +194,8 @@ class ModelOpt:
                 if name in layers:
                     named.append(name)
         if named:
-            algorithms = {layers[name] for name in named}
-            if len(algorithms) > 1:
-                return named[0], None
-            return named[0], layers[named[0]]
+            are_equal = len({layers[name] for name in named}) == 1
+            return named[0], layers[named[0]] if are_equal else None
         if self.runtime == "vllm" and module.endswith(".experts"):
             spellings = (*spellings, module.removesuffix(".experts"))
         for name in spellings:
@@ -248,27 +244,16 @@ def read_modelopt(
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(f"modelopt {algorithm or 'without quant_algo'}")
-    codecs = tuple[str, ...]()
-    if holds(">=0.32", vllm):
-        codecs = _CODECS
-    mixed = _WITHOUT_BLOCKS
-    if holds(">=0.30", vllm):
-        mixed = _OF_MIXED
-    excluded = list[str]()
-    entries = list[ConfigEntry]()
-    for entry in listed:
-        read = rename.modelopt(entry)
-        excluded += read
-        entries.append(ConfigEntry("exclude", entry, read))
+    entries = [ConfigEntry("exclude", entry, rename.modelopt(entry)) for entry in listed]
     return ModelOpt(
         algorithm=algorithm,
-        exclude=tuple(excluded),
+        exclude=tuple(chain(*(entry.read for entry in entries))),
         quantized_layers=_layers(holder, rename),
         group_size=holder.group_size or 16,
         entries=tuple(entries),
         block=min(_block_sizes(holder), default=128),
-        codecs=codecs,
-        mixed=mixed,
+        codecs=_CODECS if holds(">=0.32", vllm) else (),
+        mixed=_OF_MIXED if holds(">=0.30", vllm) else _WITHOUT_BLOCKS,
         rename=rename,
     )
 
@@ -366,10 +351,8 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
 
 def algorithm_of(form: str) -> str:
     """The algorithm that builds a stored form; "" where none does."""
-    for algorithm in _OF_MODULES:
-        if modelopt_built(algorithm, 16, 128).form == form:
-            return algorithm
-    return ""
+    built = {modelopt_built(algorithm, 16, 128).form: algorithm for algorithm in _OF_MODULES[::-1]}
+    return dict[str, str](built).get(form, "")
 
 
 def layer_row(algorithm: str) -> Json:
@@ -391,18 +374,13 @@ def _kind_of(built: VLLMModule) -> tuple[object, ...]:
 
 
 def _layers(holder: ModelOptInner, rename: Renamer) -> dict[str, str]:
-    layers = dict[str, str]()
-    for name, row in (holder.quantized_layers or {}).items():
-        layers[rename.name(name)] = row.quant_algo or ""
-    return layers
+    rows = (holder.quantized_layers or {}).items()
+    return {rename.name(name): row.quant_algo or "" for name, row in rows}
 
 
 def _block_sizes(holder: ModelOptInner) -> set[int]:
-    sizes = set[int]()
-    for row in (holder.quantized_layers or {}).values():
-        if row.quant_algo in _BLOCKS:
-            sizes.add(row.group_size or 128)
-    return sizes
+    rows = (holder.quantized_layers or {}).values()
+    return {row.group_size or 128 for row in rows if row.quant_algo in _BLOCKS}
 
 
 def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
@@ -414,10 +392,7 @@ def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
     for entry in entries:
         if entry != module and (entry in module or entry in stripped):
             return entry
-    for entry in entries:
-        if fnmatch(module, entry):
-            return entry
-    return None
+    return next((entry for entry in entries if fnmatch(module, entry)), None)
 
 
 def _spellings(runtime: Runtime, name: str) -> tuple[str, ...]:
@@ -449,9 +424,9 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[J
     modules = list(modules)
     fused = runtime_modules(modules)
     schemes = {module.scheme for module in fused if module.scheme}
+    mixed = [module for module in fused if module.scheme in MIXED_FOR_EXPERTS]
     is_mixed = len(schemes) > 1 or view.family.modelopt_by_module
-    for module in fused:
-        is_mixed |= module.scheme in MIXED_FOR_EXPERTS and not module.members
+    is_mixed |= any(not module.members for module in mixed)
     names = _Names(view)
     config: Json = {
         "quant_method": "modelopt",
@@ -475,9 +450,8 @@ def hf_quant_config(config: Raw) -> Json:
 
     Readers know the file by its producer's name: vLLM refuses any other.
     """
-    inner: Json = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None}
-    if config.get("kv_cache_scheme"):
-        inner["kv_cache_quant_algo"] = "FP8"
+    cache = "FP8" if config.get("kv_cache_scheme") else None
+    inner: Json = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": cache}
     for key in ("group_size", "quantized_layers"):
         if key in config:
             inner[key] = config[key]
@@ -529,11 +503,9 @@ class _Names:
         """
         mapper = self.mapper(module.name)
         # What the mapper turns into vLLM's name; names on disk follow, for other readers.
-        found = [mapper.before(module.name, module.asked) or otherwise]
-        for name in module.members:
-            if mapper.name(name) != module.name and name != found[0]:
-                found.append(name)
-        return found
+        first = mapper.before(module.name, module.asked) or otherwise
+        others = [name for name in module.members if mapper.name(name) != module.name]
+        return [first, *(name for name in others if name != first)]
 
     def surviving(self, entry: str) -> str:
         """How to write an entry of the exclude list, so that it is still itself after the
@@ -566,28 +538,19 @@ class _Names:
         """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by
         name.
         """
-        stems = self.draft_stems
-        quantized = list[str]()
-        is_draft_plain = True
-        for module in modules:
-            if module.scheme:
-                quantized.append(module.name)
-                is_draft_plain &= not module.name.startswith(stems)
+        quantized = [module.name for module in modules if module.scheme]
+        is_draft_plain = not any(name.startswith(self.draft_stems) for name in quantized)
+        covered = self.draft_stems if is_draft_plain else ()
         entries = list[str]()
         # By whole names: a part of one would exclude more.
         for module in modules:
-            if not module.scheme and not (is_draft_plain and module.name.startswith(stems)):
+            if not module.scheme and not module.name.startswith(covered):
                 entries += self.written(module, otherwise=f"*{module.name}")
-        if is_draft_plain:
-            for stem in stems:
-                entries.append(self.surviving(f"{stem}*"))
-        for head in self.draft_heads:
-            is_covered = is_draft_plain and head.startswith(stems)
-            # A part of a name is enough to exclude a quantized one.
-            if not is_covered and not _is_part(head, quantized):
-                entries.append(self.surviving(head))
-        for _, runtime, _ in self.view.layout.opaque:
-            entries.append(f"{runtime}*")
+        entries += [self.surviving(f"{stem}*") for stem in covered]
+        # A part of a name is enough to exclude a quantized one.
+        heads = [head for head in self.draft_heads if not _is_part(head, quantized)]
+        entries += [self.surviving(head) for head in heads if not head.startswith(covered)]
+        entries += [f"{runtime}*" for _, runtime, _ in self.view.layout.opaque]
         if not _is_part("lm_head", quantized):
             entries.append("lm_head")
         return [*dict.fromkeys(entries)]
@@ -608,32 +571,27 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
         return [f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})"]
     model = sglang_model(view.config)
     known = [module for module in modules if module.place.is_known]
+    quantized = [module for module in known if module.scheme]
+    # Under one NVFP4 algorithm most of its drafts are plain whatever the config says, and need no
+    # entry but for the draft's head.
+    is_draft_plain = method in model.plain_under
     asked = known
-    if method in model.plain_under:
-        # Under one NVFP4 algorithm most of its drafts are plain whatever the config says, and need
-        # no entry but for the draft's head.
+    if is_draft_plain:
         asked = [module for module in known if module.place.part != "mtp"]
     names, clashes = sglang_asks(view, asked, container)
-    has_quantized_head = False
-    for module in known:
-        has_quantized_head |= module.place.role == "head" and bool(module.scheme)
     listed = config.get("quantized_layers")
     ignore = config["ignore"]
-    plain_names = list[str]()
+    plain_names = [name for name, module, _ in names if not module.scheme]
     rows = dict[str, Json]()
     for name, module, _ in names:
-        if module.scheme:
-            if listed is not None and name not in listed:
-                rows[name] = layer_row(OF_SCHEMES[module.scheme])
-        elif not is_excluded(name, ignore):
-            plain_names.append(name)
-    if not has_quantized_head:
-        for head in (model.head, model.draft_head):
-            if head and not is_excluded(head, ignore):
-                plain_names.append(head)
+        if module.scheme and listed is not None and name not in listed:
+            rows[name] = layer_row(OF_SCHEMES[module.scheme])
+    if not any(module.place.role == "head" for module in quantized):
+        plain_names += filter(None, (model.head, model.draft_head))
+    plain_names = [name for name in plain_names if not is_excluded(name, ignore)]
     entries = [*dict.fromkeys(_as_entries(view, asked, plain_names))]
-    obstacles = [*clashes, *unnamed(view, known), *_without_method(known)]
-    obstacles += _harm_of(entries, known)
+    obstacles = [*clashes, *unnamed(view, known), *_without_method(quantized)]
+    obstacles += _harm_of(entries, quantized)
     for name, module, _ in names:
         if module.scheme and is_excluded(name, [*ignore, *entries]):
             obstacles.append(
@@ -642,18 +600,16 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
             )
     # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to
     # it a row that begins with a dot is of a module below the one with an empty prefix.
-    for name in rows:
-        if name.startswith("."):
-            obstacles.append(
-                f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
-                f"({_CONFIG})"
-            )
-            break
+    for name in [name for name in rows if name.startswith(".")][:1]:
+        obstacles.append(
+            f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
+            f"({_CONFIG})"
+        )
     if method == "modelopt_fp4":  # where all is NVFP4
-        for module in known:
+        for module in quantized:
             place = module.place
-            is_in_draft = place.part == "mtp" and method in model.plain_under
-            if module.scheme and (is_in_draft or place.runtime.endswith(model.plain_in_fp4)):
+            is_in_draft = place.part == "mtp" and is_draft_plain
+            if is_in_draft or place.runtime.endswith(model.plain_in_fp4):
                 what = f"{place.module} is in {module.scheme}"
                 says = f"it builds the module plain where all is NVFP4, and {what} ({model.file})"
                 obstacles.append(says)
@@ -664,19 +620,14 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
     return [*dict.fromkeys(obstacles)]
 
 
-def _harm_of(entries: Iterable[str], known: Iterable[NamedModule]) -> Iterator[str]:
+def _harm_of(entries: Iterable[str], quantized: Iterable[NamedModule]) -> Iterator[str]:
     """Entries for SGLang's draft that would exclude a quantized module in vLLM."""
     # A draft that SGLang builds without a prefix asks for `self_attn.qkv_proj`, which to vLLM is a
     # part of the names of every layer.
-    quantized = list[str]()
-    for module in known:
-        if module.scheme:
-            quantized += concrete(module.spelled)
+    names = [*chain(*(concrete(module.spelled) for module in quantized))]
     for entry in entries:
-        for name in quantized:
-            if entry.removesuffix("*") in name:
-                yield f"an entry {entry} for its draft would exclude {name} in vLLM"
-                break
+        for name in [name for name in names if entry.removesuffix("*") in name][:1]:
+            yield f"an entry {entry} for its draft would exclude {name} in vLLM"
 
 
 def _is_part(word: str, names: Iterable[str]) -> bool:
@@ -687,14 +638,11 @@ def _method(config: Raw) -> str:
     """SGLang's name of the quantization method; "" where it has none, or takes it for another."""
     algorithm = config["quant_algo"]
     if algorithm == _MIXED:
-        for row in config["quantized_layers"].values():
-            if row["quant_algo"] in _FOUR_BITS:
-                return "modelopt_mixed"
-    elif "NVFP4" in algorithm:
+        algorithms = {row["quant_algo"] for row in config["quantized_layers"].values()}
+        return "" if algorithms.isdisjoint(_FOUR_BITS) else "modelopt_mixed"
+    if "NVFP4" in algorithm:
         return "modelopt_fp4"
-    elif algorithm == "FP8":
-        return "modelopt_fp8"
-    return ""
+    return "modelopt_fp8" if algorithm == "FP8" else ""
 
 
 def _as_entries(
