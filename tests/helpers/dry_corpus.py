@@ -25,7 +25,7 @@ from good import ours, outputs_of, qwen_fp8, released
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.choices import choices_of, found_plan
-from keepmtp.recipes.conventions import FORMATS, Format
+from keepmtp.recipes.conventions import ALGORITHMS, FORMATS, Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
@@ -34,7 +34,7 @@ from keepmtp.validate.check.check import Checked, examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import LoadAccount
-from modelopt_form import ALGORITHMS, LINEAR_ONLY, in_hf_quant_config, modelopt
+from modelopt_form import LINEAR_ONLY, in_hf_quant_config, modelopt
 
 By = Literal["static", "dry", "both"]
 # Releases that differ from another one in sizes alone.

@@ -5,11 +5,6 @@ In: a model's name, a scheme for the backbone, a policy for the MTP block. Out: 
 config.json (or hf_quant_config.json) is in modelopt's dialect, header by header what vLLM's classes
 register.
 
-Easy to get wrong: exclusions. An entry excludes by whole name, by substring and as a glob, so
-`model.layers.1` also takes layers 10 to 19 and `mlp.gate` would take `mlp.gate_up_proj`; the MTP
-block is therefore excluded by one glob that ends in `.*`, everything else by whole names. `x*` is
-split into `x` and `x.*` where the target's class has a mapper, and `x` is a substring again.
-
 Source: vLLM 0.32.0 quantization/modelopt.py: LINEAR_ALGOS and the `create_weights` of KNvfp4Static,
 KNvfp4Dynamic, KFp8StaticTensor, KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE,
 ModelOptFp8MoEMethod for names and shapes; ModelOptQuantConfigBase.from_config, is_layer_excluded
@@ -18,26 +13,18 @@ is not among them, so vLLM refuses it.
 """
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from checkpoint_files import Checkpoint
 from good import ours, planned
-from keepmtp.checkpoints.dialects.modules import RuntimeModule
-from keepmtp.quantize.plan.configs import modules_of
+from keepmtp.checkpoints.dialects.modelopt import layer_row, modelopt_config
+from keepmtp.checkpoints.dialects.modules import RuntimeModule, named_modules
+from keepmtp.quantize.plan.configs import matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.recipes.family_view import FamilyView
+from keepmtp.recipes.conventions import ALGORITHMS
 from keepmtp.recipes.renamer import renamer
 from tensors import Tensors
 
-# keepmtp's scheme -> modelopt's quant_algo.
-ALGORITHMS = {
-    "NVFP4": "NVFP4",
-    "NVFP4A16": "W4A16_NVFP4",
-    "FP8": "FP8",
-    "FP8_DYNAMIC": "FP8_PER_CHANNEL_PER_TOKEN",
-    "FP8_BLOCK": "FP8_PB_WO",
-}
 # ModelOptFp8MoEMethod registers one scale a tensor, whatever the algorithm: experts have no form
 # for these two.
 LINEAR_ONLY = ("FP8_DYNAMIC", "FP8_BLOCK")
@@ -145,73 +132,12 @@ def retell(checkpoint: Checkpoint) -> None:
 
 def said(plan: Plan) -> dict[str, Any]:
     """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
-    modules = modules_of(plan)
-    schemes = {module.scheme for module in modules if module.scheme}
-    config = {
-        "quant_method": "modelopt",
-        "ignore": excluded(plan.view, modules),
-        "producer": PRODUCER,
-        **plan.view.family.config_extras,
-    }
-    if len(schemes) > 1:
-        layers = quantized_layers(plan.view.config, modules)
-        return config | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    scheme = next(iter(schemes), "NVFP4")
-    group_size = {"group_size": 16} if "NVFP4" in scheme else {}
-    return config | {"quant_algo": ALGORITHMS[scheme]} | group_size
-
-
-def excluded(view: FamilyView, modules: Iterable[RuntimeModule]) -> list[str]:
-    """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by
-    name.
-    """
-    modules = list(modules)
-    stems = tuple(draft_stems(view))
-    of_draft = [module for module in modules if module.name.startswith(stems)]
-    heads = draft_heads(view)
-    if any(module.scheme for module in of_draft):
-        names = [
-            _entry(view, str(module.name), module.asked) for module in modules if not module.scheme
-        ]
-        names += [_entry(view, head) for head in heads]
-    else:
-        others = [module for module in modules if not module.scheme and module not in of_draft]
-        names = [_entry(view, str(module.name), module.asked) for module in others]
-        names += [_entry(view, f"{stem}*") for stem in stems]
-        names += [_entry(view, head) for head in heads if not head.startswith(stems)]
-    names += [f"{runtime}*" for _, runtime, _ in view.layout.opaque]
-    return list(dict.fromkeys([*names, "lm_head"]))
-
-
-def _entry(view: FamilyView, name: str, asked: Iterable[str] = ()) -> str:
-    """How to write the runtime name `name` so that it is still itself once the target's mapper has
-    renamed entries.
-    """
-    part = "mtp" if name.startswith(tuple(draft_stems(view))) else "backbone"
-    rename = renamer(view.config, part)
-    choices = [word for word in (name, *asked, f"*{name}") if name in rename.modelopt(word)]
-    return next(
-        iter(choices), f"*{name}" if fnmatchcase(name, *rename.modelopt(f"*{name}")[:1]) else name
-    )
-
-
-def draft_stems(view: FamilyView) -> list[str]:
-    """Runtime prefixes of the MTP layers and of what stands beside them, each with its last dot."""
-    first = 0 if view.layout.mtp else view.num_layers
-    stems = [view.runtime_stem("mtp", first + index) for index in range(view.num_mtp_layers)]
-    return list(dict.fromkeys("mtp." if stem.startswith("mtp.") else stem for stem in stems))
-
-
-def draft_heads(view: FamilyView) -> list[str]:
-    """Heads that the draft builds with the quantization config: placeholders for the target's."""
-    first = 0 if view.layout.mtp else view.num_layers
-    rows = [row for row in view.family.mtp_block if row.role == "head"]
-    own = [
-        view.runtime_stem("mtp", first + index) + (row.runtime or row.path)
-        for index in range(view.num_mtp_layers)
-        for row in rows
-    ]
-    return [*own, *([view.layout.draft_head] if view.layout.draft_head else [])]
+    config, _ = modelopt_config(plan.view, named_modules(plan.view, matrices_of(plan)))
+    schemes = {module.scheme for module in modules_of(plan)} - {""}
+    if len(schemes) == 1:
+        config.pop("quantized_layers", None)
+        config["quant_algo"] = ALGORITHMS[schemes.pop()]
+    return config | {"producer": PRODUCER}
 
 
 def quantized_layers(
@@ -224,14 +150,11 @@ def quantized_layers(
     layers = {}
     for module in modules:
         if module.scheme:
-            size = {"group_size": 16} if "NVFP4" in module.scheme else {}
             spelled = [
                 word for word in (module.name, *module.asked) if rename.name(word) == module.name
             ]
-            layers[str(next(iter(spelled), module.name))] = {
-                "quant_algo": ALGORITHMS[module.scheme],
-                **size,
-            }
+            name = str(next(iter(spelled), module.name))
+            layers[name] = layer_row(ALGORITHMS[module.scheme])
     return layers
 
 

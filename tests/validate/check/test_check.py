@@ -15,13 +15,14 @@ from good import ours, planned, released, with_scales
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects import choose
 from keepmtp.cli.check import check_json
+from keepmtp.recipes.conventions import ALGORITHMS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check, examine
-from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
+from modelopt_form import LINEAR_ONLY, modelopt
 from real_releases import dspark_flash
 from without_mtp import llama
 
