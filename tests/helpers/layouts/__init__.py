@@ -20,14 +20,17 @@ PUBLISHED: dict[str, Published] = {}
 
 
 def _spelled(tree: Any) -> Any:
-    """The same with each long list whole: `runs` has [times, items...] for each part of it."""
+    """The same with each long list whole: `runs` has [times, items...] for each part of it, where
+    `{}` is the number of the time.
+    """
     if not isinstance(tree, dict):
         return tree
     if "runs" not in tree:
         return {key: _spelled(value) for key, value in tree.items()}
     items = []
     for times, *repeated in tree["runs"]:
-        items += repeated * times
+        for number in range(times):
+            items += [str.format(x, number) if isinstance(x, str) else x for x in repeated]
     return items
 
 
