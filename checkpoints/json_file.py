@@ -24,13 +24,6 @@ _CURE = "Download it again"
 _MAX_BYTES = 160 * 1024 * 1024  # an index of a million tensors
 _MAX_COMMAS = 2_000_000  # a short value takes ten times its bytes in memory
 _MAX_DEPTH = 64
-_KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    bool: "true or false",
-    type(None): "null",
-}
 
 
 def read_bytes_of(path: Path, where: object, *, cure: str = _CURE) -> bytes:
@@ -69,7 +62,11 @@ def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> Json:
         raise CheckpointError(
             where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure
         )
-    return _object(parsed(_decoded(raw, where, cure), where, cure=cure), where, "must", cure)
+    found = parsed(_decoded(raw, where, cure), where, cure=cure)
+    if not isinstance(found, dict):
+        got = type(found).__name__
+        raise CheckpointError(where, "must be a JSON object", got=got, cure=cure)
+    return found
 
 
 def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
@@ -147,20 +144,9 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
             names.
     """
     found = read_object(path, where).get("weight_map")
-    weight_map = _object(found, where, "weight_map must", _CURE)
-    for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise CheckpointError(
-                where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE
-            )
-    return weight_map
-
-
-def _object(found: Any, where: object, must: str, cure: str) -> Json:
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            where, f"{must} be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure
-        )
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        rule = "weight_map must be an object with a file's name for each tensor"
+        raise CheckpointError(where, rule, got=repr(found), cure=_CURE)
     return found
 
 

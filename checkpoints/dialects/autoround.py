@@ -64,11 +64,13 @@ class AutoRound(NamedTuple):
     error: str
     name: str = "auto-round"
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """Expressions, with the bits of a plain weight."""
-        left_alone = {"bits": _PLAIN_BITS, "data_type": "float"}
-        return Exceptions(("extra_config",), of_name="^{}$", of_stem="^{}.*", value=left_alone)
+    # Expressions, with the bits of a plain weight.
+    exceptions = Exceptions(
+        ("extra_config",),
+        of_name="^{}$",
+        of_stem="^{}.*",
+        value={"bits": _PLAIN_BITS, "data_type": "float"},
+    )
 
     def reads(self, entry: str) -> ConfigEntry:
         """As the mapper of vLLM's class leaves it."""

@@ -85,10 +85,8 @@ class CompressedTensors(NamedTuple):
     is_mxfp4: bool
     name: str = "compressed-tensors"
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """Expressions, from the start of a name; of routed experts each projection has a name."""
-        return Exceptions(("ignore",), "re:^{}$", of_stem="re:^{}", of_experts="re:^{}[.]")
+    # Expressions, from the start of a name; of routed experts each projection has a name.
+    exceptions = Exceptions(("ignore",), "re:^{}$", of_stem="re:^{}", of_experts="re:^{}[.]")
 
     def reads(self, entry: str) -> ConfigEntry:
         """As the mapper of vLLM's class leaves it."""

@@ -60,10 +60,8 @@ class Fp8(NamedTuple):
     runtime: Runtime = "vllm"
     name: str = "fp8"
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """Whole names."""
-        return Exceptions(("ignored_layers", "modules_to_not_convert"), may_be_on_disk=True)
+    # Whole names.
+    exceptions = Exceptions(("ignored_layers", "modules_to_not_convert"), may_be_on_disk=True)
 
     def reads(self, entry: str) -> ConfigEntry:
         """As the mapper of vLLM's class leaves it."""

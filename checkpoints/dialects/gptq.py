@@ -66,10 +66,8 @@ class Gptq(NamedTuple):
     excepts_draft: bool
     name: str = "gptq"
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """`-:` expressions. The first of `dynamic` that matches decides."""
-        return Exceptions(("dynamic",), of_name="-:^{}$", of_stem="-:^{}", value={})
+    # `-:` expressions. The first of `dynamic` that matches decides.
+    exceptions = Exceptions(("dynamic",), of_name="-:^{}$", of_stem="-:^{}", value={})
 
     def reads(self, entry: str) -> ConfigEntry:
         """The expression without its sign; vLLM renames none."""
@@ -140,10 +138,8 @@ class Awq(NamedTuple):
     error: str
     name: str = "awq"
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """Parts of names."""
-        return Exceptions(("modules_to_not_convert",), of_stem="{}")
+    # Parts of names.
+    exceptions = Exceptions(("modules_to_not_convert",), of_stem="{}")
 
     def reads(self, entry: str) -> ConfigEntry:
         """As the mapper of vLLM's class leaves it."""

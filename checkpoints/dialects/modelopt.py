@@ -114,11 +114,13 @@ class ModelOpt:
     mixed: Mapping[str, str]
     rename: Renamer
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """Whole names, parts of names and globs."""
-        keys = ("ignore", "exclude_modules", "ignored_layers")
-        return Exceptions(keys, of_stem="{}*", may_be_on_disk=True, parts_come_first=True)
+    # Whole names, parts of names and globs.
+    exceptions = Exceptions(
+        ("ignore", "exclude_modules", "ignored_layers"),
+        of_stem="{}*",
+        may_be_on_disk=True,
+        parts_come_first=True,
+    )
 
     def reads(self, entry: str) -> ConfigEntry:
         """As the mapper of vLLM's class leaves it: one name or two."""

@@ -75,10 +75,8 @@ class Quark(NamedTuple):
     runtime: Runtime = "vllm"
     name: str = "quark"
 
-    @property
-    def exceptions(self) -> Exceptions:
-        """Whole names, and expressions."""
-        return Exceptions(("exclude",), of_stem="re:^{}.*")
+    # Whole names, and expressions.
+    exceptions = Exceptions(("exclude",), of_stem="re:^{}.*")
 
     def reads(self, entry: str) -> ConfigEntry:
         """As the mapper of vLLM's class leaves it."""

@@ -26,6 +26,7 @@ import yaml
 from case import Case, some
 from edits import ODD, Edit
 from json_files import json_of
+from tables import spelled, table
 
 INDEX = "model.safetensors.index.json"
 
@@ -239,29 +240,7 @@ def recipe_tree(rng: Random) -> Case:
 def recipe_text(rng: Random) -> Case:
     """A recipe that is odd YAML: aliases of aliases, deep, huge, tagged, with a key twice."""
     base = rng.choice(corpus.RECIPES)
-    aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
-    key = rng.choice(("summary", "model", "groups", "variants", "source", "overrides", "mtp"))
-    text = rng.choice(
-        (
-            f"a0: &a0 [x]\n{aliases}\n{key}: *a11\n",
-            f"{key}: &me [*me]\n",
-            f"{key}: {'[' * 20_000}\n",
-            f"{key}: {'{a: ' * 2000}1{'}' * 2000}\n",
-            "summary: !!python/object/apply:os.system ['true']\n",
-            "summary: !nobody x\n",
-            "model: x\nmodel: y\n",
-            f"{key}: 2020-99-99\n",
-            f"{key}: !!set {{a, b}}\n",
-            f"{key}: !!binary aGVsbG8=\n",
-            "<<: [1]\n",
-            "? [a]\n: b\n",
-            f"summary: {'x' * 10_000_000}\n",
-            'summary: "\\e[31m\\a\\u202e"\n',
-            "---\na: 1\n",
-            f"{key}: {'9' * 5000}\n",
-            f"{key}: {'1:' * 50_000}1\n",
-        )
-    )
+    text = spelled(rng.choice(list(table("recipes/test_yaml_file")["REFUSED"].values()))[0])
     says = edits.shown(text)
     ways = (
         edits.mangled(rng, RECIPE, (corpus.folder(base) / RECIPE).stat().st_size),
@@ -329,7 +308,6 @@ _KINDS = (
     verbs.companions,
     verbs.results,
     verbs.init,
-    verbs.tokenizers,
     verbs.answers,
     broken_for_cures,
     cures.links_for_cures,

@@ -23,10 +23,7 @@ import stub_vllm
 from case import Case, some
 from edits import ODD, Edit
 from json_files import json_of, put_json, put_lines
-from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.recipes.find import find_recipe
-from tables import spelled, table
+from tables import spelled
 from task_rows import TASK_ROWS
 
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
@@ -246,32 +243,7 @@ def _front_matter(rng: Random, file: str) -> Edit:
     )
 
 
-# --- a stranger's code and servers ----------------------------------------------------------------
-
-
-def tokenizers(rng: Random) -> Case:
-    """Tokenizers and chat templates, where a calibrated run uses them."""
-    folder = corpus.folder(corpus.REAL[0])
-    case = rng.choice(table("quantize/calibrate/data/hostile_tokenizers"))
-    file = case.get("file", "chat_template.jinja")
-    edit = _written(file, case["says"], spelled(case["text"]).encode())
-    if rng.random() < 0.5:
-        edit = edits.spoilt(rng, folder, rng.choice(("tokenizer_config.json", "tokenizer.json")))
-    return _case(base=corpus.REAL[0], edits=(edit,), words=("{}",), call=_tokenized)
-
-
-def _tokenized() -> None:
-    """What a calibrated run does before it computes."""
-    from keepmtp.quantize.calibrate.data import data, tokenize
-
-    tokenize.SECONDS = 5
-    given = find_recipe("tiny-glm4-moe.nvfp4")[0].calibration
-    place = {"dataset": str(corpus.ROOT / given.dataset), "chat": True}
-    try:
-        data.calibration_data(given.model_copy(update=place), open_source(sys.argv[1]))
-    except KeepMTPError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2)
+# --- a stranger's servers -------------------------------------------------------------------------
 
 
 def answers(rng: Random) -> Case:
