@@ -64,8 +64,7 @@ def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> Json:
         )
     found = parsed(_decoded(raw, where, cure), where, cure=cure)
     if not isinstance(found, dict):
-        got = type(found).__name__
-        raise CheckpointError(where, "must be a JSON object", got=got, cure=cure)
+        raise CheckpointError(where, "must be a JSON object", got=repr(found), cure=cure)
     return found
 
 
