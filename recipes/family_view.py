@@ -10,6 +10,7 @@ Easy to get wrong: an MTP layer has one index on disk and may have another numbe
 
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
-from .frozen import Raw, frozen
+from .frozen import Raw, frozen, without
 
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _NUMBER = re.compile(rf"(?<=\.){INDEX}(?=\.)")
@@ -72,10 +73,7 @@ def language_config(config: Raw) -> Any:
     all of it.
     """
     # Nemotron Omni calls it `llm_config`.
-    for key in ("text_config", "llm_config"):
-        if config.get(key):
-            return config[key]
-    return config
+    return config.get("text_config") or config.get("llm_config") or config
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,8 @@ class FamilyView:
         Raises:
             CheckpointError: it is something else.
         """
-        key = keys[0]
-        value = 0
-        for tried in keys:
-            if self.text_config.get(tried):
-                key = tried
-                value = self.text_config[tried]
-                break
+        key = next(filter(self.text_config.get, keys), keys[0])
+        value = self.text_config.get(key) or 0
         # A truth is a whole number to Python.
         if type(value) is not int or not 0 <= value < 2**31:
             raise CheckpointError(
@@ -144,16 +137,14 @@ class FamilyView:
         count = self.text_config.get(key)
         if count is not None:
             return int(count)
-        got = "nothing"
         for list_key in lists:
-            got = "none of them"
             layers = self.text_config.get(list_key)
             if layers:
                 return len(layers)
         raise CheckpointError(
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
-            got=got,
+            got="nothing",
             cure=(
                 "Take the key from the original release; if that lacks it too, keepmtp's table "
                 f"for {self.family.model_type} does not know this release"
@@ -185,11 +176,8 @@ class FamilyView:
     @cached_property
     def num_mtp_parts(self) -> int:
         """Number of layers on disk for one MTP layer."""
-        for key in self.family.mtp_parts_keys:
-            parts = self.text_config.get(key)
-            if parts:
-                return len(parts)
-        return 1
+        parts = [self.text_config.get(key) or () for key in self.family.mtp_parts_keys]
+        return next(filter(None, map(len, parts)), 1)
 
     @property
     def first_mtp_index(self) -> int:
@@ -248,9 +236,9 @@ class FamilyView:
 
     def _opaque_row(self, path: str, role: Role) -> Row:
         """The row of a module in a part that is copied whole; its numbers are `{}`."""
-        for row in self.layout.vision or ():
-            if row.path == path:
-                return row
+        known = [row for row in self.layout.vision or () if row.path == path]
+        if known:
+            return known[0]
         why_kept = "not part of the language model"
         return Row(path=path, role=role, why_kept=why_kept, loads_quantized=False)
 
@@ -275,24 +263,22 @@ class FamilyView:
 
         `{e}` is the index of a routed expert. A parameter without a module has its own name.
         """
-        found: dict[str, list[HFName]] = {}
+        found = defaultdict[str, list[HFName]](list)
         for row in (*self.layout.top, *self.layout.mtp_top):
-            found.setdefault(row.in_vllm, []).append(HFName(row.path))
-        blocks: list[tuple[Part, int]] = []
-        for index in range(self.num_layers):
-            blocks.append(("backbone", index))
-        for index in range(self.num_mtp_layers):
-            blocks.append(("mtp", self.first_mtp_index + index))
-        for part, index in blocks:
-            runtime = self.runtime_stem(part, index)
-            disk = self.disk_stem(part, index)
-            for row in self._rows_of(part, index).values():
-                name = self._alone(runtime + row.in_vllm)
-                found.setdefault(name, []).append(HFName(disk + row.path))
-        modules = dict[str, tuple[HFName, ...]]()
-        for name, on_disk in found.items():
-            modules[name] = tuple(on_disk)
-        return modules
+            found[row.in_vllm].append(HFName(row.path))
+        first = self.first_mtp_index
+        blocks: Mapping[Part, range]
+        blocks = {
+            "backbone": range(self.num_layers),
+            "mtp": range(first, first + self.num_mtp_layers),
+        }
+        for part, indexes in blocks.items():
+            for index in indexes:
+                runtime = self.runtime_stem(part, index)
+                disk = self.disk_stem(part, index)
+                for row in self._rows_of(part, index).values():
+                    found[self._alone(runtime + row.in_vllm)].append(HFName(disk + row.path))
+        return {name: tuple(on_disk) for name, on_disk in found.items()}
 
     def mtp_stem(self, index: int) -> str:
         """Prefix on disk of MTP layer `index` (counted from 0)."""
@@ -302,23 +288,21 @@ class FamilyView:
         """Names on disk of the glue, norms and state that the MTP layers (counted from 0) need."""
         required = list[HFName]()
         stems = [self.mtp_stem(index) for index in layers]
+        needed = [
+            row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")
+        ]
         for stem in stems:
-            for row in self.family.mtp_block:
-                if row.role in ("glue", "norm", "state"):
-                    required.append(HFName(stem + row.path))
-        for row in self.layout.mtp_top:
-            if stems and row.role in ("glue", "norm"):
-                required.append(HFName(row.path))
+            required += [HFName(stem + path) for path in needed]
+        if stems:
+            rows = self.layout.mtp_top
+            required += [HFName(row.path) for row in rows if row.role in ("glue", "norm")]
         return required
 
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:
         """The MTP layers (counted from 0) that have at least one of `names`."""
-        layers = set[int]()
-        for name in names:
-            place = self.place(name)
-            if place and place.part == "mtp" and place.layer is not None:
-                layers.add(place.layer - self.first_mtp_index)
-        return layers
+        places = filter(None, map(self.place, names))
+        layers = {place.layer for place in places if place.part == "mtp"}
+        return {layer - self.first_mtp_index for layer in layers if layer is not None}
 
     def is_number_wrong(self, found: Collection[int]) -> bool:
         """Whether the MTP layers on disk are a block of another count, or of other numbers, than
@@ -346,21 +330,17 @@ class FamilyView:
         if isinstance(kinds, list) and place.layer is not None:
             # The list may be shorter than config.json says that there are layers.
             is_sliding |= kinds[place.layer : place.layer + 1] == [1]
-        prefix = ""
-        if is_sliding:
-            prefix = "swa_"
-        keys = [interleaved.count]
-        for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"):
-            keys.append(prefix + key)
+        prefix = "swa_" if is_sliding else ""
+        names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+        keys = [interleaved.count, *(prefix + name for name in names)]
         sizes: list[Any] = [config.get(key) for key in keys]
-        for size in sizes:
-            if not isinstance(size, int) or size <= 0:
-                raise CheckpointError(
-                    "config.json",
-                    f"the rows of {place.module} need {', '.join(keys)}",
-                    got=sizes,
-                    cure="Take config.json from the original release",
-                )
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise CheckpointError(
+                "config.json",
+                f"the rows of {place.module} need {', '.join(keys)}",
+                got=sizes,
+                cure="Take config.json from the original release",
+            )
         count, heads, groups, head, value = sizes
         return count, heads * head // count, groups * head // count, groups * value // count
 
@@ -390,45 +370,38 @@ class FamilyView:
         """Paths of the rows that come last in their fused module, and of all rows that are not
         fused.
         """
+        family = self.family
         # A later row of the same module takes the place of the one before.
-        last: dict[str, str] = {}
-        for row in (*self.family.block, *self.family.linear_block, *self.family.mtp_block):
-            fused = row.shares or row.path
-            last[fused] = row.path
-        return frozenset(last.values())
+        rows = (*family.block, *family.linear_block, *family.mtp_block)
+        return frozenset({row.shares or row.path: row.path for row in rows}.values())
 
     @cached_property
     def _top(self) -> dict[str, tuple[Row, Part]]:
+        parts: Mapping[Part, tuple[Row, ...]]
+        parts = {"backbone": self.layout.top, "mtp": self.layout.mtp_top}
         found: dict[str, tuple[Row, Part]] = {}
-        for row in self.layout.top:
-            found[row.path] = (row, "backbone")
-        for row in self.layout.mtp_top:
-            found[row.path] = (row, "mtp")
+        for part, rows in parts.items():
+            found |= {row.path: (row, part) for row in rows}
         return found
 
     @cached_property
     def _stems(self) -> tuple[tuple[Part, re.Pattern[str], Stem], ...]:
-        stems: list[tuple[Part, re.Pattern[str], Stem]] = []
-        if self.layout.mtp is not None:
-            stems.append(("mtp", self.layout.mtp.disk_regex(), self.layout.mtp))
-        stems.append(("backbone", self.layout.layers.disk_regex(), self.layout.layers))
-        return tuple(stems)
+        stems: list[tuple[Part, Stem | None]] = [
+            ("mtp", self.layout.mtp),
+            ("backbone", self.layout.layers),
+        ]
+        return tuple((part, stem.disk_regex(), stem) for part, stem in stems if stem is not None)
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:
-        block = dict[str, Row]()
-        for row in self.family.block:
-            block[row.path] = row
+        family = self.family
+        block = _by_path(family.block)
         # The special blocks say only what differs from the usual one.
-        linear = dict(block)
-        mtp = dict(block)
-        for row in self.family.linear_block:
-            linear[row.path] = row
-        for path in self.family.mtp_lacks:
-            mtp.pop(path, None)
-        for row in self.family.mtp_block:
-            mtp[row.path] = row
-        return {"backbone": block, "linear": linear, "mtp": mtp}
+        return {
+            "backbone": block,
+            "linear": block | _by_path(family.linear_block),
+            "mtp": without(block, *family.mtp_lacks) | _by_path(family.mtp_block),
+        }
 
     def _rows_of(self, part: Part, index: int) -> dict[str, Row]:
         """The rows of the layer with this index on disk, by path."""
@@ -446,22 +419,15 @@ class FamilyView:
         """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list
         (counted from 1).
         """
-        linear = set[int]()
-        layer_types = self.text_config.get("layer_types")
+        layer_types = self.text_config.get("layer_types") or ()
         group_size = self.text_config.get("layer_group_size")
         kimi = self.text_config.get("linear_attn_config") or {}
-        if layer_types:
-            for index, kind in enumerate(layer_types):
-                if kind == "linear_attention":
-                    linear.add(index)
-        elif group_size:
-            for index in range(self.num_layers):
-                # The last layer of each group has full attention.
-                if (index + 1) % group_size:
-                    linear.add(index)
-        else:
-            for number in kimi.get("kda_layers", ()):
-                linear.add(number - 1)
+        linear = [index for index, kind in enumerate(layer_types) if kind == "linear_attention"]
+        if not layer_types and group_size:
+            # The last layer of each group has full attention.
+            linear = [index for index in range(self.num_layers) if (index + 1) % group_size]
+        elif not layer_types:
+            linear = [number - 1 for number in kimi.get("kda_layers", ())]
         return frozenset(linear)
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
@@ -529,19 +495,18 @@ def _as_spelled(layout: Layout, names: Sequence[str]) -> Layout:
                 return spelling
         return disk
 
-    top = list[Row]()
-    for row in layout.top:
-        top.append(replace(row, path=spelled(row.path), runtime=row.in_vllm))
-    opaque = list[tuple[str, str, Role]]()
-    for disk, runtime, role in layout.opaque:
-        opaque.append((spelled(disk), runtime, role))
+    top = [replace(row, path=spelled(row.path), runtime=row.in_vllm) for row in layout.top]
     return replace(
         layout,
         layers=replace(layout.layers, disk=spelled(layout.layers.disk)),
         top=tuple(top),
-        opaque=tuple(opaque),
+        opaque=tuple((spelled(disk), *names) for disk, *names in layout.opaque),
         head=spelled(layout.head),
     )
+
+
+def _by_path(rows: Iterable[Row]) -> dict[str, Row]:
+    return {row.path: row for row in rows}
 
 
 def _at(holder: Raw, key: str) -> Any:
