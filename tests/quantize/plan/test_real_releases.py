@@ -52,9 +52,7 @@ def test_a_config_that_counts_no_layers_is_refused_in_one_true_sentence(tmp_path
 def test_a_list_of_layers_without_end_is_refused(tmp_path):
     checkpoint = nemotron_ultra()
     checkpoint.config["layers_block_type"] = ["mamba"] * 2001
-    with pytest.raises(
-        CheckpointError, match="layers_block_type: must "
-    ):
+    with pytest.raises(CheckpointError, match="layers_block_type: must "):
         open_source(write(tmp_path / "checkpoint", checkpoint))
 
 
