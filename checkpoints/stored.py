@@ -10,6 +10,7 @@ its shape only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TypeVar
 
 from ..recipes.family import HFName
@@ -165,19 +166,13 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     leaves = parts.keys() - _NO_PART_OF_FORM
     shape = weight.shape
 
-    def stored(
-        form: Form, shape: Shape = shape, scheme: str = "", block: tuple[int, int] | None = None
-    ) -> StoredWeight:
-        return StoredWeight(
-            module=module, form=form, parts=parts, shape=shape, scheme=scheme, block=block
-        )
-
+    stored = partial(StoredWeight, module=module, parts=parts, shape=shape)
     if leaves == {"weight"} and weight.dtype in FLOATS:
-        return stored("plain")
+        return stored(form="plain")
     is_unscaled = parts.keys().isdisjoint(FIRST_SCALES)
     has_two_weights = parts.keys() >= {*WEIGHT_LEAVES}
     if is_unscaled or has_two_weights or len(shape) != 2:
-        return stored("unknown")
+        return stored(form="unknown")
     scale = scale_of(parts)
     (n, k) = shape
     of_pairs = (n, 2 * k)  # two 4-bit codes in a byte
@@ -188,26 +183,26 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
             scheme = ""
             if storage.divides:
                 scheme = "NVFP4" if "input_global_scale" in parts else "NVFP4A16"
-            return stored(form, of_pairs, scheme)
+            return stored(form=form, shape=of_pairs, scheme=scheme)
     mxfp4 = FORMS["mxfp4"]
     is_e8m0 = scale.dtype in mxfp4.scales and scale.shape == (n, 2 * k // mxfp4.group)
     if weight.dtype in mxfp4.dtypes and is_e8m0:
         # With FP8 activations vLLM runs it by its native MXFP4 method; without, as if it were W4A4
         # (0.32.0, compressed_tensors_moe.py).
-        return stored("mxfp4", of_pairs, "MXFP4A8")
+        return stored(form="mxfp4", shape=of_pairs, scheme="MXFP4A8")
     if weight.dtype in FP8 and len(leaves) == 2:
         form, scheme, block = _fp8((n, k), scale, has_input_scale="input_scale" in parts)
         if weight.dtype != "F8_E4M3":
             scheme = ""
-        return stored(form, shape, scheme, block)
+        return stored(form=form, scheme=scheme, block=block)
     if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
-        return stored("int8", shape, "W8A8")
+        return stored(form="int8", scheme="W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
         width, scheme = _integers((n, k), scale, parts.get("weight_zero_point"))
         if "weight_g_idx" in parts:
             scheme = ""
-        return stored("int_packed", (n, width), scheme)
-    return stored("unknown")
+        return stored(form="int_packed", shape=(n, width), scheme=scheme)
+    return stored(form="unknown")
 
 
 def _integers(shape: tuple[int, int], scale: Entry, zero: Entry | None) -> tuple[int, str]:
@@ -275,7 +270,4 @@ def _block_side(size: int, count: int) -> int:
     """The block's side that cuts `size` into `count` blocks: 128 wherever it fits, else a power of
     two; 0 if none.
     """
-    for side in (128, 32, 64, 256, 512, 16):
-        if -(-size // side) == count:
-            return side
-    return 0
+    return next((side for side in (128, 32, 64, 256, 512, 16) if -(-size // side) == count), 0)
