@@ -13,7 +13,6 @@ Easy to get wrong: a shipped recipe says `source` of a release in FP8. In a fine
 in BF16, this word would quantize nothing, so there it becomes FP8_BLOCK.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
@@ -149,24 +148,15 @@ def _variant(
     """One line of the model file; None where the variant says
     nothing about this checkpoint's heavy group.
     """
-    heavy = ""
-    for group in ("experts", "dense_mlp", *groups):
-        if group in groups:
-            heavy = group
-            break
+    heavy = next((group for group in ("experts", "dense_mlp", *groups) if group in groups), "")
     own = shipped.get(name)
     if own is not None and heavy not in own["backbone"] and not is_draft:
         own = None
     if own is None and name not in COMMON:
         return None
     base = own or shipped.get("nvfp4a16-fp8") or next(iter(shipped.values()), _USUAL)
-    counts: Counter[str] = Counter()
-    for group, word in base["backbone"].items():
-        if group != "experts" and word != "bf16":
-            counts[word] += 1
-    usual = "FP8_DYNAMIC"
-    if counts:
-        usual = counts.most_common(1)[0][0]
+    others = [word for group, word in base["backbone"].items() if group != "experts"]
+    usual = next((word for word in others if word != "bf16"), "FP8_DYNAMIC")
     scheme, rest = COMMON.get(name, ("", ""))
     words: dict[str, str] = {}
     for group in groups:
@@ -182,9 +172,8 @@ def _variant(
         words[group] = word
     # A recipe with batches may rewrite weights, also where no scheme needs them.
     needs_batches = own is not None and own["calibration"] is not None
-    for word in words.values():
-        if word in SCHEMES and SCHEMES[word].needs_calibration:
-            needs_batches = True
+    schemes = [SCHEMES[word] for word in words.values() if word in SCHEMES]
+    needs_batches |= any(scheme.needs_calibration for scheme in schemes)
     backbone = words
     mtp = base["mtp"]
     if is_draft:
@@ -193,10 +182,7 @@ def _variant(
     block: object = None
     if needs_batches:
         block = base["calibration"] or DEFAULT_CALIBRATION
-        for name, known in calibrations().items():
-            if known == block:
-                block = name
-                break
+        block = next((name for name, known in calibrations().items() if known == block), block)
     return {**backbone, "mtp": mtp, "calibration": block}
 
 

@@ -195,10 +195,8 @@ def choose(
         return recipe, text
     # Where batches are needed and the recipe has none: those of another variant, else the usual.
     usual = calibrations()[DEFAULT_CALIBRATION]
-    for flat in file.flat.values():
-        if flat.get("calibration"):
-            usual = flat["calibration"]
-            break
+    own_blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
+    usual = next(iter(own_blocks), usual)
     if mtp is not None:
         mtp = _spelled(mtp, _POLICIES) or mtp
     changed = recipe.with_choices(
