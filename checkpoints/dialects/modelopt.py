@@ -353,8 +353,8 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
 
 def algorithm_of(form: str) -> str:
     """The algorithm that builds a stored form; "" where none does."""
-    built = {modelopt_built(algorithm, 16, 128).form: algorithm for algorithm in _OF_MODULES[::-1]}
-    return dict[str, str](built).get(form, "")
+    built = ((algorithm, modelopt_built(algorithm, 16, 128)) for algorithm in _OF_MODULES)
+    return next((algorithm for algorithm, module in built if module.form == form), "")
 
 
 def layer_row(algorithm: str) -> Json:

@@ -30,7 +30,8 @@ def _spelled(tree: Any) -> Any:
     items = []
     for times, *repeated in tree["runs"]:
         for number in range(times):
-            items += [str.format(x, number) if isinstance(x, str) else x for x in repeated]
+            for item in repeated:
+                items.append(item.format(number) if isinstance(item, str) else item)
     return items
 
 
