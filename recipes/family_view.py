@@ -144,7 +144,7 @@ class FamilyView:
         raise CheckpointError(
             "config.json",
             f"{' or '.join((key, *lists))} must say how many decoder layers there are",
-            got="nothing",
+            got="none of them" if lists else "nothing",
             cure=(
                 "Take the key from the original release; if that lacks it too, keepmtp's table "
                 f"for {self.family.model_type} does not know this release"
