@@ -286,8 +286,8 @@ def _open_folder(folder: Path, where: str) -> Source:
     def header_of(file: str) -> FileHeader:
         return read_header(folder / file, f"{where}/{file}")
 
-    opened = _opened(where, names, folder.joinpath, partial(map, header_of))
-    return replace(opened, folder=folder, states=states, **_by_name(companions))
+    opened = _opened(where, names, companions, folder.joinpath, partial(map, header_of))
+    return replace(opened, folder=folder, states=states)
 
 
 def _open_hub(repo: str, revision: str) -> Source:
@@ -297,21 +297,15 @@ def _open_hub(repo: str, revision: str) -> Source:
     header_of = partial(read_remote_header, repo, commit=commit)
     with ThreadPoolExecutor(max_workers=16) as pool:
         small = partial(fetch, repo, commit=commit)
-        opened = _opened(repo, names, small, partial(pool.map, header_of))
-    return replace(opened, revision=commit, **_by_name(companions_among(names)))
-
-
-def _by_name(companions: Companions) -> Json:
-    return {
-        "companions": companions.carried,
-        "code": companions.code,
-        "left": companions.left,
-    }
+        headers_of = partial(pool.map, header_of)
+        opened = _opened(repo, names, companions_among(names), small, headers_of)
+    return replace(opened, revision=commit)
 
 
 def _opened(
     where: str,
     names: Sequence[str],
+    companions: Companions,
     small: Callable[[str], Path | None],
     headers_of: Callable[[Iterable[str]], Iterable[FileHeader]],
 ) -> Source:
@@ -320,21 +314,16 @@ def _opened(
     Args:
         where: the checkpoint's name.
         names: of its files.
+        companions: those among them.
         small: fetches one of them.
         headers_of: reads those of some files.
     """
-    path = None
-    if "config.json" in names:
-        path = small("config.json")
+    path = small("config.json") if "config.json" in names else None
     if path is None:
         raise _no_config(where, names)
     config = read_config(path, f"{where}/config.json")
-    weight_map = {}
-    index = None
-    if INDEX in names:
-        index = small(INDEX)
-    if index is not None:
-        weight_map = read_index(index, f"{where}/{INDEX}")
+    index = small(INDEX) if INDEX in names else None
+    weight_map = read_index(index, f"{where}/{INDEX}") if index is not None else {}
     present = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     # vLLM and transformers read whole files named by the index, so the file decides, not the
     # index's line.
@@ -397,7 +386,9 @@ def _opened(
         config=config,
         entries=entries,
         unindexed=unindexed,
-        companions=(),
+        companions=companions.carried,
+        code=companions.code,
+        left=companions.left,
     )
 
 
