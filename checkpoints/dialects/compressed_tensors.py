@@ -191,11 +191,8 @@ def read_compressed_tensors(
     """
     given = read_given(CompressedTensorsGiven, raw)
     is_vllm = runtime == "vllm"
-    built = _built_by_sglang
-    renamed = rename.name
-    if is_vllm:
-        built = _built_by_vllm
-        renamed = rename.path
+    built = _built_by_vllm if is_vllm else _built_by_sglang
+    renamed = rename.path if is_vllm else rename.name
     linear = dict[str, Resolution]()
     experts = dict[str, Resolution]()
     schemes = dict[str, str]()
@@ -220,14 +217,13 @@ def read_compressed_tensors(
             linear[read] = of_linear
             experts[read] = of_experts
             schemes[read] = _scheme_of(group)
-    for entry in given.ignore or ():
-        entries.append(ConfigEntry("ignore", entry, (renamed(entry),)))
-    ignore = Entries(entry.read[0] for entry in entries if entry.where == "ignore")
+    ignored = [ConfigEntry("ignore", entry, (renamed(entry),)) for entry in given.ignore or ()]
+    ignore = Entries(entry.read[0] for entry in ignored)
     targets = Entries(linear)
     targets.refuse_wrong()
     ignore.refuse_wrong()
     return CompressedTensors(
-        ignore, targets, linear, experts, schemes, rename, tuple(entries), runtime, is_mxfp4
+        ignore, targets, linear, experts, schemes, rename, (*entries, *ignored), runtime, is_mxfp4
     )
 
 
@@ -259,9 +255,7 @@ def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMMo
     bits = weights["num_bits"]
     strategy = weights["strategy"]
     size = weights["group_size"]
-    ndim = 2
-    if strategy == "tensor":
-        ndim = 0
+    ndim = 0 if strategy == "tensor" else 2
     eight = ["weight", "weight_scale"]
     if inputs is not None and inputs["dynamic"] is False:
         eight.append("input_scale")
@@ -336,9 +330,7 @@ def _built_by_sglang(group: GivenGroup, format_: str | None, *, is_experts: bool
     own = group.format or format_
     weights = _filled(group.weights) or {}
     has_inputs = own in (*_FP8_FORMATS, _PACKED)
-    inputs = None
-    if has_inputs:
-        inputs = _filled(group.input_activations)
+    inputs = _filled(group.input_activations) if has_inputs else None
     built = _registered(weights, inputs)
     is_packed = format_ == _PACKED
     if built.form == "int_packed" and is_experts and not is_packed:

@@ -135,24 +135,19 @@ def read_sglang_fp8(raw: Raw, config: Raw) -> Fp8 | OneAnswer:
     listed = given.ignored_layers
     if listed is None:
         listed = given.modules_to_not_convert or ()
-    ignored = list[str]()
-    for entry in listed:
-        # Each counts with and without `model.` before it.
-        bare = entry.removeprefix("model.")
-        ignored += [bare, f"model.{bare}"]
+    # Each counts with and without `model.` before it.
+    bare = [entry.removeprefix("model.") for entry in listed]
+    ignored = [*bare, *(f"model.{entry}" for entry in bare)]
     own_class = _own_class(config)
-    linear = experts = _built(given, own_class)
-    if own_class:
-        experts = UNKNOWN
+    linear = _built(given, own_class)
+    experts = UNKNOWN if own_class else linear
     return Fp8(ignored=tuple(ignored), linear=linear, experts=experts, runtime="sglang")
 
 
 def _own_class(config: Raw) -> str:
     """The servers' class for this model's FP8; "" for the usual one."""
     family = family_of(config)
-    if family is None:
-        return ""
-    return family.fp8_class
+    return family.fp8_class if family is not None else ""
 
 
 def _built(given: Fp8Given, own_class: str) -> VLLMModule:

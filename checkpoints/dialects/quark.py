@@ -110,13 +110,11 @@ class Quark(NamedTuple):
         for name in names[1:]:
             if self._layer(name)[1] != layer:
                 return raises(SCHEMES_DIFFER.format(module), entry, "shards")
-        if self.runtime == "sglang":
-            # Its schemes are those of linear modules; what it raises is not known.
-            built = scheme_of(layer, "reorder", is_experts=False)
-            if isinstance(built, str):
-                built = UNKNOWN
-            return Resolution(built)
-        built = scheme_of(layer, self.pack_method, is_experts=is_experts)
+        is_vllm = self.runtime == "vllm"
+        built = scheme_of(layer, self.pack_method, is_experts=is_experts and is_vllm)
+        if not is_vllm:
+            # SGLang's schemes are those of linear modules; what it raises is not known.
+            return Resolution(UNKNOWN if isinstance(built, str) else built)
         if isinstance(built, str):
             return raises(built, entry)
         if is_experts and built.form == "mxfp4":
@@ -158,20 +156,17 @@ def read_quark(raw: Raw, rename: Renamer, runtime: Runtime = "vllm") -> Quark:
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
     usual = given.global_quant_config or QuarkLayer()
-    found = Quark(Entries(()), layers, usual, rename, runtime=runtime)
+    entries = [ConfigEntry("exclude", entry, (rename.name(entry),)) for entry in listed]
+    found = Quark(Entries(entry.read[0] for entry in entries), layers, usual, rename)
     if runtime == "sglang":
-        found = found._replace(exclude=Entries(read_by_sglang(listed, rename)))
+        found = found._replace(exclude=Entries(read_by_sglang(listed, rename)), runtime=runtime)
     else:
-        entries = tuple(map(found.reads, listed))
         found = found._replace(
-            exclude=Entries(entry.read[0] for entry in entries),
-            entries=entries,
+            entries=tuple(entries),
             pack_method=export.pack_method or "",
+            error=_NO_EXPORT if given.export is None else "",
+            error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",
         )
-        if given.export is None:
-            found = found._replace(error=_NO_EXPORT)
-        if given.layer_type_quant_config is None:
-            found = found._replace(error_unless_excluded=_NO_LAYER_TYPES)
     found.exclude.refuse_wrong()
     return found
 
