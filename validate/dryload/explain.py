@@ -226,7 +226,7 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
 
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
     """The reason, and the entry that decides it as config.json has it ("" for none)."""
-    dialect = runtime.dialect_of(module)
+    dialect = runtime.dialect_of(module.part)
     resolution = module.resolution
     if isinstance(dialect, Unquantized):
         return "there is no quantization config", ""
