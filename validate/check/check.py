@@ -28,6 +28,7 @@ from ...recipes.errors import (
     shortened,
 )
 from ...recipes.families import is_drafted, promises_mtp
+from ...recipes.frozen import Raw
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.dry_load import LoadAccount
@@ -74,6 +75,7 @@ class Checked(NamedTuple):
         data: facts, findings and dry loads.
         source: the headers; None where they, or the quantization config, cannot be read.
         runtime: None without a family's table.
+        draft: of a draft's own checkpoint, where the target has none.
         accounts: of the dry loads.
         unjudged: why a version did not start, where others did.
         refusal: why there was nothing to judge; None if there was.
@@ -83,6 +85,7 @@ class Checked(NamedTuple):
     data: CheckData
     source: Source | None = None
     runtime: RuntimeView | None = None
+    draft: RuntimeView | None = None
     accounts: tuple[LoadAccount, ...] = ()
     unjudged: tuple[KeepMTPError, ...] = ()
     refusal: KeepMTPError | None = None
@@ -97,6 +100,12 @@ class Checked(NamedTuple):
         if self.source is None:
             raise self.refusal or self.unread or AssertionError
         return self.source
+
+    @property
+    def config(self) -> Raw:
+        """config.json of the draft; empty where it cannot be read."""
+        source = (self.draft or self).source
+        return source.config if source else {}
 
     def with_findings(self, *findings: Finding, **also: object) -> "Checked":
         """With these findings, errors first; `also` are other fields of its data."""
