@@ -53,7 +53,7 @@ class Part:
         if self.account is None:  # vLLM stopped before it loaded
             return loaded, written
         # A checkpoint need not fill what is shared, and what is optional.
-        params = [param for param in self.account.params if param.name not in self.shared]
+        params = [param for param in self.account.params.values() if param.name not in self.shared]
         own = {param.name: param.status for param in params if param.status != "optional"}
         faults = [param.as_fault() for param in params if param.status in ("empty", "partial")]
         keys = ("param", "tensor", "given", "wanted")
