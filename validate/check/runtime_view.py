@@ -217,15 +217,11 @@ class StoredView:
     @cached_property
     def layers(self) -> Mapping[str, Mapping[int, Set[str]]]:
         """For each stem that numbers follow: number -> what stands below it, experts as one."""
-        layers: dict[str, dict[int, set[str]]] = {}
-        for name in self.source.entries:
-            match = _LAYER.match(name)
-            if match is None:
-                continue
-            held = layers.setdefault(match["stem"], {})
-            paths = held.setdefault(int(match["number"]), set())
+        layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for match in filter(None, map(_LAYER.match, self.source.entries)):
             # Experts differ in their number alone, and are one path.
-            paths.add(_NUMBER.sub("{}", match["rest"]))
+            path = _NUMBER.sub("{}", match["rest"])
+            layers[match["stem"]][int(match["number"])].add(path)
         return layers
 
     @property

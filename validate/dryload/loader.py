@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -25,9 +24,9 @@ from types import TracebackType
 from pydantic import ValidationError
 
 from ...checkpoints.fact import Fact
-from ...checkpoints.files import ScratchFolder, within
-from ...checkpoints.safetensors_file import Entry, lay_out
-from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
+from ...checkpoints.files import ScratchFolder
+from ...checkpoints.safetensors_file import lay_out
+from ...checkpoints.source import SINGLE, Source, small_bytes
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import VLLMError, first_fault
 from ...recipes.frozen import frozen
@@ -230,16 +229,10 @@ def headers_of(source: Source) -> Iterator[Path]:
             data = small_bytes(source, name)
             if data is not None:
                 (folder / name).write_bytes(data)
-        files: dict[str, list[Entry]] = defaultdict(list)
-        for entry in source.entries.values():
-            files[entry.file].append(entry)
-        for file, entries in files.items():
-            entries.sort(key=attrgetter("start"))
-            layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in entries])
-            with open(within(folder, file), "wb") as written:
-                written.write(layout.header)
-                written.truncate(layout.num_bytes)  # a hole: no data is read
-        if set(files) != {SINGLE}:
-            weight_map = {entry.name: entry.file for entry in source.entries.values()}
-            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        # In vLLM's order: by file, then as they lie.
+        entries = sorted(source.entries.values(), key=attrgetter("file", "start"))
+        layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in entries])
+        with open(folder / SINGLE, "wb") as written:
+            written.write(layout.header)
+            written.truncate(layout.num_bytes)  # a hole: no data is read
         yield folder

@@ -150,8 +150,5 @@ def _is_excluded(draft: Quark, model: SglangModel, view: FamilyView) -> bool:
         on_disk = f"model.layers.{view.num_layers}"
         block = entry_renames(view, "mtp", draft.name).name(on_disk)
         return draft.exclude.first(block) is not None
-    if model.excluded_by == "experts":
-        for entry in draft.exclude.written:
-            if entry.startswith("mtp.") and "mlp.experts" in entry:
-                return True
-    return False
+    experts = [entry for entry in draft.exclude.written if "mlp.experts" in entry]
+    return model.excluded_by == "experts" and any(entry.startswith("mtp.") for entry in experts)
