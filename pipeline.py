@@ -8,7 +8,7 @@
     MTP pass   quantize/calibrate/mtp/mtp_pass.py     the MTP block, on the backbone's states
     write      quantize/write/writer.py               packed shards in <out>.partial
     check      validate/check/check.py                the static check
-    values     validate/check/own_values.py           scales and the MTP block; then the final name
+    values     validate/check/values.py               scales and the MTP block; then the final name
 
 In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is
 written.
@@ -44,7 +44,6 @@ from .recipes.frozen import Advance, Json, frozen
 from .recipes.model_file import find_path, flat_text
 from .recipes.schema import AUTO, Recipe, validated
 from .validate.check.check import examine
-from .validate.check.own_values import refuse_broken_values
 from .validate.facts.results import CheckData
 from .validate.facts.vllm_env import gpus_here
 
@@ -360,5 +359,7 @@ def _checked(
         )
     if not reads:
         return checked.data
+    from .validate.check.values import refuse_broken_values  # imports torch
+
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)
     return checked.data.model_copy(update={"findings": findings})

@@ -36,7 +36,7 @@ from keepmtp.recipes.families import find_family
 from keepmtp.recipes.runtimes.vllm import NEWEST, holds, parsed
 from keepmtp.validate import keepmtp_cures
 from keepmtp.validate.dryload.loader import DryLoader
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.keepmtp_cures import source_hash
 from matrix import CURED, LOADS, VARIANTS, run
@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--no-corpus", action="store_true", help="families and files alone")
     options = parser.parse_args()
     doing = partial(print, file=sys.stderr)
-    found = chosen_vllms([options.since, options.vllm], find_vllm(), progress=doing)
+    found = had_vllms([options.since, options.vllm], find_vllm(), progress=doing)[0]
     old, new = sorted(found, key=lambda vllm: parsed(vllm.version))
     sites = site_of(old), site_of(new)
     print(f"vLLM {old.version} -> {new.version}")

@@ -26,8 +26,8 @@ from keepmtp.checkpoints.source import INDEX
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.own_values import refuse_broken_values
 from keepmtp.validate.check.reading import Stretch, chosen, joined, summaries
+from keepmtp.validate.check.values import refuse_broken_values
 from writer import synthetic
 from written_values import opened
 
@@ -113,7 +113,7 @@ def fetched(name: str, repo: str) -> Figure:
     asked = {}
     for level in ("scalars", "scales"):
         runs = joined(runtime.source, chosen(runtime, level))
-        asked[level] = sum(run.num_bytes for run in runs), sum(run.num_requests for run in runs)
+        asked[level] = sum(run.num_bytes for run in runs), sum(-(-run.num_bytes // 2**25) for run in runs)
     took = seconds(lambda: summaries(runtime, chosen(runtime, "scalars")))
     words = "; ".join(
         f"{level} {size / 1e6:,.1f} MB by {count:,} requests"

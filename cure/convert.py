@@ -288,7 +288,7 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
 def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
     """The scheme of each quantized module on disk."""
     for module in runtime.modules:
-        dialect = runtime.dialect_of(module)
+        dialect = runtime.dialect_of(module.part)
         assert isinstance(dialect, CompressedTensors | ModelOpt)
         for member in module.members:
             if member.weight.form == "plain":

@@ -95,7 +95,7 @@ def _harmful(runtime: RuntimeView) -> dict[str, str]:
         is_split = module.resolution.refusal in ("shards", "projections")
         is_hit = is_split or _builds_plain(module)
         if module.loads_quantized and _is_packed(module) and is_hit:
-            dialect = runtime.dialect_of(module)
+            dialect = runtime.dialect_of(module.part)
             for entry in dialect.entries:
                 for name in (module.name, *module.shards):
                     if entry.where != "targets" and dialect.hits(entry, name):
@@ -121,7 +121,7 @@ def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
         if not is_plain and modules[0].role != "vision":
             stem = ""
         plain = [_as_plain(module) for module in modules]
-        reader = runtime.dialect_of(modules[0])
+        reader = runtime.dialect_of(modules[0].part)
         entries |= dict.fromkeys(entries_for(reader, plain, packed, stem=stem))
     return [*entries]
 

@@ -229,7 +229,7 @@ def carry_out(
                 plan = replace(plan, source=_fetched(graft, work / "release", progress))
         entries = {entry.name: entry for entry in graft.entries}
         block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
-        for found in check_values(block, "all", reading=bar("reading values")).findings:
+        for found in check_values(block, "all", reading=bar("reading values")):
             # A block of chance may be served by whoever measures it; but nobody wants it put into
             # another checkpoint.
             if found.severity == "error" or found.rule == "mtp-untrained":

@@ -4,7 +4,7 @@ import cuda_wheel
 import pytest
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.recipes.runtimes.vllm import KERNELS
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
 
 
@@ -31,7 +31,7 @@ def test_what_differs_is_counted_and_named():
 @pytest.mark.vllm
 def test_the_stubs_give_the_kernels_of_the_wheel(tmp_path):
     try:
-        (vllm,) = chosen_vllms([KERNELS["vllm"]], find_vllm())
+        (vllm,) = had_vllms([KERNELS["vllm"]], find_vllm())[0]
     except VLLMError as error:
         pytest.skip(f"the package index gives no wheel: {error}")
     jobs = cuda_wheel.made(tmp_path, cuda_wheel.OF_SCHEMES)

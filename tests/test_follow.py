@@ -9,7 +9,7 @@ from itertools import pairwise
 import follow
 import pytest
 from keepmtp.recipes.errors import VLLMError
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
 from releases import MODELS
 from tables import cases, table
@@ -87,7 +87,7 @@ def test_a_cure_whose_source_is_another_is_told(tmp_path):
 def test_from_0_31_over_0_32_to_0_33(monkeypatch, capsys, tmp_path):
     """Two families whose defects ended, one in each step."""
     try:
-        found = chosen_vllms(["0.31.0,0.32.0,0.33.0"], find_vllm())
+        found = had_vllms(["0.31.0,0.32.0,0.33.0"], find_vllm())[0]
     except VLLMError as error:
         pytest.skip(f"the package index gives no wheel: {error}")
     monkeypatch.setattr(follow, "KEPT", tmp_path)

@@ -93,17 +93,16 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str], vllm
         for gpu in gpus:
             cases = dict[tuple[str, str, GPU, int], Case]()
             for name, (examined, target, folder) in made.items():
-                draft = examined.runtime
-                checked = examined._replace(runtime=None if target else draft)
+                checked = examined
+                if target:
+                    checked = examined._replace(runtime=None, draft=examined.runtime)
                 for tp in tps:
                     job = Job(folder=target or folder, draft=folder if target else None, tp=tp)
-                    cases[*name, gpu, tp] = job, checked, draft
+                    cases[*name, gpu, tp] = job, checked
             with DryLoader(vllm, gpu=gpu) as loader:
                 accounts = load_with_cures(loader, [*cases.values()])
-            for (place, (job, checked, draft)), account in zip(
-                cases.items(), accounts, strict=True
-            ):
-                errors = errors_of(with_loads(checked, [account], draft=draft).data.findings)
+            for (place, (job, checked)), account in zip(cases.items(), accounts, strict=True):
+                errors = errors_of(with_loads(checked, [account]).data.findings)
                 text = LOADS
                 if errors:
                     text = errors[0].says.removeprefix(f"on {gpu} at TP {job.tp}: ")

@@ -15,7 +15,7 @@ from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import Checked, check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
 from printed import printed
@@ -233,7 +233,7 @@ def test_an_installed_vllm_as_a_folder_says_the_same(good):
     """The site is that of the environment: verdict and kernels are those of the environment."""
     own = find_vllm()
     (place,) = own.python.parent.parent.glob("lib/python*/site-packages")
-    site = chosen_vllms([str(place)], own)
+    site = had_vllms([str(place)], own)[0]
     assert [each.version for each in site] == [own.version] and site[0].site == place
     (checked,) = check_on([str(good)], vllms=[*site, own], gpus=["sm100"])
     first, second = checked.data.dry

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 def nameless(tmp_path: Path) -> Case:
     """K-EXAONE's head, which modelopt's config cannot except."""
     folder = write(tmp_path / "exaone", modelopt("k-exaone-236b"))
-    return Job(folder=folder), check_on.examine(folder), None
+    return Job(folder=folder), check_on.examine(folder)
 
 
 def test_a_defect_is_one_and_its_cure_has_a_command(nameless, dry_loader):

@@ -20,12 +20,12 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
+from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.failures import known_defect
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import LoadAccount, Question
 from keepmtp.validate.facts.vllm_env import find_vllm
 from wrapped import WRAPPED, nemotron_omni
-from written_values import opened
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
 MTP = ("bf16", SCHEME)
@@ -221,10 +221,9 @@ def test_what_vllm_cannot_do_with_nemotron_omni_is_a_known_defect(name, accounts
 def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
     """Intern-S2's encoder of time series; the same tensor under another name is a finding."""
     account = accounts["intern_s2_preview", SCHEME]
-    runtime = opened(Path(account.path))
-    about = {"config": runtime.source.config, "version": find_vllm().version}
-    assert objections(account, runtime, **about) == []
+    checked = examine(account.path)
+    assert objections(account, checked) == []
     names = ["model.time_serie.norm.weight", "model.time_serie.norm.weight_scale"]
     other = account.model_copy(update={"unconsumed": names})
-    found = objections(other, runtime, **about)
+    found = objections(other, checked)
     assert [each.finding.where for each in found] == names

@@ -31,7 +31,7 @@ from ...checkpoints.values import read_parts, row_ranges
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ...recipes.forms import FORMS, NOT_COMPUTED
-from ...recipes.frozen import Advance
+from ...recipes.frozen import Advance, nowhere
 from ..facts.findings import Objections, objection
 from .reading import is_remote
 from .runtime_view import Member, RuntimeView
@@ -43,8 +43,7 @@ _DESCRIBED = 64 * 2**20
 # module.
 _SAMPLED_EXPERTS = (None, 0, 1)
 # Pairs that are in memory at the same time, of folders and of a repository.
-_AT_A_TIME = 2
-_AT_A_TIME_REMOTE = 4
+_AT_A_TIME = (2, 4)
 
 
 _objection = partial(objection, origin="values")
@@ -70,16 +69,13 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     experts each.
     """
     theirs = _matrices(release)
-    found = list[Pair]()
+    paired = list[Pair]()
     for module, (place, weight) in _matrices(runtime).items():
-        if module not in theirs:
-            continue
-        other = theirs[module].weight
-        if not can_be_read(weight) or not can_be_read(other):
-            continue
-        if whole or _is_sampled(runtime, module, place):
-            found.append(Pair(weight, other, place))
-    return found
+        if module in theirs and (whole or _is_sampled(runtime, module, place)):
+            pair = Pair(weight, theirs[module].weight, place)
+            if can_be_read(pair.weight) and can_be_read(pair.theirs):
+                paired.append(pair)
+    return paired
 
 
 def _is_sampled(runtime: RuntimeView, module: HFName, place: Place) -> bool:
@@ -102,7 +98,7 @@ def compared(
     runtime: RuntimeView,
     release: RuntimeView,
     found: list[Pair],
-    progress: Advance = lambda _bytes: None,
+    progress: Advance = nowhere,
 ) -> Objections:
     """Compare weight by weight.
 
@@ -113,10 +109,7 @@ def compared(
         progress: called with the bytes that were read.
     """
     sources = (runtime.source, release.source)
-    num_threads = _AT_A_TIME
-    if any(map(is_remote, sources)):
-        num_threads = _AT_A_TIME_REMOTE
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(_AT_A_TIME[any(map(is_remote, sources))]) as pool:
         results = pool.map(lambda pair: [*_compared(pair, *sources)], found)
         for pair, objected in zip(found, results, strict=True):
             yield from objected
@@ -125,7 +118,6 @@ def compared(
 
 def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     weight, theirs, place = pair
-    bound = max(FORMS[weight.form].error, FORMS[theirs.form].error)
     severity = "error"
     name = weight.weight.name
     kind = f"{place.part} {place.row.path}"
@@ -133,12 +125,15 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
         # A vocabulary may be padded; another shape of a layer's weight is another model.
         if place.role in ("embedding", "head"):
             severity = "warning"
-        says = (
+        yield _objection(
+            "release",
+            name,
             f"is {list(weight.shape)}, where the release has {list(theirs.shape)}: it is "
-            "another model's"
+            "another model's",
+            "Name the release that it was made from",
+            f"{kind} shape",
+            severity,
         )
-        cure = "Name the release that it was made from"
-        yield _objection("release", name, says, cure, f"{kind} shape", severity)
         return
     parts = read_parts(own, weight.parts)
     others = read_parts(release, theirs.parts)
@@ -147,20 +142,24 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     ours = dequantize(weight.form, parts, shape=weight.shape, block=weight.block)
     original = dequantize(theirs.form, others, shape=theirs.shape, block=theirs.block)
     error = relative_error(ours, original)
+    bound = max(FORMS[weight.form].error, FORMS[theirs.form].error)
+    words = "it is another version, or another weight"
     if error <= bound:
         return
-    words = "it is another version, or another weight"
     if not torch.isfinite(ours).all():
         words = "it has values that are infinite or NaN"
     elif ours.numel() <= _DESCRIBED and has_column_factors(ours.float(), original.float(), bound):
         severity = "warning"
         words = "each input channel has a factor of its own, as after AWQ or SmoothQuant"
-    says = (
+    yield _objection(
+        "release",
+        name,
         f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
-        f"{bound:.0%}: {words}"
+        f"{bound:.0%}: {words}",
+        "Quantize this module again from the release",
+        f"{kind} {words}",
+        severity,
     )
-    cure = "Quantize this module again from the release"
-    yield _objection("release", name, says, cure, f"{kind} {words}", severity)
 
 
 def _are_same(parts: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
@@ -168,10 +167,8 @@ def _are_same(parts: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool
     if parts.keys() != others.keys():
         return False
     for leaf, part in parts.items():
-        raw = part.reshape(-1).view(torch.uint8)
-        if part.dtype != others[leaf].dtype:
-            return False
-        if not torch.equal(raw, others[leaf].reshape(-1).view(torch.uint8)):
+        raw, other = [each.reshape(-1).view(torch.uint8) for each in (part, others[leaf])]
+        if part.dtype != others[leaf].dtype or not torch.equal(raw, other):
             return False
     return True
 
@@ -185,9 +182,7 @@ def relative_error(ours: Tensor, original: Tensor) -> float:
         theirs = original[first:last].float()
         off += (ours[first:last].float() - theirs).square().sum().item()
         norm += theirs.square().sum().item()
-    if norm:
-        return math.sqrt(off / norm)
-    return float(bool(off))
+    return math.sqrt(off / norm) if norm else float(off > 0)
 
 
 def has_column_factors(ours: Tensor, original: Tensor, bound: float) -> bool:
@@ -210,17 +205,15 @@ def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     matrices = dict[HFName, Member]()
     for module in runtime.modules:
         for member in module.members:
-            weight = member.weight
-            num_dims = len(weight.shape)
-            if member.place.row.stacked and weight.form == "plain" and num_dims == 3:
-                for apart in _unstacked(weight.weight, member.place):
-                    matrices[apart.weight.module] = apart
+            num_dims = len(member.weight.shape)
+            if member.place.row.stacked and member.weight.form == "plain" and num_dims == 3:
+                matrices |= _unstacked(member.weight.weight, member.place)
             elif num_dims == 2 and module.role != "vision":
-                matrices[weight.module] = member
+                matrices[member.weight.module] = member
     return matrices
 
 
-def _unstacked(entry: Entry, place: Place) -> Iterator[Member]:
+def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, Member]]:
     """The experts and projections of a tensor [experts, projections x N, K], as weights of their
     own.
     """
@@ -237,5 +230,5 @@ def _unstacked(entry: Entry, place: Place) -> Iterator[Member]:
             module = HFName(stem + path.replace("{e}", str(expert)))
             parts = {"weight": replace(entry, shape=shape, start=start, num_bytes=num_bytes)}
             weight = StoredWeight(module=module, form="plain", parts=parts, shape=shape)
-            yield Member(place, weight)
+            yield module, Member(place, weight)
             start += num_bytes

@@ -28,11 +28,13 @@ from ...recipes.errors import (
     shortened,
 )
 from ...recipes.families import is_drafted, promises_mtp
+from ...recipes.frozen import Raw
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.dry_load import LoadAccount
 from ..facts.findings import (
     CheckpointFacts,
+    Finding,
     Objection,
     Objections,
     errors_first,
@@ -73,6 +75,7 @@ class Checked(NamedTuple):
         data: facts, findings and dry loads.
         source: the headers; None where they, or the quantization config, cannot be read.
         runtime: None without a family's table.
+        draft: of a draft's own checkpoint, where the target has none.
         accounts: of the dry loads.
         unjudged: why a version did not start, where others did.
         refusal: why there was nothing to judge; None if there was.
@@ -82,6 +85,7 @@ class Checked(NamedTuple):
     data: CheckData
     source: Source | None = None
     runtime: RuntimeView | None = None
+    draft: RuntimeView | None = None
     accounts: tuple[LoadAccount, ...] = ()
     unjudged: tuple[KeepMTPError, ...] = ()
     refusal: KeepMTPError | None = None
@@ -93,11 +97,20 @@ class Checked(NamedTuple):
         Raises:
             KeepMTPError: there is nothing to judge, or its files cannot be read.
         """
-        if self.source is not None:
-            return self.source
-        error = self.refusal or self.unread
-        assert error is not None
-        raise error
+        if self.source is None:
+            raise self.refusal or self.unread or AssertionError
+        return self.source
+
+    @property
+    def config(self) -> Raw:
+        """config.json of the draft; empty where it cannot be read."""
+        source = (self.draft or self).source
+        return source.config if source else {}
+
+    def with_findings(self, *findings: Finding, **also: object) -> "Checked":
+        """With these findings, errors first; `also` are other fields of its data."""
+        update = {"findings": errors_first(findings), **also}
+        return self._replace(data=self.data.model_copy(update=update))
 
 
 def check(
@@ -130,19 +143,18 @@ def examine(
     if isinstance(checkpoint, Source):
         return _examined(checkpoint, source, runtimes, vllm)
     try:
-        opened = open_source(checkpoint)
+        return _examined(open_source(checkpoint), source, runtimes, vllm)
     except OSError as error:
         got = error.strerror or str(error)
+        where = error.filename or checkpoint
         cure = "Check its permissions and its disk"
-        refusal = NoCheckpointError(
-            error.filename or checkpoint, "must be readable", got=got, cure=cure
-        )
-        return _unread(str(checkpoint), "files", refusal)._replace(refusal=refusal)
-    except NoCheckpointError as error:
-        return _unread(str(checkpoint), "files", error)._replace(refusal=error)
+        refusal = NoCheckpointError(where, "must be readable", got=got, cure=cure)
     except CheckpointError as error:
-        return _unread(str(checkpoint), "files", error)
-    return _examined(opened, source, runtimes, vllm)
+        refusal = error
+    checked = _unread(str(checkpoint), "files", refusal)
+    if isinstance(refusal, NoCheckpointError):
+        return checked._replace(refusal=refusal)
+    return checked
 
 
 def _examined(
@@ -157,23 +169,19 @@ def _examined(
         says += f". {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
         # No source goes with it, so that nothing is loaded.
         unread = CheckpointError(key, says, got="what cannot be read", cure=cure)
-        data = _data(where, facts, [objection("method", key, says, cure)])
-        return Checked(data, unread=unread)
-    runtime = no_family = None
-    try:
-        runtime = _view_of_family(opened, vllm)
-    except RecipeError as error:
-        no_family = error
-    except CheckpointError as error:
-        return _unread(where, "config", error)._replace(source=opened)
+        return Checked(_data(where, facts, [objection("method", key, says, cure)]), unread=unread)
     objected = list[Objection]()
+    runtime = None
     try:
         # Regular expressions of a stranger's config may take for ever.
         with time_limit():
-            if no_family is not None:
-                objected += objections_without_family(stored, no_family)
+            try:
+                runtime = _view_of_family(opened, vllm)
+            except RecipeError as error:
+                objected = objections_without_family(stored, error)
                 return Checked(_data(where, _facts(stored), objected), opened)
-            assert runtime is not None
+            except CheckpointError as error:
+                return _unread(where, "config", error)._replace(source=opened)
             for server in runtimes:
                 for rule in RULES_OF[server]:
                     objected += rule(runtime)
@@ -181,8 +189,7 @@ def _examined(
         # vLLM would fail on the config, or hang: nothing is loaded.
         return _unread(where, "config", error)
     if source is not None:
-        release = RuntimeView.of(source, vllm)
-        objected += rules_mtp.mtp_is_that_of_the_source(runtime, release)
+        objected += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
     return Checked(_data(where, _facts(runtime), objected), opened, runtime)
 
 
@@ -195,18 +202,17 @@ def _view_of_family(opened: Source, vllm: str) -> RuntimeView:
     """
     try:
         runtime = RuntimeView.of(opened, vllm)
-        if min(runtime.view.num_layers, runtime.promised) < 0:
-            raise ValueError("a number below 0")
+        got = "a number below 0"
+        if min(runtime.view.num_layers, runtime.promised) >= 0:
+            return runtime
     except KeepMTPError:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{opened.where}/config.json",
-            "must count its layers",
-            got=repr(error),
-            cure="Take the original's config.json",
-        ) from error
-    return runtime
+        got = repr(error)
+    cure = "Take the original's config.json"
+    raise CheckpointError(
+        f"{opened.where}/config.json", "must count its layers", got=got, cure=cure
+    )
 
 
 def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[Objection]:
@@ -234,21 +240,15 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
             "Serve it without method=mtp. A drafter with a checkpoint of its own, such as "
             "EAGLE-3, is another method"
         )
-    num_packed = 0
-    for weight in view.weights.values():
-        if weight.form != "plain":
-            num_packed += 1
-    num_judged = 0
-    for module in view.modules:
-        if not module.is_plain and module.resolution.built.form != "unknown":
-            num_judged += 1
+    packed = [weight for weight in view.weights.values() if weight.form != "plain"]
+    built = [module.resolution.built.form for module in view.modules if not module.is_plain]
     says += (
-        f". Judged: {num_judged:,} of {num_packed:,} packed weights against {view.dialect.name}, "
+        f". Judged: {len(built) - built.count('unknown'):,} of {len(packed):,} packed weights "
+        f"against {view.dialect.name}, "
         "the layers, scales without weights, the index. Not judged: vLLM's names of modules, plain "
         "weights, and whether vLLM has this model"
     )
-    why_none = objection("family", str(refusal.where), says, cure, severity=severity)
-    return [why_none, *objected]
+    return [objection("family", str(refusal.where), says, cure, severity=severity), *objected]
 
 
 def _data(path: str, facts: CheckpointFacts, objected: list[Objection]) -> CheckData:
@@ -269,23 +269,19 @@ def _facts(view: StoredView) -> CheckpointFacts:
     forms = set[str]()
     for weight in view.weights.values():
         if len(weight.shape) >= 2 and not names.isdisjoint(weight.names()):
-            form = weight.form
-            if form == "plain":
-                form = weight.weight.dtype
-            forms.add(form)
-    family = ""
-    num_layers = num_unjudged = 0
-    if isinstance(view, RuntimeView):
-        num_unjudged = view.num_unjudged
-        family = view.view.family.model_type
-        num_layers = len(view.found)
-    return CheckpointFacts(
-        family=family,
+            forms.add(weight.form.replace("plain", weight.weight.dtype))
+    facts = CheckpointFacts(
         dialect=shortened(view.dialect.name),
         num_tensors=len(entries),
         num_bytes=total_bytes(entries.values()),
         num_mtp_tensors=len(names),
-        num_mtp_layers=num_layers,
         mtp_forms=tuple(sorted(forms)),
-        num_unjudged=num_unjudged,
     )
+    if not isinstance(view, RuntimeView):
+        return facts
+    of_family = {
+        "family": view.view.family.model_type,
+        "num_mtp_layers": len(view.found),
+        "num_unjudged": view.num_unjudged,
+    }
+    return facts.model_copy(update=of_family)

@@ -28,8 +28,8 @@ def manner(weight: StoredWeight) -> str:
         return f"plain {weight.weight.dtype}"
     if weight.form != "unknown":
         return f"{weight.form} ({', '.join(weight.parts)})"
-    leaves = (f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items())
-    return ", ".join(leaves)
+    parts = weight.parts.items()
+    return ", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in parts)
 
 
 def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]:
@@ -46,16 +46,12 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
         if len(parts[leaf].shape) != 2:
             says = f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises"
             return leaf, says, _AGAIN
-    layout = in_rows
-    if built.form in ("gptq", "awq"):
-        layout = _transposed
+    layout = _transposed if built.form in ("gptq", "awq") else in_rows
     wanted = layout(built, parts)
     if isinstance(wanted, str):
         return _scale_leaf(built), wanted, "Leave this module in BF16"
-    for leaf, (dtypes, shapes) in wanted.items():
-        entry = parts.get(leaf)
-        if entry is None:
-            continue
+    for leaf, entry in parts.items():
+        dtypes, shapes = wanted.get(leaf, ((entry.dtype,), ()))
         if entry.dtype not in dtypes:
             says = (
                 f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as "
@@ -92,29 +88,27 @@ def in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     # Without a group, a value a row may come with its dimension of 1 or without.
     scale_shapes: list[Shape] = [(n, 1), (n,)]
     if built.group_size:
-        if k % built.group_size:
+        groups, rest = divmod(k, built.group_size)
+        scale_shapes = [(n, groups)]
+        if rest:
             return (
                 f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
                 "raises, or its kernel reads past the scales"
             )
-        groups = k // built.group_size
-        scale_shapes = [(n, groups)]
     if built.block:
-        rows = -(-n // built.block[0])
-        columns = -(-k // built.block[1])
-        scale_shapes = [(rows, columns), (rows, 1, columns, 1)]
+        sides = (-(-n // built.block[0]), -(-k // built.block[1]))
+        scale_shapes = [sides, (sides[0], 1, sides[1], 1)]
     elif built.form == "fp8_tensor":
         scale_shapes = [*_ONE_VALUE]
     if built.scale_ndim:
         scale_shapes = [shape for shape in scale_shapes if len(shape) == built.scale_ndim]
-    wanted: _Wanted = {
+    return {
         leaf: (storage.dtypes, ()),
         _scale_leaf(built): (scale_dtypes, tuple(scale_shapes)),
         **dict.fromkeys(TENSOR_SCALES, (FLOATS, _ONE_VALUE)),
+        # Codes that mean 0, packed along the outputs.
+        "weight_zero_point": (("I32",), ((-(-n * built.bits // 32), groups),)),
     }
-    if "weight_zero_point" in built.leaves:  # codes that mean 0, packed along the outputs
-        wanted["weight_zero_point"] = (("I32",), ((-(-n * built.bits // 32), groups),))
-    return wanted
 
 
 def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
@@ -126,9 +120,7 @@ def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
     if built.form == "gptq":
         packed = (inputs, outputs)
         inputs *= pack
-    groups = 1
-    if built.group_size:
-        groups = inputs // built.group_size
+    groups = inputs // (built.group_size or inputs or 1)
     return {
         "qweight": (FORMS[built.form].dtypes, (packed,)),
         "scales": ((parts["scales"].dtype,), ((groups, outputs),)),
@@ -137,6 +129,4 @@ def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
 
 
 def _scale_leaf(built: VLLMModule) -> str:
-    if "weight_scale_inv" in built.leaves:
-        return "weight_scale_inv"
-    return "weight_scale"
+    return "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"

@@ -13,7 +13,7 @@ exponent where the tensor is a scale, and two codes where it is a weight.
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import attrgetter
@@ -30,7 +30,7 @@ from ...checkpoints.stored import KV_SCALE_LEAVES, SCALE_LEAVES
 from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
 from ...recipes.forms import FLOATS
-from ...recipes.frozen import Advance, frozen
+from ...recipes.frozen import Advance, frozen, nowhere
 from .runtime_view import RuntimeView
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
@@ -115,23 +115,16 @@ class Stretch(NamedTuple):
         last = self.entries[-1]
         return last.start + last.num_bytes - self.entries[0].start
 
-    @property
-    def num_requests(self) -> int:
-        """The range requests that read it from the Hub."""
-        return math.ceil(self.num_bytes / _PIECE_BYTES)
-
 
 def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
     """The tensors that a level reads, in the order of the files."""
-    entries = list[Entry]()
-    for entry in runtime.source.entries.values():
-        if entry.num_bytes and _wants(runtime, entry, level):
-            entries.append(entry)
-    return sorted(entries, key=attrgetter("file", "start"))
+    entries = [entry for entry in runtime.source.entries.values() if entry.num_bytes]
+    entries.sort(key=attrgetter("file", "start"))
+    return [entry for entry in entries if _wants(runtime, entry, level)]
 
 
 def summaries(
-    runtime: RuntimeView, entries: Iterable[Entry], progress: Advance = lambda _bytes: None
+    runtime: RuntimeView, entries: Iterable[Entry], progress: Advance = nowhere
 ) -> dict[HFName, Summary]:
     """Read tensors of a checkpoint: of a folder with all cores, of a repository by 16 range
     requests at a time.
@@ -173,45 +166,36 @@ def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
     if is_remote(source):
         gap = GAP_BYTES
     stretches = list[Stretch]()
+    end = 0
     for entry in entries:
-        if stretches and _is_near(stretches[-1], entry, gap):
-            stretches[-1].entries.append(entry)
-        else:
-            stretches.append(Stretch([entry]))
+        first = entry
+        if stretches:
+            first = stretches[-1].entries[0]
+        is_far = entry.file != first.file or entry.start - end > gap
+        end = entry.start + entry.num_bytes
+        if is_far or not stretches or end - first.start > _PIECE_BYTES:
+            stretches.append(Stretch([]))
+        stretches[-1].entries.append(entry)
     return stretches
-
-
-def _is_near(stretch: Stretch, entry: Entry, gap: int) -> bool:
-    """Whether one read of both costs less than two."""
-    first = stretch.entries[0]
-    last = stretch.entries[-1]
-    if entry.file != last.file or entry.start - last.start - last.num_bytes > gap:
-        return False
-    return entry.start + entry.num_bytes - first.start <= _PIECE_BYTES
 
 
 def _read(source: Source, stop: threading.Event, stretch: Stretch) -> dict[HFName, Summary]:
     first, *others = stretch.entries
+    size = stretch.num_bytes
     if not others:
-        pieces = _pieces(source, first, stop)
+        pieces = (
+            read_bytes(source, first, offset=offset, length=min(_PIECE_BYTES, size - offset))
+            for offset in range(0, size, _PIECE_BYTES)
+            if not stop.is_set()
+        )
         return {first.name: summary(pieces, first.dtype, is_scale=is_scale(first.name))}
-    raw = read_bytes(source, first, length=stretch.num_bytes)
+    raw = read_bytes(source, first, length=size)
     summaries_of = dict[HFName, Summary]()
     for entry in stretch.entries:
-        start = entry.start - first.start
-        own = raw[start : start + entry.num_bytes]
-        if start % 8:
-            own = own.clone()  # a view of wider elements starts at a multiple of their width
+        # A copy: a view of wider elements starts at a multiple of their width.
+        own = raw.narrow(0, entry.start - first.start, entry.num_bytes).clone()
         summaries_of[entry.name] = summary([own], entry.dtype, is_scale=is_scale(entry.name))
     return summaries_of
-
-
-def _pieces(source: Source, entry: Entry, stop: threading.Event) -> Iterator[Tensor]:
-    for offset in range(0, entry.num_bytes, _PIECE_BYTES):
-        if not stop.is_set():
-            yield read_bytes(
-                source, entry, offset=offset, length=min(_PIECE_BYTES, entry.num_bytes - offset)
-            )
 
 
 def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
@@ -245,10 +229,7 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
                     first_bad = count + int(bad.nonzero()[0])
                 num_bad += int(bad.sum())
                 # Below every magnitude, so that the largest of the others is left.
-                below = 0
-                if magnitude.dtype.is_signed:
-                    below = -1
-                top = int(magnitude.masked_fill(bad, below).max())
+                top = int(magnitude.masked_fill(bad, -magnitude.dtype.is_signed).max())
             largest = max(largest, top)
             count += chunk.numel()
     value = math.nan

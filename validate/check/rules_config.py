@@ -7,10 +7,11 @@ Easy to get wrong: of two quantization configs vLLM reads one, and which one han
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.choose import method_of, quantization_of, read_dialect
-from ...checkpoints.dialects.dialect import Dialect, UnknownDialect
+from ...checkpoints.dialects.dialect import UnknownDialect
 from ...checkpoints.dialects.given import Raw
 from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
 from ...recipes.family import Part, VLLMName
@@ -42,54 +43,59 @@ def quantization_configs_agree(runtime: RuntimeView) -> Objections:
         read = "config.json"
         if reads_other_file(given):
             read = HF_QUANT_CONFIG
-        says = (
+        yield objection(
+            "two-configs",
+            f"{HF_QUANT_CONFIG}: quantization.quant_algo",
             f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, "
-            "other engines may read the other"
+            "other engines may read the other",
+            cure,
         )
-        where = f"{HF_QUANT_CONFIG}: quantization.quant_algo"
-        yield objection("two-configs", where, says, cure)
-        return
-    if reads_other_file(given):
-        return
-    names = _plain_in_one(runtime, other)
-    if names:
-        says = f"excepts other modules than config.json: {names[0]} is plain by one of them alone"
+    elif not reads_other_file(given):
+        names = _plain_in_one(runtime, other)
+        others = ""
         if len(names) > 1:
-            says += f", and so are {len(names) - 1:,} more"
-        says += ". vLLM and SGLang read config.json, TensorRT-LLM reads this file"
-        where = f"{HF_QUANT_CONFIG}: quantization.exclude_modules"
-        yield objection("two-configs", where, says, cure, severity="warning")
+            others = f", and so are {len(names) - 1:,} more"
+        for name in names[:1]:
+            yield objection(
+                "two-configs",
+                f"{HF_QUANT_CONFIG}: quantization.exclude_modules",
+                f"excepts other modules than config.json: {name} is plain by one of them alone"
+                f"{others}. vLLM and SGLang read config.json, TensorRT-LLM reads this file",
+                cure,
+                severity="warning",
+            )
 
 
 def _plain_in_one(runtime: RuntimeView, other: Raw) -> list[VLLMName]:
     """The modules that one of the two files leaves plain, and the other does not."""
+    parts: tuple[Part, ...] = ("backbone", "mtp")
+    raw = {"quant_method": "modelopt", **other}
     names = list[VLLMName]()
-    readers: dict[Part, Dialect] = {"backbone": runtime.dialect, "mtp": runtime.draft_dialect}
-    for part, of_config in readers.items():
+    for part in parts:
         rename = renamer(runtime.source.config, part, runtime.vllm)
-        of_other = read_modelopt({"quant_method": "modelopt", **other}, {}, rename, runtime.vllm)
+        readers = (runtime.dialect_of(part), read_modelopt(raw, {}, rename, runtime.vllm))
         for module in runtime.modules:
-            if module.part != part or not module.loads_quantized:
-                continue
-            forms = set[str]()
-            for dialect in (of_config, of_other):
-                answer = dialect.resolve(module.name, shards=module.shards, kind=module.kind)
-                forms.add(answer.built.form)
-            if len(forms) > 1 and "plain" in forms:
-                names.append(module.name)
+            if module.part == part and module.loads_quantized:
+                asked = {"shards": module.shards, "kind": module.kind}
+                forms = {reader.resolve(module.name, **asked).built.form for reader in readers}
+                if len(forms) > 1 and "plain" in forms:
+                    names.append(module.name)
     return names
 
 
 def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
     view = runtime.view
-    text = runtime.view.text_config
+    text = view.text_config
     original = "from the original release's config.json"
-    faults = dict[str, tuple[str, str]]()
     for key in view.family.loader.needs:
         if text.get(key) is None:
-            says = f"is missing: vLLM raises AttributeError: object has no attribute '{key}'"
-            faults[key] = says, f"Start {original} and only add quantization_config"
+            yield objection(
+                "config",
+                f"config.json: {key}",
+                f"is missing: vLLM raises AttributeError: object has no attribute '{key}'",
+                f"Start {original} and only add quantization_config",
+            )
     types = text.get("layer_types")
     ratios = text.get("compress_ratios")
     expected = view.num_layers
@@ -97,20 +103,21 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
     if view.family.layer_types_count_mtp:
         expected += view.num_mtp_layers
         counted = "counted"
+    for_layers = f"entries for num_hidden_layers={view.num_layers}"
     if isinstance(types, list) and len(types) != expected:
-        says = (
-            f"has {len(types)} entries for num_hidden_layers={view.num_layers}: loading the "
-            "config fails"
+        yield objection(
+            "config",
+            "config.json: layer_types",
+            f"has {len(types)} {for_layers}: loading the config fails",
+            f"Take layer_types {original}: MTP layers are {counted}",
         )
-        faults["layer_types"] = says, f"Take layer_types {original}: MTP layers are {counted}"
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
-        says = (
-            f"has {len(ratios)} entries for num_hidden_layers={view.num_layers}: vLLM raises "
-            "IndexError"
+        yield objection(
+            "config",
+            "config.json: compress_ratios",
+            f"has {len(ratios)} {for_layers}: vLLM raises IndexError",
+            f"Take compress_ratios {original}",
         )
-        faults["compress_ratios"] = says, f"Take compress_ratios {original}"
-    for key, (says, cure) in faults.items():
-        yield objection("config", f"config.json: {key}", says, cure)
 
 
 def modelopt_is_complete(runtime: RuntimeView) -> Objections:
@@ -118,59 +125,57 @@ def modelopt_is_complete(runtime: RuntimeView) -> Objections:
     NVFP4 needs: R7.
     """
     dialect = runtime.dialect
-    given = runtime.given
+    file, raw, nested = runtime.given
     other = runtime.hf_quant_config or {}
-    in_config = given.file == "config.json"
-    nested = f"{given.file}: quantization"
-    where = nested
+    in_config = file == "config.json"
+    below = f"{file}: quantization"
+    where = below
     if in_config:
         where = "config.json: quantization_config"
-    faults = dict[str, tuple[str, str]]()
+    report = partial(objection, "algorithm")
     if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
-        says = (
+        yield report(
+            f"{where}.quant_algo",
             f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt "
-            "currently only supports'"
+            "currently only supports'",
+            f"Export again with one of {', '.join(ALGORITHMS)}",
         )
-        faults[f"{where}.quant_algo"] = says, f"Export again with one of {', '.join(ALGORITHMS)}"
-    is_read = not in_config or (isinstance(dialect, ModelOpt) and reads_other_file(given.raw))
+    is_read = not in_config or (isinstance(dialect, ModelOpt) and reads_other_file(raw))
     if other and is_read and not _is_by_modelopt(other) and (in_config or not method_of(other)):
         effect = "takes no quantization method from it and builds a plain model"
         if in_config:
             effect = "raises ValueError 'Unsupported quantization config found for modelopt_mixed'"
-        says = f"is not modelopt: vLLM {effect}"
-        cure = "Set it to modelopt, if the file is in modelopt's form"
-        faults[f"{HF_QUANT_CONFIG}: producer.name"] = says, cure
-    if isinstance(dialect, ModelOpt) and given.nested is not None:
-        # vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py,
-        # _normalize_quantization_config.
-        is_converted = "modelopt_quant_config" in given.nested
-        if dialect.algorithm not in _NESTED and (is_converted or _is_by_modelopt(given.raw)):
-            says = (
-                f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says "
-                f"ValueError 'Unknown ModelOpt quant algo: {dialect.algorithm}'"
-            )
-            cure = (
-                "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
-                "and the rest at its top level"
-            )
-            faults[f"{nested}.quant_algo"] = says, cure
-        says = (
-            "is missing: vLLM raises ValueError 'NVFP4 quantization requires the following fields "
-            "in hf_quant_config.json'"
+        yield report(
+            f"{HF_QUANT_CONFIG}: producer.name",
+            f"is not modelopt: vLLM {effect}",
+            "Set it to modelopt, if the file is in modelopt's form",
         )
-        cure = "Export again with modelopt, or add it"
-        for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
-            if "NVFP4" in dialect.algorithm and key not in given.nested:
-                faults[f"{nested}.{key}"] = says, cure
-    for place, (says, cure) in faults.items():
-        yield objection("algorithm", place, says, cure)
+    if not isinstance(dialect, ModelOpt) or nested is None:
+        return
+    # vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py,
+    # _normalize_quantization_config.
+    is_converted = "modelopt_quant_config" in nested or _is_by_modelopt(raw)
+    if dialect.algorithm not in _NESTED and is_converted:
+        yield report(
+            f"{below}.quant_algo",
+            f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says ValueError "
+            f"'Unknown ModelOpt quant algo: {dialect.algorithm}'",
+            "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
+            "and the rest at its top level",
+        )
+    for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
+        if "NVFP4" in dialect.algorithm and key not in nested:
+            yield report(
+                f"{below}.{key}",
+                "is missing: vLLM raises ValueError 'NVFP4 quantization requires the following "
+                "fields in hf_quant_config.json'",
+                "Export again with modelopt, or add it",
+            )
 
 
 def _is_by_modelopt(raw: Raw) -> bool:
     producer = raw.get("producer")
-    if not isinstance(producer, Mapping):
-        return False
-    return producer.get("name") == "modelopt"
+    return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
 
 
 def extras_are_present(runtime: RuntimeView) -> Objections:
@@ -194,26 +199,23 @@ def own_code_is_known(view: StoredView) -> Objections:
     """
     code = [name for name in view.source.code if "/" not in name]
     auto_map = view.source.config.get("auto_map")
-    if not isinstance(auto_map, Mapping):
-        auto_map = {}
-    for names in auto_map.values():
-        if not isinstance(names, list):
-            names = [names]
-        for name in names:
-            # A class of another repository is ORG/NAME--FILE.CLASS. One of this repository says
-            # nothing: a quantized release may keep the key without the files.
-            if isinstance(name, str) and "--" in name:
-                code.append(f"config.json: auto_map {name}")
-    if code:
+    if isinstance(auto_map, Mapping):
+        for names in auto_map.values():
+            for name in names if isinstance(names, list) else [names]:
+                # A class of another repository is ORG/NAME--FILE.CLASS. One of this repository
+                # says nothing: a quantized release may keep the key without the files.
+                if "--" in str(name):
+                    code.append(f"config.json: auto_map {name}")
+    for first in code[:1]:
         yield objection(
             "own-code",
-            code[0],
+            first,
             "is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, "
             "and only then",
             "Serve it without --trust-remote-code if vLLM has a class for the model; else read it "
             "first",
             severity="warning",
-            times=len(set(code)),
+            times=len({*code}),
         )
 
 

@@ -12,9 +12,9 @@ not the one on disk.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Literal
+from statistics import mode
 
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.dialect import Exceptions, Refusal, UnknownDialect, entry_for
@@ -24,9 +24,10 @@ from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.forms import FP8
+from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
-from .layouts import layout_problem, leaves_built, manner
+from .layouts import Problem, layout_problem, leaves_built, manner
 from .runtime_view import Member, Module, RuntimeView, StoredView
 
 _FP8_TABLE = "float8_e4m3fn"
@@ -50,21 +51,20 @@ def fused_modules_are_uniform(runtime: RuntimeView) -> Objections:
     for module in runtime.modules:
         if not _is_mixed(module):
             continue
-        manners = [manner(member.weight) for member in module.members]
-        usual, _ = Counter(manners).most_common(1)[0]
-        for member, own in zip(module.members, manners, strict=True):
+        usual = mode(manner(member.weight) for member in module.members)
+        for member in module.members:
+            own = manner(member.weight)
             if own != usual:
-                says = (
+                yield objection(
+                    "fused-uniform",
+                    member.name,
                     f"stored as {own}, but vLLM holds it in {module.name} together with weights "
-                    f"stored as {usual}: it "
-                    "raises, or leaves this part of the parameter unwritten in silence"
+                    f"stored as {usual}: it raises, or leaves this part of the parameter unwritten "
+                    "in silence",
+                    "Store all parts of a fused module, and all experts of a layer, in one form "
+                    "with all scales",
+                    f"{module.part} {member.place.row.path} {own} {usual}",
                 )
-                cure = (
-                    "Store all parts of a fused module, and all experts of a layer, in one "
-                    "form with all scales"
-                )
-                cause = f"{module.part} {member.place.row.path} {own} {usual}"
-                yield objection("fused-uniform", member.name, says, cure, cause)
 
 
 def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
@@ -72,28 +72,37 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Objections:
     shards do: R15; M2.
     """
     for module in runtime.modules:
-        if len(module.members) < 2:
-            continue
         built = module.resolution.built
-        shapes = dict[str, tuple[int, ...]]()
+        # The last part of a fused module may end in a part of a block.
+        last_shards = runtime.view.last_shards
+        if module.kind == "experts":
+            last_shards = ()
+        shapes = dict[str, Shape]()
         for member in module.members:
             path = member.place.row.path
-            weight = member.weight.weight
-            expected = shapes.setdefault(path, weight.shape)
-            # The last part of a fused module may end in a part of a block.
-            is_inner = path not in runtime.view.last_shards or module.kind == "experts"
+            shape = member.weight.weight.shape
+            expected = shapes.setdefault(path, shape)
             are_blocks = built.form == member.weight.form == "fp8_block"
-            if weight.shape != expected:
-                says = f"has shape {list(weight.shape)} where the others of its projection have "
-                says += f"{list(expected)}: a narrower expert loads in silence, the rest raises"
-                yield objection("shapes", weight.name, says, _AGAIN, f"{module.part} {path}")
-            elif built.block and are_blocks and is_inner and weight.shape[0] % built.block[0]:
-                says = f"has {weight.shape[0]} rows, no multiple of the block of {built.block[0]}, "
-                says += (
-                    "and is fused with others: vLLM raises ValueError (validate_fp8_block_shape)"
+            if shape != expected:
+                yield objection(
+                    "shapes",
+                    member.name,
+                    f"has shape {list(shape)} where the others of its projection have "
+                    f"{list(expected)}: a narrower expert loads in silence, the rest raises",
+                    _AGAIN,
+                    f"{module.part} {path}",
                 )
-                cure = "Use FP8_DYNAMIC or BF16 for this module"
-                yield objection("shapes", weight.name, says, cure, f"block {module.part} {path}")
+            elif len(module.members) < 2 or not built.block or not are_blocks:
+                continue
+            elif path not in last_shards and shape[0] % built.block[0]:
+                yield objection(
+                    "shapes",
+                    member.name,
+                    f"has {shape[0]} rows, no multiple of the block of {built.block[0]}, and is "
+                    "fused with others: vLLM raises ValueError (validate_fp8_block_shape)",
+                    "Use FP8_DYNAMIC or BF16 for this module",
+                    f"block {module.part} {path}",
+                )
 
 
 def stored_form_is_what_is_built(view: StoredView) -> Objections:
@@ -107,107 +116,107 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
     """
     for module in view.modules:
         answer = module.resolution
-        error = answer.error
-        if error:
-            first = module.members[0].name
-            says = f"vLLM fails as it builds {module.name} ({first}): {error}"
-            cure = _CURES.get(answer.refusal, _COMPLETE)
-            cause = error.replace(module.name, "*")
+        if answer.error:
+            cause = answer.error.replace(module.name, "*")
             if answer.refusal != "inputs":
                 cause = f"{answer.entry} {cause}"
-            yield objection("config-group", answer.entry or module.name, says, cure, cause)
-        elif not (module.loads_quantized and _is_mixed(module)):
+            yield objection(
+                "config-group",
+                answer.entry or module.name,
+                f"vLLM fails as it builds {module.name} ({module.members[0].name}): {answer.error}",
+                _CURES.get(answer.refusal, _COMPLETE),
+                cause,
+            )
+        elif not module.loads_quantized or not _is_mixed(module):
             for member in module.members:
-                if _is_known(view, module, member) and not _is_made_over(view, module, member):
+                if not _is_judged_elsewhere(view, module, member):
                     yield from _compare(view, module, member)
 
 
 def _compare(view: StoredView, module: Module, member: Member) -> Objections:
     weight = member.weight
-    built = module.resolution.built
-    rule = "form"
-    where = weight.weight.name
-    stored = f"stored as {manner(weight)}, but vLLM builds"
+    built, entry, *_ = module.resolution
     if built.form == weight.form == "plain":
         return
+    stored = f"stored as {manner(weight)}, but vLLM builds"
     if not module.loads_quantized:
-        rule = "glue"
-        cause = f"{module.part} {module.members[0].place.row.path} {weight.form}"
-        says = f"{stored} it plain whatever the config says ({member.place.row.why_kept}): "
-        says += _EFFECT
-        cure = "Store it in BF16: copy it from the original release, or dequantize it"
+        yield objection(
+            "glue",
+            member.name,
+            f"{stored} it plain whatever the config says ({member.place.row.why_kept}): {_EFFECT}",
+            "Store it in BF16: copy it from the original release, or dequantize it",
+            f"{module.part} {module.members[0].place.row.path} {weight.form}",
+        )
     elif built.form == "plain":
-        says = f"{stored} {module.name} plain ({_decided(view, module)}): {_EFFECT}"
-        cure = _cover_cure(view, module)
-        cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
+        yield objection(
+            "form",
+            member.name,
+            f"{stored} {module.name} plain ({_decided(view, module)}): {_EFFECT}",
+            _cover_cure(view, module),
+            f"built plain {module.part} {weight.form} {entry}",
+        )
     elif weight.form == "plain":
         form = built.form.replace("unknown", "quantized weights")
-        says = f"{stored} {module.name} as {form} ({_decided(view, module)}): {_EFFECT}"
-        cure = _ignore_cure(view, module)
-        cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
+        yield objection(
+            "form",
+            member.name,
+            f"{stored} {module.name} as {form} ({_decided(view, module)}): {_EFFECT}",
+            _ignore_cure(view, module),
+            f"built packed {module.part} {built.form} {entry}",
+        )
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
-        where = HFName(f"{weight.module}.{leaf}")
         part = leaves_built(built, weight).get(leaf)
-        if part is not None:
-            where = part.name
-        says = f"vLLM builds {module.name} as {built.form} ({_decided(view, module)}); {said}"
-        cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
-    else:
+        yield objection(
+            "form",
+            part.name if part else f"{weight.module}.{leaf}",
+            f"vLLM builds {module.name} as {built.form} ({_decided(view, module)}); {said}",
+            cure,
+            f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}",
+        )
+    elif built.form == "fp8_block" and isinstance(view.dialect, CompressedTensors):
         # FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0.
         scale = weight.parts.get("weight_scale")
-        if built.form != "fp8_block" or not isinstance(view.dialect, CompressedTensors):
-            return
-        if scale is None or scale.dtype == "F32":
-            return
-        rule = "scale-dtype"
-        where = scale.name
-        cause = f"{module.part} {scale.dtype}"
-        says = f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
-        says += "forward on Hopper and Blackwell; other kernels take them"
-        cure = "Store the scales as F32"
-    severity = "error"
-    if rule == "scale-dtype":
-        severity = "warning"
-    yield objection(rule, where, says, cure, cause, severity)
+        if scale and scale.dtype != "F32":
+            yield objection(
+                "scale-dtype",
+                scale.name,
+                f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
+                "forward on Hopper and Blackwell; other kernels take them",
+                "Store the scales as F32",
+                f"{module.part} {scale.dtype}",
+                "warning",
+            )
 
 
-def _leaves_problem(
-    view: StoredView, module: Module, weight: StoredWeight
-) -> tuple[str, str, str] | None:
+def _leaves_problem(view: StoredView, module: Module, weight: StoredWeight) -> Problem | None:
     """A tensor too few or too many: its leaf, what happens, the cure."""
     built = module.resolution.built
     leaves = leaves_built(built, weight).keys()
-    if leaves == built.leaves:
-        return None
     optional = set(built.optional)
-    if view.loader and view.loader.unknown_name == "KeyError" and module.part == "mtp":
+    if module.part == "mtp" and view.loader.unknown_name == "KeyError":
         optional.discard("g_idx")  # the loaders of vLLM's other classes drop it (AutoWeightsLoader)
     if module.kind == "experts" and built.form == "nvfp4":
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
-    extra = sorted(leaves - built.leaves - optional)
-    if extra:
-        wanted = ", ".join(sorted(built.leaves))
-        says = f"its parameters are {wanted}, so {extra[0]} has no place: {_EFFECT}"
+    wanted = ", ".join(sorted(built.leaves))
+    for extra in sorted(leaves - built.leaves - optional):
         cure = (
             f"Rename or convert the tensors to {wanted}, or change the quantization config to "
             "the stored form"
         )
-        if extra == ["g_idx"]:
+        if extra == "g_idx":
             cure = "Remove the g_idx of the MTP block: without desc_act it is the natural order"
-        return extra[0], says, cure
-    missing = sorted(built.leaves - leaves)
-    if missing:
-        says = f"{missing[0]} is not in the checkpoint: vLLM raises, or leaves it uninitialised "
-        return missing[0], f"{says}in silence", _AGAIN
+        return extra, f"its parameters are {wanted}, so {extra} has no place: {_EFFECT}", cure
+    for missing in sorted(built.leaves - leaves):
+        says = f"{missing} is not in the checkpoint: vLLM raises, or leaves it uninitialised "
+        return missing, f"{says}in silence", _AGAIN
     return None
 
 
 def _decided(view: StoredView, module: Module) -> str:
     """Which entry of the config decided it."""
-    entry = module.resolution.entry
-    if entry:
-        return f"by the entry {entry!r}"
+    if module.resolution.entry:
+        return f"by the entry {module.resolution.entry!r}"
     if module.resolution.built.form != "plain":
         return f"by {view.dialect.name}, which quantizes what is not excluded"
     if view.dialect.name == "none":
@@ -217,29 +226,29 @@ def _decided(view: StoredView, module: Module) -> str:
 
 def _ignore_cure(view: StoredView, module: Module) -> str:
     """How the dialect leaves a module alone."""
-    stem = module.name
     dialect = view.dialect
-    if module.part == "mtp":
-        stem = view.plain_draft_stem or view.stem_of(module) or stem
-    elif module.role == "vision":
-        stem = view.stem_of(module) or stem
     if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
         return "Quantize again in groups of 128: in other groups no entry excepts experts"
     exceptions = dialect.exceptions or _USUAL
     entry = entry_for(exceptions.of_name, module.name)
     if exceptions.of_stem:
-        entry = entry_for(exceptions.of_stem, stem)
+        stem = ""
+        if isinstance(view, RuntimeView) and module.part == "mtp":
+            stem = view.plain_draft_stem or view.stem_of(module)
+        elif isinstance(view, RuntimeView) and module.role == "vision":
+            stem = view.stem_of(module)
+        entry = entry_for(exceptions.of_stem, stem or module.name)
     return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk"
 
 
 def _cover_cure(view: StoredView, module: Module) -> str:
     """How the dialect reaches a module that it builds plain."""
-    if view.dialect.name == "none":
+    dialect = view.dialect
+    if dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"
     entry = module.resolution.entry
-    dialect = view.dialect_of(module)
     cure = f"Let a target match {' and '.join(module.shards) or module.name}"
-    if isinstance(view.dialect, Awq) and not view.dialect.entries:
+    if isinstance(dialect, Awq) and not dialect.entries:
         cure = "Write modules_to_not_convert: without it vLLM makes a list of the headers"
     elif isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
         algorithm = dialect.quantized_layers[entry]
@@ -262,15 +271,17 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Objections:
     if view.layout.draft_head and not heads:
         heads[view.layout.draft_head] = HFName(view.layout.head.removesuffix(".weight"))
     for name, disk in heads.items():
-        weight = runtime.weights.get(disk)
         form = runtime.resolve(VLLMName(name), (), "head", "mtp").built.form
-        is_packed = weight is not None and weight.form != "plain"
-        if is_packed or form not in ("nvfp4_modelopt", "gptq", "awq"):
-            continue
-        says = f"vLLM builds the draft's head as {form}, for which the checkpoint has no scales: "
-        says += "it raises, or nothing fills them"
-        cure = f"Exclude {name}: vLLM's name, not the one on disk"
-        yield objection("draft-head", name, says, cure, "draft head")
+        is_plain = disk not in runtime.weights or runtime.weights[disk].form == "plain"
+        if is_plain and form in ("nvfp4_modelopt", "gptq", "awq"):
+            yield objection(
+                "draft-head",
+                name,
+                f"vLLM builds the draft's head as {form}, for which the checkpoint has no scales: "
+                "it raises, or nothing fills them",
+                f"Exclude {name}: vLLM's name, not the one on disk",
+                "draft head",
+            )
 
 
 def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Objections:
@@ -282,18 +293,15 @@ def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Objections:
             if not member.place.row.interleaved or _is_put_in_order(module, member):
                 continue
             severity = "warning"
-            weight = member.weight
             says = (
                 "holds q, k and v in one tensor, whose rows vLLM reads in another order than "
                 "the release's (vllm #42803)"
             )
-            if "weight" in weight.parts and weight.weight.dtype == "F8_E4M3":
+            if member.weight.weight.dtype == "F8_E4M3":
                 severity = "error"
                 says = "holds q, k and v in FP8, which vLLM never loads without scales"
-            cure = (
-                "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
-                "writes them"
-            )
+            cure = "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
+            cure += "writes them"
             yield objection("rows", member.name, says, cure, module.part, severity)
 
 
@@ -305,29 +313,33 @@ def schemes_are_known(view: StoredView) -> Objections:
     alone.
     """
     dialect = view.dialect
-    unknown = list[Module]()
-    for module in view.modules:
-        if module.resolution.built.form == "unknown" and not module.resolution.error:
-            unknown.append(module)
+    resolved = [module for module in view.modules if not module.resolution.error]
+    unknown = [module for module in resolved if module.resolution.built.form == "unknown"]
     is_unknown = isinstance(dialect, UnknownDialect)
     if dialect.name.startswith("modelopt") or not (unknown or is_unknown):
         return
-    says = f"is {dialect.name} with a scheme that keepmtp does not reproduce: {len(unknown)} "
-    says += "modules' quantized weights are not judged against it"
-    cure = "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself"
-    where = "config.json: quantization_config"
-    yield objection("dialect", where, says, cure, severity="warning")
-    if not is_unknown:
-        return
+    yield objection(
+        "dialect",
+        "config.json: quantization_config",
+        f"is {dialect.name} with a scheme that keepmtp does not reproduce: {len(unknown)} "
+        "modules' quantized weights are not judged against it",
+        "Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
+        severity="warning",
+    )
     for module in unknown:
         name = module.name
-        weight = module.members[0].weight
-        if module.part != "mtp" or weight.form != "plain" or module.role in ("norm", "head"):
+        member = module.members[0]
+        is_plain = member.weight.form == "plain" and module.role not in ("norm", "head")
+        if not is_unknown or module.part != "mtp" or not is_plain:
             continue
         if not any(dialect.hits(entry, name) for entry in dialect.entries):
-            says = f"is plain, and no list of {dialect.name} names {name}: {_EFFECT}"
-            cure = "Add its like to the list of what stays plain"
-            yield objection("dialect", weight.weight.name, says, cure, "plain draft")
+            yield objection(
+                "dialect",
+                member.name,
+                f"is plain, and no list of {dialect.name} names {name}: {_EFFECT}",
+                "Add its like to the list of what stays plain",
+                "plain draft",
+            )
 
 
 def table_is_as_built(runtime: RuntimeView) -> Objections:
@@ -349,29 +361,29 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
                 tables[HFName(stem + scale), module.name].append(member.weight)
     for (scale, name), parts in tables.items():
         built = _table_built(runtime, name)
-        if built == "unknown":
+        odd = [part.weight for part in parts]
+        if built != "refused":
+            odd = [part for part in odd if _TABLES.get(part.dtype, "plain") != built]
+        has_scale = scale in runtime.source.entries
+        if built == "unknown" or not (odd or (built != "nvfp4" and has_scale != (built == "fp8"))):
             continue
-        key = runtime.view.family.fp8_table_key
         where = scale
-        odd = (scale in runtime.source.entries) != (built == "fp8") and built != "nvfp4"
-        for part in reversed(parts):
-            if _TABLES.get(part.weight.dtype, "plain") != built:
-                where = part.weight.name
-                odd = True
-        if built == "refused" or odd:
-            if built == "refused":
-                where = name
-            says = f"vLLM builds {name} {built}, and takes no table that is stored otherwise"
-            cure = (
-                f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", or nothing and '
-                f"add {name} to the modules that stay plain; with the table's own scale"
-            )
-            yield objection("table", where, says, cure, times=len(parts))
+        if odd:
+            where = odd[0].name
+        if built == "refused":
+            where = name
+        key = runtime.view.family.fp8_table_key
+        yield objection(
+            "table",
+            where,
+            f"vLLM builds {name} {built}, and takes no table that is stored otherwise",
+            f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", or nothing and '
+            f"add {name} to the modules that stay plain; with the table's own scale",
+            times=len(parts),
+        )
 
 
-def _table_built(
-    runtime: RuntimeView, name: VLLMName
-) -> Literal["fp8", "nvfp4", "plain", "refused", "unknown"]:
+def _table_built(runtime: RuntimeView, name: VLLMName) -> str:
     """How vLLM holds the table."""
     dialect = runtime.dialect
     has_nvfp4 = holds(">=0.33", runtime.vllm)
@@ -379,29 +391,22 @@ def _table_built(
     if named == _FP8_TABLE:
         return "fp8"
     if named is not None and has_nvfp4:
-        if named == "nvfp4":
-            return "nvfp4"
-        return "refused"
+        return {"nvfp4": "nvfp4"}.get(named, "refused")
     if isinstance(dialect, UnknownDialect):
         return "unknown"
     if isinstance(dialect, Fp8):
         # The table itself, or a shard of it.
-        for entry in dialect.ignored:
-            if entry == name or entry.startswith(f"{name}.shard_"):
-                return "plain"
+        if any(f"{entry}.shard_".startswith(f"{name}.shard_") for entry in dialect.ignored):
+            return "plain"
         return "fp8"
     form = dialect.resolve(name, shards=(), kind="linear").built.form
-    if form == "plain":
-        return "plain"
-    if isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION":
-        if form == "fp8_tensor":
-            return "fp8"
-        if has_nvfp4 and form == "nvfp4_modelopt":
-            return "nvfp4"
-        if not has_nvfp4:
-            return "plain"
-        return "refused"
-    if has_nvfp4:
+    is_mixed = isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION"
+    if is_mixed and form == "fp8_tensor":
+        return "fp8"
+    if is_mixed and has_nvfp4 and form == "nvfp4_modelopt":
+        return "nvfp4"
+    # 0.33 refuses what else mixed precision gives the table; 0.32 what every other dialect does.
+    if form == "plain" or is_mixed != has_nvfp4:
         return "plain"
     return "refused"
 
@@ -423,9 +428,7 @@ def _is_mixed(module: Module) -> bool:
     """
     kinds = set[tuple[str, ...]]()
     for _, weight in module.members:
-        form = weight.form
-        if form.startswith("fp8"):
-            form = "fp8"
+        form = re.sub("^fp8.*", "fp8", weight.form)
         kinds.add((form, *sorted(weight.parts)))
     return len(kinds) > 1
 
@@ -435,31 +438,27 @@ def _is_put_in_order(module: Module, member: Member) -> bool:
     form.
     """
     leaves = {"weight", "weight_scale_inv"}
-    if not member.place.row.interleaved or module.resolution.built.leaves != leaves:
-        return False
-    return member.weight.parts.keys() == leaves and member.weight.weight.dtype in FP8
+    is_block = module.resolution.built.leaves == leaves == member.weight.parts.keys()
+    is_fp8 = member.weight.weight.dtype in FP8
+    return is_block and is_fp8 and member.place.row.interleaved is not None
 
 
-def _is_known(view: StoredView, module: Module, member: Member) -> bool:
-    """Whether the form that vLLM builds is known; a scheme that is not has no plain weights."""
-    if module.resolution.built.form != "unknown":
-        return True
-    return member.weight.form == "plain" and not isinstance(view.dialect, UnknownDialect)
+def _is_judged_elsewhere(view: StoredView, module: Module, member: Member) -> bool:
+    """Whether nobody knows what vLLM builds, its loader makes the weight anew, or another rule
+    judges it.
 
-
-def _is_made_over(view: StoredView, module: Module, member: Member) -> bool:
-    """Whether the loader makes the weight anew, or another rule judges it.
-
-    vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it.
+    vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it. A scheme that
+    is not known has no plain weights.
     """
     row = member.place.row
     weight = member.weight
-    if not module.loads_quantized:
-        if row.table_scale:
-            return True
-        has_scale = "weight_scale_inv" in weight.parts
-        if row.path.endswith("indexer.wk") and has_scale and weight.weight.dtype in FP8:
-            return True
+    is_plain = weight.form == "plain" and not isinstance(view.dialect, UnknownDialect)
+    if module.resolution.built.form == "unknown" and not is_plain:
+        return True
+    has_scale = "weight_scale_inv" in weight.parts and weight.weight.dtype in FP8
+    is_remade = has_scale and row.path.endswith("indexer.wk")
+    if not module.loads_quantized and (row.table_scale or is_remade):
+        return True
     return _is_put_in_order(module, member) or _is_replaced(view, module, member)
 
 
@@ -471,19 +470,15 @@ def _is_replaced(view: StoredView, module: Module, member: Member) -> bool:
     v1/spec_decode/llm_base_proposer.py.
     """
     row = member.place.row
-    parts = member.weight.parts
-    loader = view.loader
-    if loader is None or module.part != "mtp" or row.is_drafts_own:
+    if module.part != "mtp" or row.is_drafts_own:
         return False
     built = module.resolution.built.form
     if row.role not in ("embedding", "head") or not built.startswith(("plain", "fp8")):
         return False
+    parts = dict(member.weight.parts)
     size = (view.text_config.get("vocab_size"), view.text_config.get("hidden_size"))
-    if "weight" not in parts:
-        return not loader.unknown_name
-    if parts["weight"].shape != size:
+    if "weight" in parts and parts.pop("weight").shape != size:
         return False
-    others = parts.keys() - {"weight"}
-    if loader.drops_scales and others == {"weight_scale"}:
+    if view.loader.drops_scales and parts.keys() == {"weight_scale"}:
         return True
-    return not others or not loader.unknown_name
+    return not parts or not view.loader.unknown_name

@@ -57,13 +57,13 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
     severity: Severity = "error"
     where = f"{runtime.given.file}: kv_cache_quant_algo"
     cure = "Write FP8, NVFP4 or null"
-    says = ""
     if isinstance(runtime.dialect, CompressedTensors) and scheme is not None:
         where = "config.json: quantization_config.kv_cache_scheme"
         cure = (
             "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and "
             "the cache is BF16"
         )
+        is_taken = _is_fp8(scheme) and scheme.get("symmetric")
         if runtime.loader.refuses_kv_scheme:
             says = f"vLLM raises {runtime.loader.refuses_kv_scheme}"
         # compressed-tensors' entry reaches the class `Attention` alone, modelopt's the whole
@@ -75,41 +75,41 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
                 "has no effect: latent attention never asks for it, and vLLM keeps that cache "
                 "in BF16"
             )
-        elif not _is_taken(scheme):
+        elif is_taken and scheme.get("strategy") in ("tensor", "attn_head"):
+            return
+        else:
             says = (
                 f"is {shortened(repr(scheme))}: vLLM raises NotImplementedError, ValueError or "
                 "AttributeError"
             )
-    elif isinstance(runtime.dialect, ModelOpt) and algorithm:
-        says = f"is {shortened(str(algorithm))}"
-        if isinstance(algorithm, str) and algorithm.upper() not in ("FP8", "NVFP4"):
-            severity = "warning"
-            says += ", which vLLM does not know: it warns and keeps the KV cache in BF16"
-        elif not isinstance(algorithm, str) and runtime.given.nested is not None:
-            says += ": vLLM raises ValueError: kv_cache_quant_algo must be a string"
-        else:
-            return
-    if says:
-        yield objection("kv-cache", where, says, cure, severity=severity)
+    elif not isinstance(runtime.dialect, ModelOpt) or not algorithm:
+        return
+    elif not isinstance(algorithm, str) and runtime.given.nested is not None:
+        says = (
+            f"is {shortened(str(algorithm))}: vLLM raises ValueError: kv_cache_quant_algo must be "
+            "a string"
+        )
+    elif isinstance(algorithm, str) and algorithm.upper() not in ("FP8", "NVFP4"):
+        severity = "warning"
+        says = (
+            f"is {shortened(algorithm)}, which vLLM does not know: it warns and keeps the KV cache "
+            "in BF16"
+        )
+    else:
+        return
+    yield objection("kv-cache", where, says, cure, severity=severity)
 
 
 def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
     """What compressed-tensors and what modelopt write of the KV cache."""
     given = runtime.given
-    return given.raw.get("kv_cache_scheme"), given.get("kv_cache_quant_algo")
+    return given.raw.get("kv_cache_scheme"), (given.nested or given.raw).get("kv_cache_quant_algo")
 
 
 def _is_fp8(scheme: Any) -> bool:
     if not isinstance(scheme, Mapping):
         return False
     return scheme.get("type") == "float" and scheme.get("num_bits") == 8
-
-
-def _is_taken(scheme: Any) -> bool:
-    """Whether compressed-tensors' class of the KV cache reads this scheme."""
-    if not _is_fp8(scheme) or not scheme.get("symmetric"):
-        return False
-    return scheme.get("strategy") in ("tensor", "attn_head")
 
 
 def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
@@ -147,10 +147,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
     has any.
     """
     scheme, algorithm = _kv_entry(runtime)
-    is_fp8_by_modelopt = str(algorithm).upper() == "FP8"
-    if not is_fp8_by_modelopt and not _is_fp8(scheme):
-        return
-    if no_place(runtime.view):
+    is_fp8 = str(algorithm).upper() == "FP8" or _is_fp8(scheme)
+    if not is_fp8 or no_place(runtime.view):
         return
     # An attention module with a cache of keys has the matrix that makes them.
     attentions = dict[HFName, Part]()
@@ -158,42 +156,35 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
         if place.role == "attention" and name.endswith(".k_proj"):
             attentions[HFName(name.removesuffix(".k_proj"))] = place.part
     stored: dict[HFName, set[str]] = defaultdict(set)
-    for entry in runtime.others:
-        module = attention_of_scale(entry.name)
-        leaf = entry.name.rpartition(".")[2]
+    with_some = set[Part]()
+    for name in [entry.name for entry in runtime.others]:
+        module = attention_of_scale(name)
+        leaf = name.rpartition(".")[2]
         if leaf not in CACHE_LEAVES:
             continue
         stored[module].add(leaf)
-        is_drafts = runtime.is_mtp_name(entry.name)
-        if module not in attentions and (not is_drafts or draft_takes(runtime.loader, entry.name)):
-            says = (
-                "is a scale of the KV cache, and no attention layer with a cache is there: "
-                "vLLM raises or skips it"
-            )
+        if module in attentions:
+            with_some.add(attentions[module])
+        elif not runtime.is_mtp_name(name) or draft_takes(runtime.loader, name):
             cure = "Remove it, or bring the layer back"
-            yield objection("kv-scales", entry.name, says, cure, cure)
-    is_modelopt = isinstance(runtime.dialect, ModelOpt)
-    cure = "Calibrate the cache again: each layer has two scales"
-    convention = "compressed-tensors"
-    if is_modelopt:
-        convention = "modelopt"
-    with_some = set[Part]()
-    for module, part in attentions.items():
-        if module in stored:
-            with_some.add(part)
-    if not with_some:
-        return  # vLLM then computes with 1 everywhere, as a release without scales means it
+            says = "is a scale of the KV cache, and no attention layer with a cache is there: "
+            yield objection("kv-scales", name, f"{says}vLLM raises or skips it", cure, cure)
+    # With none at all vLLM computes with 1 everywhere, as a release without scales means it.
     for module, part in attentions.items():
         taken = "1"
-        if is_modelopt and stored[module]:
-            taken = "the other scale of this layer"
-        says = f"is not there, and other layers have theirs: vLLM takes {taken} for it, in silence"
+        convention = "compressed-tensors"
+        if isinstance(runtime.dialect, ModelOpt):
+            convention = "modelopt"
+            if stored[module]:
+                taken = "the other scale of this layer"
         severity = "error"
         if part not in with_some:
             # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
             severity = "warning"
+        cure = "Calibrate the cache again: each layer has two scales"
+        says = f"is not there, and other layers have theirs: vLLM takes {taken} for it, in silence"
         for name in scale_names(runtime.view, part, module):
-            if name.rpartition(".")[2] not in stored[module]:
+            if with_some and name.rpartition(".")[2] not in stored[module]:
                 where = cache_scale_in(convention, name)
                 yield objection("kv-scales", where, says, cure, cure, severity)
 

@@ -11,7 +11,6 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
@@ -26,17 +25,19 @@ from ...recipes.family import HFName, Part
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
-from .runtime_view import RuntimeView, StoredView
+from .runtime_view import RuntimeView, StoredView, described
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _DIGITS = re.compile(r"[0-9]+")
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
+_HALVES = ("mixer", "ffn")
 _MOST_LAYERS = 1000
 _OF_WEIGHTS = {*SCALE_LEAVES, *TRANSPOSED_LEAVES}
 _AGAIN = "Quantize the checkpoint again"
-_BLOCK_BACK = "Put the release's block in"
+_NO_LAYER = "num_hidden_layers={} promises this layer, but no file has a tensor of it"
+_DOWNLOAD = "Download or quantize the checkpoint again"
 
 
 def promised_layers_exist(runtime: RuntimeView) -> Objections:
@@ -47,19 +48,16 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
     promised = runtime.promised
     key = view.mtp_count_key
     where = f"config.json: {key}"
-    way_back = _way_to_a_block(runtime)
     effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
     if runtime.loader.refuses_missing_mtp:
         effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
     # Layers that are there, and that other rules object to.
     elsewhere = view.mtp_layers_of(runtime.source.unindexed)
-    for name in runtime.source.entries:
-        if _is_nested(runtime, name):
-            elsewhere.add(0)
-            break
-    for index in sorted(set(range(promised)) - runtime.found - elsewhere):
+    if any(_is_nested(runtime, name) for name in runtime.source.entries):
+        elsewhere.add(0)
+    for index in sorted({*range(promised)} - runtime.found - elsewhere):
         place = f"{view.mtp_stem(index)}*"
-        cure = way_back
+        cure = _way_to_a_block(runtime)
         at = runtime.block_at
         if at is not None:
             place = f"{view.disk_stem('backbone', at)}*"
@@ -67,37 +65,41 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
                 f"Set {view.family.num_layers_key} to {at}: layer {at} has the modules of an MTP "
                 "layer, and is counted as a decoder layer"
             )
-        elif view.is_number_wrong(runtime.found) and min(runtime.found):
-            cure = f"Rename {view.mtp_stem(min(runtime.found) + index)}* to {place}"
         elif view.is_number_wrong(runtime.found):
             count = len(runtime.found) // view.num_mtp_parts
             cure = f"Set {key} to {count}, or put the release's whole block in"
-        says = (
-            f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: {effect}"
+            if 0 not in runtime.found:
+                cure = f"Rename {view.mtp_stem(min(runtime.found) + index)}* to {place}"
+        yield objection(
+            "mtp-missing",
+            place,
+            f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
+            f"{effect}",
+            cure,
         )
-        yield objection("mtp-missing", place, says, cure)
     extra = [index for index in runtime.found if index >= promised]
-    if extra:
-        first = f"{view.mtp_stem(min(extra))}*"
-        cure = f"Correct {key}, or num_hidden_layers, to what the files hold"
-        if promised == 0:
-            count = "missing"
-            error = runtime.loader.missing_count
-            if {*view.text_config, *view.config}.intersection(view.family.mtp_count_keys):
-                count = "0"
-                error = "ZeroDivisionError"
-            says = f"is {count}, but {first} exists: with method=mtp vLLM raises {error}"
-            yield objection("mtp-not-promised", where, says, f"Set {key} to {len(extra)}")
-        else:
-            effect = "the draft's loader meets a name it does not know and raises"
-            if view.layout.mtp is None:
-                layers = f"num_hidden_layers={view.num_layers}"
-                effect = f"with {layers} the target model itself fails to load it"
-            says = f"exists beyond {key}={promised}: {effect}"
-            yield objection("mtp-not-promised", first, says, cure)
-    elif promised == 0:
+    first = f"{view.mtp_stem(min(extra, default=0))}*"
+    if extra and promised:
+        effect = "the draft's loader meets a name it does not know and raises"
+        if view.layout.mtp is None:
+            layers = f"num_hidden_layers={view.num_layers}"
+            effect = f"with {layers} the target model itself fails to load it"
+        yield objection(
+            "mtp-not-promised",
+            first,
+            f"exists beyond {key}={promised}: {effect}",
+            f"Correct {key}, or num_hidden_layers, to what the files hold",
+        )
+    elif extra:
+        says = f"is missing, but {first} exists: with method=mtp vLLM raises "
+        error = runtime.loader.missing_count
+        if {*view.text_config, *view.config}.intersection(view.family.mtp_count_keys):
+            says = says.replace("missing", "0", 1)
+            error = "ZeroDivisionError"
+        yield objection("mtp-not-promised", where, says + error, f"Set {key} to {len(extra)}")
+    elif not promised:
         says = "no MTP block is promised and none is there: method=mtp has nothing to draft with"
-        yield objection("mtp-missing", where, says, way_back)
+        yield objection("mtp-missing", where, says, _way_to_a_block(runtime))
 
 
 def _way_to_a_block(runtime: RuntimeView) -> str:
@@ -109,7 +111,7 @@ def _way_to_a_block(runtime: RuntimeView) -> str:
             "--mtp-source with the place of "
             "a block that is published apart; else put the release's in"
         )
-    return _BLOCK_BACK
+    return "Put the release's block in"
 
 
 def files_are_indexed(view: StoredView) -> Objections:
@@ -120,14 +122,12 @@ def files_are_indexed(view: StoredView) -> Objections:
             "does not read it"
         )
         cure = f"Add the tensors of {entry.file} to the index"
-        severity = "warning"
-        is_mtp = view.is_mtp_name(entry.name)
-        if is_mtp:
-            severity = "error"
-            says = f"{says}, so the draft is missing"
+        if view.is_mtp_name(entry.name):
+            says += ", so the draft is missing"
+            yield objection("unindexed", entry.name, says, cure, f"MTP {entry.file}")
         else:
             cure += ", or remove the file"
-        yield objection("unindexed", entry.name, says, cure, f"{is_mtp} {entry.file}", severity)
+            yield objection("unindexed", entry.name, says, cure, entry.file, "warning")
 
 
 def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
@@ -137,11 +137,14 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
     layers = sorted(runtime.found.intersection(range(runtime.promised)))
     for name in runtime.view.required_mtp_modules(layers):
         if name not in runtime.placed:
-            says = (
+            yield objection(
+                "mtp-incomplete",
+                name,
                 "the MTP block cannot work without it, and it is in no indexed file: vLLM leaves "
-                "it uninitialised in silence, the draft guesses"
+                "it uninitialised in silence, the draft guesses",
+                _way_to_a_block(runtime),
+                name,
             )
-            yield objection("mtp-incomplete", name, says, _way_to_a_block(runtime), name)
 
 
 def layers_are_complete(runtime: RuntimeView) -> Objections:
@@ -149,86 +152,64 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     E8; M1, M2, M8.
     """
     view = runtime.view
-    halves = _halves(runtime)
-    held = set[int]()
-    models: dict[str, dict[frozenset[str], None]] = {"mixer": {}, "ffn": {}}
-    for half, layers in halves.items():
-        # The last layers first: an MTP layer that is as like an early one is of their kind.
-        for part, index in sorted(layers, reverse=True):
-            paths = frozenset(layers[part, index])
-            if part == "backbone":
-                held.add(index)
-                if paths:
-                    models[half][paths] = None
+    layers = _layers(runtime)
+    held = {index for part, index in layers if part == "backbone"}
     depth = 1 + max(held, default=-1)
     for index in sorted({*range(view.num_layers)} - held):
-        cure = "Download or quantize the checkpoint again"
+        cure = _DOWNLOAD
         if index >= depth:
             cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
-        says = (
-            f"num_hidden_layers={view.num_layers} promises this layer, but no file has a "
-            "tensor of it"
-        )
+        says = _NO_LAYER.format(view.num_layers)
         yield objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
-    for half, layers in halves.items():
-        for (part, index), paths in layers.items():
-            yield from _lacking(runtime, part, index, half, _gap(part, paths, models[half]))
-
-
-def _gap(part: Part, paths: Set[str], models: Iterable[frozenset[str]]) -> Set[str]:
-    """What half of a layer lacks, if it is compared with the decoder layer most like it."""
-    gaps = list[Set[str]]()
-    for model in models:
-        # Decoder layers of one family differ: one lacks something only if another one has all that
-        # it has, and more.
-        if part == "mtp" or paths < model:
-            gaps.append(model - paths)
-    return min(gaps, key=len, default=frozenset())
-
-
-def _lacking(
-    runtime: RuntimeView, part: Part, index: int, half: str, paths: Set[str]
-) -> Objections:
-    """A layer's modules, by path, that no file has."""
-    view = runtime.view
-    rule = "layer-incomplete"
-    cure = _AGAIN
-    if part == "mtp":
-        rule = "mtp-incomplete"
-        cure = _way_to_a_block(runtime)
-        paths -= {*view.family.mtp_lacks}
-    says = (
-        "is missing, though the decoder layers of this checkpoint have it: quantized, vLLM leaves "
-        "the parameter uninitialised in silence"
-    )
-    for path in sorted(paths):
-        leaf = ".weight*"
-        if path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
-            leaf = ""
-        where = view.disk_stem(part, index) + path.replace("{e}", "0") + leaf
-        yield objection(rule, where, says, cure, f"{part} {index} {half}")
+    for half in _HALVES:
+        # The last layers first: an MTP layer that is as like an early one is of their kind.
+        held_by = [layers["backbone", index][half] for index in sorted(held, reverse=True)]
+        models = dict.fromkeys(frozenset(paths) for paths in held_by if paths)
+        for (part, index), halves in layers.items():
+            paths = halves[half]
+            # Decoder layers of one family differ: one lacks something only if another one has all
+            # that it has, and more.
+            gaps = [model - paths for model in models if part == "mtp" or paths < model]
+            lacking = min(gaps, key=len, default=frozenset())
+            rule = "layer-incomplete"
+            cure = _AGAIN
+            if part == "mtp":
+                rule = "mtp-incomplete"
+                cure = _way_to_a_block(runtime)
+                lacking = lacking.difference(view.family.mtp_lacks)
+            for path in sorted(lacking):
+                where = view.disk_stem(part, index) + path.replace("{e}", "0")
+                if not path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
+                    where += ".weight*"
+                yield objection(
+                    rule,
+                    where,
+                    "is missing, though the decoder layers of this checkpoint have it: quantized, "
+                    "vLLM leaves the parameter uninitialised in silence",
+                    cure,
+                    f"{part} {index} {half}",
+                )
 
 
 def counted_layers_are_there(view: StoredView) -> Objections:
     """The layers that config.json counts have tensors; without a family."""
     count = view.text_config.get("num_hidden_layers")
     stem, held = view.decoder_layers
-    if not held or type(count) is not int:
-        return
-    for number in range(min(count, _MOST_LAYERS)):
-        if number not in held:
-            says = f"num_hidden_layers={count} promises this layer, but no file has a tensor of it"
-            cure = "Download or quantize the checkpoint again"
-            yield objection("layer-missing", f"{stem}.{number}.*", says, cure, "layer")
+    if held and type(count) is int:
+        for number in range(min(count, _MOST_LAYERS)):
+            if number not in held:
+                says = _NO_LAYER.format(count)
+                yield objection("layer-missing", f"{stem}.{number}.*", says, _DOWNLOAD, "layer")
 
 
-def _halves(runtime: RuntimeView) -> Mapping[str, Mapping[tuple[Part, int], set[str]]]:
+def _layers(runtime: RuntimeView) -> dict[tuple[Part, int], dict[str, set[str]]]:
     """The parts of each layer's mixer, and of its feed-forward part, in any stored form."""
     family = runtime.view.family
-    mixers: dict[tuple[Part, int], set[str]] = {}
-    ffns: dict[tuple[Part, int], set[str]] = {}
-    only_mtp = {row.path for row in family.mtp_block}
-    only_mtp -= {row.path for row in family.block}
+    only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
+    # A layer that has one half has the other, with nothing in it.
+    layers: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(
+        lambda: {half: set() for half in _HALVES}
+    )
     for place in runtime.placed.values():
         row = place.row
         if place.layer is None or (place.part == "mtp" and row.path in only_mtp):
@@ -236,31 +217,23 @@ def _halves(runtime: RuntimeView) -> Mapping[str, Mapping[tuple[Part, int], set[
         # Within one family some layers have a compressor or an indexer, and others have none.
         if not row.in_every_layer or ".compressor." in row.path or ".indexer." in row.path:
             continue
-        # A layer that has one half has the other, with nothing in it.
-        mixer = mixers.setdefault((place.part, place.layer), set())
-        ffn = ffns.setdefault((place.part, place.layer), set())
-        paths = mixer
-        if place.role in _FFN_ROLES and not family.one_mixer:
-            paths = ffn
+        is_ffn = place.role in _FFN_ROLES and not family.one_mixer
+        paths = layers[place.part, place.layer][_HALVES[is_ffn]]
         if row.stacked:
             paths.update(row.unstacked)
         elif place.leaf in ("", *WEIGHT_LEAVES):
             paths.add(row.path)
         elif place.leaf in OTHER_LEAVES:
             paths.add(f"{row.path}.{place.leaf}")
-    return {"mixer": mixers, "ffn": ffns}
+    return layers
 
 
 def experts_are_complete(runtime: RuntimeView) -> Objections:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2;
     M1.
     """
-    config = runtime.view.text_config
-    expected = 0
-    for key in _NUM_EXPERTS_KEYS:
-        if isinstance(config.get(key), int):
-            expected = config[key]
-            break
+    counts = [runtime.view.text_config.get(key) for key in _NUM_EXPERTS_KEYS]
+    expected = next((count for count in counts if isinstance(count, int)), 0)
     if not expected:
         return
     lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
@@ -268,8 +241,6 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
     cure = f"{_AGAIN}: shards of some experts were lost"
     counted = {*range(expected)}
     for module in runtime.modules:
-        if module.kind != "experts":
-            continue
         held: dict[str, set[int]] = defaultdict(set)
         for place, weight in module.members:
             if place.row.stacked:
@@ -277,32 +248,30 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
                 # beyond, the first is enough.
                 num_experts = min([*weight.shape[:1], expected + 1])
                 held[place.row.path].update(range(num_experts))
-            elif place.expert is not None:
+            elif place.role == "experts" and place.expert is not None:
                 held[place.row.path].add(place.expert)
         stem = runtime.view.disk_stem(module.part, module.layer or 0)
         for path, experts in held.items():
             for wrong, says in ((counted - experts, lost), (experts - counted, more)):
                 if wrong:
                     where = stem + path.replace("{e}", str(min(wrong)))
-                    cause = f"{module.part} {module.layer} {says is more}"
+                    cause = f"{module.part} {module.layer} {says}"
                     yield objection("experts", where, says, cure, cause, times=len(wrong))
 
 
 def scales_have_weights(view: StoredView) -> Objections:
     """A scale belongs to a weight."""
-    for entry in view.others:
-        leaf = view.leaf_of(entry.name)
-        if "." in entry.name and _is_of_a_weight(leaf):
-            says = (
+    for name in [entry.name for entry in view.others]:
+        leaf = view.leaf_of(name)
+        if "." in name and leaf in _OF_WEIGHTS:
+            yield objection(
+                "unknown-tensor",
+                name,
                 "is a scale without a weight beside it: vLLM raises, or drops it and leaves "
-                "the weight uninitialised"
+                "the weight uninitialised",
+                f"{_AGAIN}, or take the weight from where it is from",
+                f"orphan {leaf}",
             )
-            cure = f"{_AGAIN}, or take the weight from where it is from"
-            yield objection("unknown-tensor", entry.name, says, cure, f"orphan {leaf}")
-
-
-def _is_of_a_weight(leaf: str) -> bool:
-    return leaf in _OF_WEIGHTS and not is_kv_scale(leaf)
 
 
 def names_are_known(runtime: RuntimeView) -> Objections:
@@ -318,21 +287,22 @@ def names_are_known(runtime: RuntimeView) -> Objections:
             continue
         others = [leaf for leaf in weight.parts if leaf not in known]
         if known and others and place.part == "mtp":
-            says = (
+            yield objection(
+                "unknown-tensor",
+                f"{key}.{others[0]}",
                 "is not among the names that this draft's loader renames "
-                f"({', '.join(known)}): vLLM raises KeyError"
+                f"({', '.join(known)}): vLLM raises KeyError",
+                "Leave the MTP block plain",
+                "mtp leaf",
             )
-            cure = "Leave the MTP block plain"
-            yield objection("unknown-tensor", f"{key}.{others[0]}", says, cure, "mtp leaf")
-    for entry in runtime.others:
-        leaf = runtime.leaf_of(entry.name)
-        place = runtime.placed.get(entry.name)
+    for name in [entry.name for entry in runtime.others]:
+        leaf = runtime.leaf_of(name)
+        place = runtime.placed.get(name)
         is_known = place is not None and (place.role == "vision" or leaf in OTHER_LEAVES)
-        # Another rule judges those.
-        is_judged = is_kv_scale(leaf) or _is_of_a_weight(leaf)
-        is_computed = _RECOMPUTED.search(entry.name) is not None
-        if _is_nested(runtime, entry.name) or not (is_known or is_judged or is_computed):
-            yield _unknown(runtime, entry.name, alike)
+        # Other rules judge those, or vLLM computes it.
+        is_known |= leaf in _OF_WEIGHTS or is_kv_scale(leaf) or bool(_RECOMPUTED.search(name))
+        if not is_known or _is_nested(runtime, name):
+            yield _unknown(runtime, name, alike)
 
 
 def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
@@ -343,13 +313,15 @@ def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
 def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) -> Objection:
     """A tensor without a place, once for all names that differ in numbers alone."""
     if _is_nested(runtime, name):
-        says = (
-            "carries the vision-language model's prefix, which the draft's loader does not strip: "
-            "vLLM raises 'There is no module or parameter named language_model', or skips the block"
-        )
         stem = runtime.view.mtp_stem(0).partition("layers.")[0]
         return objection(
-            "mtp-prefix", name, says, f"Rename it to start with {stem or 'mtp.'}", "nested"
+            "mtp-prefix",
+            name,
+            "carries the vision-language model's prefix, which the draft's loader does not strip: "
+            "vLLM raises 'There is no module or parameter named language_model', or skips the "
+            "block",
+            f"Rename it to start with {stem or 'mtp.'}",
+            "nested",
         )
     severity = "warning"
     cause = _DIGITS.sub("*", name)
@@ -380,17 +352,25 @@ def aliases_are_present(runtime: RuntimeView) -> Objections:
         for alias in runtime.view.family.aliases:
             name = HFName(runtime.view.mtp_stem(index) + alias.path)
             if name not in runtime.source.entries:
-                says = f"is missing: {alias.reason}; later ones take the target's instead"
-                cure = f"Add a copy of {alias.source}, or require vLLM 0.32 or newer"
-                yield objection("alias", name, says, cure, f"alias {index}", severity="warning")
+                yield objection(
+                    "alias",
+                    name,
+                    f"is missing: {alias.reason}; later ones take the target's instead",
+                    f"Add a copy of {alias.source}, or require vLLM 0.32 or newer",
+                    f"alias {index}",
+                    "warning",
+                )
 
 
 def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Objections:
     """MTP tensors and the release's: none lost, shapes and dtypes kept: R13; F24, C3; E4, E8."""
     # A kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its
     # logical shape, and a float32 tensor never its dtype.
-    own = _every_weight(runtime)
-    for name, theirs in _every_weight(source).items():
+    own, released = [
+        {**{entry.name: described(entry) for entry in view.others}, **view.weights}
+        for view in (runtime, source)
+    ]
+    for name, theirs in released.items():
         place = source.placed.get(name)
         if place is None or place.part != "mtp" or place.row.stacked:
             continue
@@ -408,16 +388,6 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
             yield objection("source", theirs.weight.name, says, cure, "lost")
 
 
-def _every_weight(runtime: RuntimeView) -> dict[HFName, StoredWeight]:
-    """The weights by module, and each other tensor described as one."""
-    every = dict[HFName, StoredWeight]()
-    for entry in runtime.others:
-        every[entry.name] = StoredWeight(
-            module=entry.name, form="plain", parts={"": entry}, shape=entry.shape
-        )
-    return {**every, **runtime.weights}
-
-
 def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
     """Another logical shape, or another dtype of a plain tensor."""
     name = ours.weight.name
@@ -430,14 +400,12 @@ def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
         if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
             effect = "twice the size for the same numbers"
         says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
-        cure = "Keep the source's dtype"
-        yield objection("source", name, says, cure, " ".join(dtypes), severity="warning")
+        yield objection("source", name, says, "Keep the source's dtype", f"{dtypes}", "warning")
 
 
 def _is_shape_known(weight: StoredWeight) -> bool:
-    if weight.form == "int_packed":
-        return bool(weight.scheme)  # it takes bits and group from the config
-    return weight.form != "unknown"
+    """Integers without a scheme take their width and group from the config."""
+    return weight.form != "unknown" and (weight.form != "int_packed" or bool(weight.scheme))
 
 
 RULES = (

@@ -49,7 +49,6 @@ _NORM_TOO_SMALL = 1e-4
 # A matrix with so many block scales, or a model with so many input scales, does not have them all
 # equal by chance.
 _MANY = 16
-_MEASURE = "Measure its acceptance before it is served"
 _REQUANTIZE = "Quantize this module again from the release"
 
 
@@ -86,10 +85,7 @@ class Tensor(NamedTuple):
         """Equal for tensors of one kind: all scales of one name in the backbone, or in the MTP
         block.
         """
-        role = ""
-        if self.leaf == "weight":
-            role = self.place.role
-        return f"{self.place.part} {role} {self.leaf}"
+        return f"{self.place.part} {self.place.role * (self.leaf == 'weight')} {self.leaf}"
 
 
 _Tensors = Mapping[HFName, Tensor]
@@ -104,13 +100,12 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
     """
     tensors = dict[HFName, Tensor]()
     for name, summary in read.items():
-        place = runtime.view.place(name)
-        if place is None and is_kv_scale(name.rpartition(".")[2]):
+        names = [name]
+        if is_kv_scale(name.rpartition(".")[2]):
             # A scale of the KV cache may be named after the attention itself.
-            attention = attention_of_scale(name)
             for path in ("k_proj", "kv_b_proj"):
-                if place is None:
-                    place = runtime.view.place(HFName(f"{attention}.{path}.weight"))
+                names.append(HFName(f"{attention_of_scale(name)}.{path}.weight"))
+        place = next(filter(None, map(runtime.view.place, names)), None)
         if place is not None and place.role != "vision":
             tensors[name] = Tensor(runtime.source.entries[name], place, summary)
     graft = (
@@ -126,22 +121,21 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
                 "Calibrate again with samples that reach this module, and keep its experts' "
                 "input scales finite"
             )
+        largest = tensor.summary.largest
+        # Norms of the MTP block are neither near zero nor huge.
+        is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
         if tensor.summary.num_not_finite:
             yield _not_finite(tensor, cure)
         elif is_scale(tensor.name):
             yield from _scale(runtime, tensor, cure)
-        elif tensor.place.role == "norm":
-            # Norms of the MTP block are neither near zero nor huge.
-            largest = tensor.summary.largest
-            is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
-            if tensor.is_mtp and (is_small or largest > _NORM_TOO_LARGE):
-                says = (
-                    f"its largest value is {largest:.3g}: the draft's hidden state becomes "
-                    "nothing or huge, and nearly nothing is accepted"
-                )
-                yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
-        else:
+        elif tensor.place.role != "norm":
             yield from _empty(tensor, tensors, graft)
+        elif tensor.is_mtp and (is_small or largest > _NORM_TOO_LARGE):
+            says = (
+                f"its largest value is {largest:.3g}: the draft's hidden state becomes "
+                "nothing or huge, and nearly nothing is accepted"
+            )
+            yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
     yield from magnitudes_are_those_of_weights(runtime, tensors)
     yield from fused_scales_agree(tensors)
     yield from input_scales_are_measured(tensors)
@@ -155,12 +149,16 @@ def _not_finite(tensor: Tensor, cure: str) -> Objection:
     for size in reversed(tensor.entry.shape):
         index, at = divmod(index, size)
         position.insert(0, at)
-    says = (
+    return _objection(
+        "finite",
+        tensor.name,
         f"element {position} is infinite or NaN, as are {tensor.summary.num_not_finite:,} of "
         f"{tensor.size:,}: what "
-        "vLLM computes from it is NaN, and one expert's NaN spoils every token that the expert sees"
+        "vLLM computes from it is NaN, and one expert's NaN spoils every token that the expert "
+        "sees",
+        cure,
+        tensor.cause,
     )
-    return _objection("finite", tensor.name, says, cure, tensor.cause)
 
 
 def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
@@ -172,13 +170,11 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
     code.
     """
     summary = tensor.summary
-    leaf = tensor.leaf
-    says = ""
     weight = runtime.weights.get(tensor.module)
-    may_be_negative = leaf == "scales"
-    if weight is not None and weight.form == "int_packed" and leaf == "weight_scale":
+    may_be_negative = tensor.leaf == "scales"
+    if weight is not None and weight.form == "int_packed" and tensor.leaf == "weight_scale":
         may_be_negative = "weight_zero_point" not in weight.parts
-    if summary.is_zero and leaf in (*DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
+    if summary.is_zero and tensor.leaf in (*DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
         says = "is 0, and vLLM divides by it: everything behind it is infinite or NaN"
     elif summary.is_zero:
         says = "is 0: vLLM computes with a matrix of zeros"
@@ -187,14 +183,18 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
             "has an element below 0: a kernel reads it as positive, or turns the sign of its "
             "weights"
         )
-    if says:
-        yield _objection("scale-sign", tensor.name, says, cure, f"{tensor.cause} {says}")
-    elif summary.is_constant and tensor.size >= _MANY:
-        says = (
-            f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so they "
-            "were never computed, or the weights under them are not the release's"
-        )
-        yield _warning("scale-constant", tensor.name, says, _REQUANTIZE, tensor.cause)
+    else:
+        if summary.is_constant and tensor.size >= _MANY:
+            yield _warning(
+                "scale-constant",
+                tensor.name,
+                f"all {tensor.size:,} scales are {summary.largest:g}: no real matrix has that, so "
+                "they were never computed, or the weights under them are not the release's",
+                _REQUANTIZE,
+                tensor.cause,
+            )
+        return
+    yield _objection("scale-sign", tensor.name, says, cure, f"{tensor.cause} {says}")
 
 
 def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
@@ -208,10 +208,8 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
         return
     if len(tensor.entry.shape) < 2 or tensor.size < _MANY:
         return
-    is_lost = False
-    for leaf in FIRST_SCALES:
-        scale = tensors.get(HFName(f"{tensor.module}.{leaf}"))
-        is_lost |= scale is not None and scale.size > 1 and not scale.summary.is_constant
+    scales = [tensors.get(HFName(f"{tensor.module}.{leaf}")) for leaf in FIRST_SCALES]
+    is_lost = any(scale.size > 1 and not scale.summary.is_constant for scale in scales if scale)
     what = "one repeated value"
     if summary.is_zero:
         what = "zeros"
@@ -220,14 +218,14 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
     if is_lost:
         happens = "its scales are those of other values, which were lost"
         cure = _REQUANTIZE
+    severity = "warning"
+    if tensor.is_mtp or is_lost:
+        severity = "error"
     if tensor.is_mtp:
         happens += ", or never written, so the draft guesses and nearly nothing is accepted"
         cure = graft
     says = f"holds {what} only: {happens}"
     cause = f"{tensor.cause} {what} {is_lost}"
-    severity = "warning"
-    if tensor.is_mtp or is_lost:
-        severity = "error"
     yield _objection("empty-weight", tensor.name, says, cure, cause, severity)
 
 
@@ -237,33 +235,26 @@ def magnitudes_are_those_of_weights(runtime: RuntimeView, tensors: _Tensors) -> 
     """
     for weight in runtime.weights.values():
         parts = {leaf: tensors.get(entry.name) for leaf, entry in weight.parts.items()}
-        scale = None
-        for leaf in FIRST_SCALES:
-            if scale is None:
-                scale = parts.get(leaf)
+        scale = next(filter(None, map(parts.get, FIRST_SCALES)), None)
         if scale is None:
             continue
         storage = FORMS[weight.form]
         largest = scale.summary.largest * storage.largest
         common = parts.get(storage.common)
-        if common is not None:
-            factor = common.summary.largest
-            if not factor:  # another rule objects to a scale of 0
-                continue
-            if storage.divides:
-                factor = 1 / factor
-            largest *= factor
-        if math.isfinite(largest) and largest and not _TOO_SMALL <= largest <= _TOO_LARGE:
-            says = (
+        # Another rule objects to a scale of 0.
+        if common is not None and common.summary.largest:
+            largest *= common.summary.largest ** (-1 if storage.divides else 1)
+        is_wrong = math.isfinite(largest) and not _TOO_SMALL <= largest <= _TOO_LARGE
+        if largest and is_wrong and (common is None or common.summary.largest):
+            yield _objection(
+                "scale-magnitude",
+                scale.name,
                 f"its weights reach {largest:.3g}, where a model's are near 1: a scale is its "
-                "reciprocal, or belongs to another weight"
-            )
-            cure = (
+                "reciprocal, or belongs to another weight",
                 "Write the scale in this dialect's convention: compressed-tensors divides by "
-                f"{GLOBAL_SCALE}, modelopt multiplies by {IN_MODELOPT[GLOBAL_SCALE]}"
+                f"{GLOBAL_SCALE}, modelopt multiplies by {IN_MODELOPT[GLOBAL_SCALE]}",
+                f"{scale.place.part} {scale.place.row.path} {largest > 1}",
             )
-            cause = f"{scale.place.part} {scale.place.row.path} {largest > 1}"
-            yield _objection("scale-magnitude", scale.name, says, cure, cause)
 
 
 def fused_scales_agree(tensors: _Tensors) -> Objections:
@@ -273,82 +264,70 @@ def fused_scales_agree(tensors: _Tensors) -> Objections:
         if tensor.place.shares and tensor.leaf in (*_GLOBAL_SCALES, INPUT_GLOBAL_SCALE):
             groups[tensor.place.shares, tensor.leaf].append(tensor)
     for (_, leaf), members in groups.items():
-        scales = sorted(member.summary.largest for member in members)
+        values = [member.summary.largest for member in members]
         # What is 0, infinite or NaN is another rule's; here its logarithm is asked for.
-        is_usable = scales[0] > 0 and math.isfinite(sum(scales))
-        if not is_usable or scales[0] == scales[-1]:
+        is_usable = min(values) > 0 and math.isfinite(sum(values))
+        if not is_usable or min(values) == max(values):
             continue
-        used = members[0]  # of routed experts, that of the first projection
-        if used.place.expert is None:
-            used = max(members, key=_scale_of)
-        worst = members[0]
-        furthest = 0.0
-        for member in members:
-            distance = abs(math.log(_scale_of(member) / _scale_of(used)))
-            if distance > furthest:
-                worst = member
-                furthest = distance
+        used = values[0]  # of routed experts, that of the first projection
+        if members[0].place.expert is None:
+            used = max(values)
+        factors = [value / used for value in values]
+        furthest = [abs(math.log(factor)) for factor in factors]
+        at = furthest.index(max(furthest))
+        worst = members[at]
+        factor = factors[at]
+        if leaf not in DIVISORS:
+            factor = 1 / factor
         others = ", ".join(member.module.rpartition(".")[2] for member in members)
         severity = "warning"
         happens = "inputs are then rounded on another grid than the calibrated one"
         if leaf in _GLOBAL_SCALES:
-            factor = _scale_of(worst) / _scale_of(used)
-            if leaf not in DIVISORS:
-                factor = 1 / factor
             severity = "error"
             happens = f"these weights are then {factor:.3g} times what they should be"
-        says = (
-            f"is {_scale_of(worst):.6g}, but {others} are one fused module with one {leaf}, and "
-            f"vLLM takes {_scale_of(used):.6g} of {used.name}: {happens}"
+        yield _objection(
+            "fused-scales",
+            worst.name,
+            f"is {values[at]:.6g}, but {others} are one fused module with one {leaf}, and "
+            f"vLLM takes {used:.6g} of {members[values.index(used)].name}: {happens}",
+            f"Quantize {others} together, with one {leaf}",
+            f"{worst.place.part} {worst.place.row.path} {leaf}",
+            severity,
         )
-        cause = f"{worst.place.part} {worst.place.row.path} {leaf}"
-        cure = f"Quantize {others} together, with one {leaf}"
-        yield _objection("fused-scales", worst.name, says, cure, cause, severity)
-
-
-def _scale_of(member: Tensor) -> float:
-    return member.summary.largest
 
 
 def input_scales_are_measured(tensors: _Tensors) -> Objections:
     """Input scales are not all one constant: no batch gave them."""
     for leaf in _INPUT_SCALES:
-        scales = list[Tensor]()
-        values = set[float]()
-        for tensor in tensors.values():
-            if tensor.leaf == leaf and tensor.size == 1:
-                scales.append(tensor)
-                values.add(tensor.summary.largest)
+        scales = [each for each in tensors.values() if each.leaf == leaf and each.size == 1]
+        values = {scale.summary.largest for scale in scales}
         if len(scales) >= _MANY and len(values) == 1:
-            says = (
+            yield _warning(
+                "input-scale-constant",
+                scales[0].name,
                 f"all {len(scales):,} scales named {leaf} are {values.pop():g}: no batch gave "
-                "them, and inputs that are larger are cut off"
+                "them, and inputs that are larger are cut off",
+                "Calibrate, or use a scheme with dynamic input scales",
             )
-            cure = "Calibrate, or use a scheme with dynamic input scales"
-            yield _warning("input-scale-constant", scales[0].name, says, cure)
 
 
 def norms_have_learned(runtime: RuntimeView, tensors: _Tensors) -> Objections:
     """The norms of an MTP layer are not all as they were made: ones, or zeros where the model adds
     one.
     """
-    initial = 1.0
-    if runtime.view.family.norms_add_one:
-        initial = 0.0
+    initial = 1.0 - runtime.view.family.norms_add_one
     layers: dict[int | None, list[Tensor]] = defaultdict(list)
     for tensor in tensors.values():
         if tensor.is_mtp and tensor.place.role == "norm":
             layers[tensor.place.layer].append(tensor)
     for norms in layers.values():
-        is_new = len(norms) > 1
-        for norm in norms:
-            summary = norm.summary
-            is_new &= (
-                summary.is_constant and summary.largest == initial and not summary.has_negative
-            )
-        if is_new:
-            says = (
+        held = {(norm.summary.is_constant, norm.summary.largest) for norm in norms}
+        is_negative = any(norm.summary.has_negative for norm in norms)
+        if len(norms) > 1 and held == {(True, initial)} and not is_negative:
+            yield _warning(
+                "mtp-untrained",
+                norms[0].name,
                 f"all {len(norms)} norms of this MTP layer hold {initial:g} only, as before "
-                "training: the draft then guesses, and nearly nothing is accepted"
+                "training: the draft then guesses, and nearly nothing is accepted",
+                "Measure its acceptance before it is served",
             )
-            yield _warning("mtp-untrained", norms[0].name, says, _MEASURE)

@@ -14,11 +14,11 @@ stacked in three dimensions, without `.weight` in their name.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.choose import quantization_of, read_dialect
@@ -26,7 +26,7 @@ from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
 from ...checkpoints.dialects.given import Raw
 from ...checkpoints.dialects.gptq import Gptq
-from ...checkpoints.dialects.matching import FUSED
+from ...checkpoints.dialects.matching import FUSED, plain
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.patterns import time_limit
 from ...checkpoints.safetensors_file import Entry
@@ -107,12 +107,6 @@ class GivenConfig(NamedTuple):
     raw: Raw
     nested: Raw | None
 
-    def get(self, key: str) -> Any:
-        """A value, below `quantization` where there is such a thing."""
-        if self.nested is None:
-            return self.raw.get(key)
-        return self.nested.get(key)
-
 
 @dataclass(frozen=True)
 class StoredView:
@@ -122,9 +116,9 @@ class StoredView:
     vllm: str = field(default=NEWEST, kw_only=True)
 
     @property
-    def loader(self) -> Loader | None:
-        """What vLLM's draft class does with faults; None where no family says it."""
-        return None
+    def loader(self) -> Loader:
+        """What vLLM's draft class does with faults; nothing special where no family says it."""
+        return Loader()
 
     def is_mtp_name(self, name: str) -> bool:
         """Whether a name belongs to an MTP layer or to the MTP block around it; without a family
@@ -132,32 +126,26 @@ class StoredView:
         """
         return False
 
-    def leaf_of(self, name: HFName) -> str:
-        """The last part of a tensor's name, after its module."""
-        return name.rpartition(".")[2]
-
-    def stem_of(self, module: Module) -> str:
-        """The runtime prefix of the module's layer, "" outside layers."""
-        return ""
-
-    def dialect_of(self, module: Module) -> Dialect:
-        """The quantization config, as the class that has the module reads it."""
-        return self.dialect
-
     @cached_property
-    def plain_draft_stem(self) -> str:
-        """What the draft's names begin with where it is plain; "" where another module's do too."""
-        return ""
+    def placed(self) -> Mapping[HFName, Place]:
+        """The places that a family knows; it has none."""
+        return {}
+
+    def leaf_of(self, name: HFName) -> str:
+        """The last part of a tensor's name, after its module; "" for a parameter without one."""
+        place = self.placed.get(name)
+        if place is None:
+            return name.rpartition(".")[2]
+        return place.leaf
 
     @cached_property
     def text_config(self) -> Raw:
         """The part of config.json for the language model."""
-        config = self.source.config
-        inner = language_config(config)
+        inner = language_config(self.source.config)
         # No family has looked at this config.json: it may hold anything under the key.
-        if not isinstance(inner, Mapping):
-            return config
-        return inner
+        if isinstance(inner, Mapping):
+            return inner
+        return self.source.config
 
     @property
     def weights(self) -> Mapping[HFName, StoredWeight]:
@@ -197,9 +185,7 @@ class StoredView:
         raw = quantization_of(self.source.config)
         if raw is None:
             file = HF_QUANT_CONFIG
-            raw = self.hf_quant_config
-        if raw is None:
-            raw = {}
+            raw = self.hf_quant_config or {}
         nested = raw.get("quantization")
         if not isinstance(nested, Mapping):
             nested = None
@@ -223,40 +209,25 @@ class StoredView:
         """The matrices that can be judged: those that are packed, and plain ones in a place where
         others are packed.
         """
-        packed_kinds = set[str]()
-        for weight in self.weights.values():
-            if weight.form != "plain":
-                packed_kinds.add(_kind(weight))
-        modules = list[Module]()
-        # Regular expressions of a stranger's config are compared with each name.
-        with time_limit():
-            for weight in self.weights.values():
-                if _kind(weight) in packed_kinds:
-                    modules += self._alone(weight)
-        return tuple(modules)
+        weights = self.weights.values()
+        packed = {_kind(weight) for weight in weights if weight.form != "plain"}
+        modules = [self._alone(weight) for weight in weights if _kind(weight) in packed]
+        return tuple(filter(None, modules))
 
     @cached_property
     def layers(self) -> Mapping[str, Mapping[int, Set[str]]]:
         """For each stem that numbers follow: number -> what stands below it, experts as one."""
-        layers: dict[str, dict[int, set[str]]] = {}
-        for name in self.source.entries:
-            match = _LAYER.match(name)
-            if match is None:
-                continue
-            held = layers.setdefault(match["stem"], {})
-            paths = held.setdefault(int(match["number"]), set())
+        layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for match in filter(None, map(_LAYER.match, self.source.entries)):
             # Experts differ in their number alone, and are one path.
-            paths.add(_NUMBER.sub("{}", match["rest"]))
+            path = _NUMBER.sub("{}", match["rest"])
+            layers[match["stem"]][int(match["number"])].add(path)
         return layers
 
     @property
     def decoder_layers(self) -> tuple[str, Mapping[int, Set[str]]]:
         """The stem that the most numbers follow, and what stands below each."""
-        longest = ("", {})
-        for stem, held in self.layers.items():
-            if len(held) > len(longest[1]):
-                longest = (stem, held)
-        return longest
+        return max(self.layers.items(), key=lambda layers: len(layers[1]), default=("", {}))
 
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
@@ -265,19 +236,15 @@ class StoredView:
         """
         count = self.text_config.get("num_hidden_layers")
         stem, held = self.decoder_layers
-        later = list[str]()
+        later = tuple[str, ...]()
         if isinstance(count, int):
             # DeepSeek's way: the MTP layers continue the decoder layers.
-            later = [f"{stem}.{number}." for number in held if number >= count]
-        stems = tuple(later)
-        mtp_names = set[HFName]()
-        for name in (*self.source.entries, *self.source.unindexed):
-            if _MTP.search(name) or name.startswith(stems):
-                mtp_names.add(name)
-        return frozenset(mtp_names)
+            later = tuple(f"{stem}.{number}." for number in held if number >= count)
+        names = (*self.source.entries, *self.source.unindexed)
+        return frozenset(name for name in names if _MTP.search(name) or name.startswith(later))
 
-    def _alone(self, weight: StoredWeight) -> Iterator[Module]:
-        """A weight as a module of its own; nothing where only a family knows what vLLM makes of it.
+    def _alone(self, weight: StoredWeight) -> Module | None:
+        """A weight as a module of its own; None where only a family knows what vLLM makes of it.
 
         Loaders rename the leaf `scale` and put the rows of sliced blocks in order; an embedding is
         looked up. Targets that are names are vLLM's: what they do not reach by the names on disk is
@@ -286,9 +253,9 @@ class StoredView:
         stem, _, last = weight.module.rpartition(".")
         is_renamed = "scale" in weight.parts or weight.form == "fp8_sliced"
         if len(weight.weight.shape) < 2 or "embed" in last or is_renamed:
-            return
+            return None
         name = VLLMName(weight.module)
-        shards = tuple[VLLMName, ...]()
+        shards = ()
         kind = "linear"
         if last == "lm_head":
             kind = "head"
@@ -301,25 +268,42 @@ class StoredView:
         answer = self.dialect.resolve(name, shards=shards, kind=kind)
         for fused, parts in _FUSED.items():
             if kind == "linear" and last in parts:
-                names = tuple(VLLMName(f"{stem}.{part}") for part in parts)
+                names = [VLLMName(f"{stem}.{part}") for part in parts]
                 whole = VLLMName(f"{stem}.{fused}")
                 together = self.dialect.resolve(whole, shards=names, kind=kind)
                 # Only a family knows which of the two vLLM asks about.
                 if (together.built, bool(together.error)) != (answer.built, bool(answer.error)):
-                    return
+                    return None
         if answer == Resolution(PLAIN):
             # A target that is a class (`Linear`) reaches by class; one that is a name reaches by
             # vLLM's names.
             for entry in self.dialect.entries:
                 if entry.where == "targets" and not entry.written.isidentifier():
-                    return
+                    return None
         members = (Member(unknown_place(weight.module), weight),)
-        yield Module(name, kind, "backbone", shards, members, True, answer)
+        return Module(name, kind, "backbone", shards, members, True, answer)
 
 
 def _kind(weight: StoredWeight) -> str:
     """A module's name without numbers."""
     return _NUMBER.sub("{}", weight.module)
+
+
+def described(entry: Entry) -> StoredWeight:
+    """A tensor of another kind as a plain weight."""
+    return StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
+
+
+def parts_of(
+    name: str, kind: Kind, fused: Mapping[str, Sequence[str]], projections: Sequence[str]
+) -> tuple[VLLMName, ...]:
+    """The parts of a fused module, by those of its last component; of experts those of the first,
+    which a server asks about for all of them.
+    """
+    stem, dot, last = name.rpartition(".")
+    if kind == "experts":
+        return tuple(VLLMName(f"{name}.0.{projection}") for projection in projections)
+    return tuple(VLLMName(stem + dot + part) for part in fused.get(last, ()))
 
 
 @dataclass(frozen=True)
@@ -347,22 +331,12 @@ class RuntimeView(StoredView):
         """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not
         know it.
         """
-        if name.startswith(self._mtp_stems):
-            return True
-        return self.view.is_mtp(HFName(name))
+        return name.startswith(self._mtp_stems) or self.view.is_mtp(HFName(name))
 
     @cached_property
     def _mtp_stems(self) -> tuple[str, ...]:
-        num_layers = max(1, self.promised)
-        stems = [self.view.mtp_stem(index) for index in range(num_layers)]
+        stems = [self.view.mtp_stem(index) for index in range(max(1, self.promised))]
         return (*stems, "mtp.")
-
-    def leaf_of(self, name: HFName) -> str:
-        """The last part of a tensor's name, after its module; "" for a parameter without one."""
-        place = self.view.place(name)
-        if place is None:
-            return super().leaf_of(name)
-        return place.leaf
 
     def stem_of(self, module: Module) -> str:
         """The runtime prefix of the module's layer or tower, "" outside."""
@@ -373,11 +347,8 @@ class RuntimeView(StoredView):
             return ""
         return self.view.runtime_stem(module.part, module.layer)
 
-    def dialect_of(self, module: Module) -> Dialect:
-        """The quantization config, as the class that has the module reads it."""
-        return self._dialect_in(module.part)
-
-    def _dialect_in(self, part: Part) -> Dialect:
+    def dialect_of(self, part: Part) -> Dialect:
+        """The quantization config, as the class of a part reads it."""
         if part == "mtp":
             return self.draft_dialect
         return self.dialect
@@ -407,18 +378,11 @@ class RuntimeView(StoredView):
         """The place of each weight (by module) and of each other tensor (by name) that the family
         knows.
         """
-        names = dict[HFName, HFName]()
-        for module in self.weights:
-            # The family's table is asked about the tensor that a module has in every form.
-            names[module] = HFName(f"{module}.weight")
-        for entry in self.others:
-            names[entry.name] = entry.name
-        placed = dict[HFName, Place]()
-        for key, name in names.items():
-            place = self.view.place(name)
-            if place is not None:
-                placed[key] = place
-        return placed
+        # The family's table is asked about the tensor that a module has in every form.
+        names = {module: HFName(f"{module}.weight") for module in self.weights}
+        names |= {entry.name: entry.name for entry in self.others}
+        places = {key: self.view.place(name) for key, name in names.items()}
+        return {key: place for key, place in places.items() if place is not None}
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
@@ -428,34 +392,28 @@ class RuntimeView(StoredView):
             place = self.placed.get(entry.name)
             if place is not None and place.row.stacked:
                 # A stacked expert tensor has no leaf: it is read as one plain weight.
-                weights[entry.name] = StoredWeight(
-                    module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape
-                )
+                weights[entry.name] = described(entry)
         members: dict[tuple[VLLMName, Part], list[Member]] = defaultdict(list)
         for name, weight in weights.items():
             place = self.placed.get(name)
-            is_of_tower = place is not None and place.role == "vision"
-            if place is None or (is_of_tower and len(weight.shape) != 2):
+            if place is None or (place.role == "vision" and len(weight.shape) != 2):
                 continue
             if self.view.is_judged(place):
                 members[place.runtime, place.part].append(Member(place, weight))
-        modules = list[Module]()
+        # Regular expressions of a stranger's config are compared with each name.
         with time_limit():
-            for (runtime, part), group in members.items():
-                modules.append(self._module(runtime, part, tuple(group)))
-        return tuple(modules)
+            return tuple(self._module(*key, tuple(group)) for key, group in members.items())
 
     @cached_property
     def num_unjudged(self) -> int:
         """Matrices of vision towers for which it is not known what vLLM builds."""
-        count = 0
         if self.dialect.name == "none":
-            return count  # then all of them are plain
-        for module, place in self.placed.items():
-            is_matrix = module in self.weights and len(self.weights[module].shape) == 2
-            is_read = not module.startswith(self.view.layout.unread)
-            if is_matrix and is_read and not self.view.is_judged(place):
-                count += 1
+            return 0  # then all of them are plain
+        count = 0
+        for module, weight in self.weights.items():
+            place = self.placed.get(module)
+            is_read = len(weight.shape) == 2 and not module.startswith(self.view.layout.unread)
+            count += place is not None and is_read and not self.view.is_judged(place)
         return count
 
     def resolve(
@@ -466,16 +424,14 @@ class RuntimeView(StoredView):
         is_fp4 = isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm
         if is_fp4 and module in loader.plain_in_fp4:
             # A config may lack the exclusion, since its tool never quantizes the module.
-            why = f"vLLM builds {module} without quantization under modelopt NVFP4"
-            return Resolution(PLAIN, why)
-        dialect = self._dialect_in(part)
+            return plain(f"vLLM builds {module} without quantization under modelopt NVFP4")
+        dialect = self.dialect_of(part)
         stem = loader.plain_where_excepted
         if stem and module.startswith(stem) and isinstance(dialect, Gptq) and dialect.excepts_draft:
             # The draft's class looks at `dynamic` itself, before the config is asked.
-            why = "vLLM builds this draft's layers plain where dynamic excepts mtp"
-            return Resolution(PLAIN, why)
+            return plain("vLLM builds this draft's layers plain where dynamic excepts mtp")
         if kind == "embedding" and not isinstance(dialect, CompressedTensors | UnknownDialect):
-            return Resolution(PLAIN)  # no other dialect looks rows up packed
+            return plain()  # no other dialect looks rows up packed
         return dialect.resolve(module, shards=shards, kind=kind)
 
     @cached_property
@@ -486,25 +442,16 @@ class RuntimeView(StoredView):
     @cached_property
     def found(self) -> frozenset[int]:
         """MTP layers with at least one tensor in an indexed file."""
-        layers = set[int]()
-        for place in self.placed.values():
-            if place.part == "mtp" and place.layer is not None:
-                layers.add(place.layer - self.view.first_mtp_index)
-        return frozenset(layers)
+        layers = {place.layer for place in self.placed.values() if place.part == "mtp"}
+        return frozenset(layer - self.view.first_mtp_index for layer in layers if layer is not None)
 
     @cached_property
     def mtp_names(self) -> frozenset[HFName]:
         """The tensors of the MTP block."""
-        mtp_names = set[HFName]()
-        for key, place in self.placed.items():
-            if place.part != "mtp":
-                continue
-            weight = self.weights.get(key)
-            if weight is None:
-                mtp_names.add(key)
-            else:
-                mtp_names.update(weight.names())
-        return frozenset(mtp_names)
+        names = set[HFName]()
+        for key in [key for key, place in self.placed.items() if place.part == "mtp"]:
+            names.update(self.weights[key].names() if key in self.weights else [key])
+        return frozenset(names)
 
     @cached_property
     def block_at(self) -> int | None:
@@ -513,55 +460,41 @@ class RuntimeView(StoredView):
         """
         if self.view.layout.mtp is not None:
             return None
-        glue = set[str]()
-        for row in self.view.family.mtp_block:
-            if row.role in ("glue", "norm"):
-                glue.add(row.path)
-        stem = self.view.layout.layers.disk.partition(".{i}")[0]
-        held = self.layers.get(stem, {})
+        block = self.view.family.mtp_block
+        glue = {row.path for row in block if row.role in ("glue", "norm")}
+        held = self.layers.get(self.view.layout.layers.disk.partition(".{i}")[0], {})
         with_glue = set[int]()
         for number, paths in held.items():
-            modules = {path.rpartition(".")[0] for path in paths}
-            if modules & glue:
+            if not glue.isdisjoint(path.rpartition(".")[0] for path in paths):
                 with_glue.add(number)
-        if not with_glue or len(with_glue) != self.promised:
-            return None
         # They say it only where they are the last of all layers, and no layer is lost.
-        if held.keys() != {*range(max(with_glue) + 1)}:
-            return None
-        return min(with_glue)
+        is_last = held.keys() == {*range(max(with_glue, default=-1) + 1)}
+        if is_last and len(with_glue) == self.promised:
+            return min(with_glue, default=None)
+        return None
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place
-        kind = KINDS.get(place.role, "linear")
-        last = name.rpartition(".")[2]
-        parts = self._fused.get(last, ())
-        shards = [VLLMName(name.replace(last, part_of_it)) for part_of_it in parts]
-        if kind == "experts":
-            # vLLM asks about expert 0 for all of them.
-            shards = [VLLMName(f"{name}.0.{projection}") for projection in self._projections]
         family = self.view.family
+        kind = KINDS.get(place.role, "linear")
+        shards = parts_of(name, kind, self._fused, self._projections)
         asks = place.row.loads_quantized
         asked = name
         if kind == "embedding":
             asks = part in family.embeddings
             asked = VLLMName(family.embeddings.get(part, "").format(name))
-        module = Module(name, kind, part, tuple(shards), members, asks, Resolution(PLAIN))
+        module = Module(name, kind, part, shards, members, asks, plain())
         if place.role in family.loader.plain_alone and not module.is_plain:
-            module = module._replace(loads_quantized=False)
-        if module.loads_quantized:
-            answer = self.resolve(asked, module.shards, kind, part)
-            module = module._replace(resolution=answer)
+            return module._replace(loads_quantized=False)
+        if asks:
+            return module._replace(resolution=self.resolve(asked, shards, kind, part))
         return module
 
     @cached_property
-    def _projections(self) -> tuple[str, ...]:
+    def _projections(self) -> list[str]:
         """Last components of one routed expert's projections, in the order vLLM asks about them."""
-        projections = list[str]()
-        for row in self.view.family.block:
-            if row.role == "experts" and "{e}" in row.path:
-                projections.append(row.path.rpartition(".")[2])
-        return tuple(projections)
+        paths = [row.path for row in self.view.family.block if row.role == "experts"]
+        return [path.rpartition(".")[2] for path in paths if "{e}" in path]
 
     @cached_property
     def _fused(self) -> Mapping[str, list[str]]:
@@ -572,10 +505,7 @@ class RuntimeView(StoredView):
             # part by name.
             holder, _, last = row.path.rpartition(".")
             is_inside = holder.startswith(f"{row.runtime.rpartition('.')[0]}.")
-            if row.runtime and not is_inside and row.role not in ("experts", "head", "embedding"):
+            if row.runtime and not is_inside and row.role not in KINDS:
                 parts[row.runtime].append(last)
-        fused = dict[str, list[str]]()
-        for runtime, lasts in parts.items():
-            if len(lasts) > 1:
-                fused[runtime.rpartition(".")[2]] = lasts
-        return fused
+        fused = [(name, lasts) for name, lasts in parts.items() if len(lasts) > 1]
+        return {name.rpartition(".")[2]: lasts for name, lasts in fused}

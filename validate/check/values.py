@@ -1,39 +1,32 @@
 """`keepmtp check --values`: are the numbers in this checkpoint ones that a model can compute with?
 
-In: a checkpoint's `RuntimeView`, and how much to read. Out: findings, and how much was read. The
-static check judges config.json and headers; this reads bytes.
+In: a checkpoint's `RuntimeView`, and how much to read; or a plan, and the unfinished output that
+was written by it. Out: findings, or a refusal that names the tensor and the element; an output
+keeps its partial name then. The static check judges config.json and headers; this reads bytes.
 
 Easy to get wrong: a value that is odd is not always wrong. A finding is an error only where vLLM
-computes something else than the release does.
+computes something else than the release does. And a tensor of our own that was copied is as the
+source has it, so the source is what must be mended. A packed weight is made of weights that were
+finite, or it is refused where it is packed; so its bytes are not read here again.
 """
 
-from typing import NamedTuple
+from pathlib import Path
 
+from ...checkpoints.files import final_path
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source
-from ...recipes.errors import CheckpointError
+from ...quantize.needs.room import calibration_folder
+from ...quantize.plan.plan import Plan
+from ...recipes.errors import CheckpointError, GateError
 from ...recipes.frozen import Bar, unwatched
-from ..facts.findings import Finding, errors_first, grouped
+from ..facts.findings import Finding, errors_first, errors_of, grouped
 from .against import Pair, compared, pairs
 from .check import Checked
 from .reading import Level, chosen, joined, summaries
 from .rules_values import objections
 from .runtime_view import RuntimeView
 
-
-class Values(NamedTuple):
-    """What the value check found.
-
-    Attributes:
-        findings: errors first.
-        num_tensors, num_bytes: what was read.
-        num_compared: weights that were compared with the release's.
-    """
-
-    findings: tuple[Finding, ...]
-    num_tensors: int
-    num_bytes: int
-    num_compared: int
+_RELEASE = "Give the release as --source"
 
 
 def check_values(
@@ -42,7 +35,7 @@ def check_values(
     *,
     release: RuntimeView | None = None,
     reading: Bar | None = None,
-) -> Values:
+) -> tuple[Finding, ...]:
     """Read the values of a checkpoint and judge them.
 
     Args:
@@ -56,24 +49,21 @@ def check_values(
             name of this one.
     """
     entries = chosen(runtime, level)
-    found = list[Pair]()
+    paired = list[Pair]()
     if release is not None:
-        found = pairs(runtime, release, whole=level == "all")
-        if not found:
+        paired = pairs(runtime, release, whole=level == "all")
+        if not paired:
             rule = (
                 f"the release must have weights by the names of {runtime.source.where}, in a form "
                 "that can be read"
             )
-            raise CheckpointError(
-                release.source.where, rule, got="none", cure="Give the release as --source"
-            )
-    num_bytes = total_bytes((*joined(runtime.source, entries), *found))
+            raise CheckpointError(release.source.where, rule, got="none", cure=_RELEASE)
+    num_bytes = total_bytes((*joined(runtime.source, entries), *paired))
     with (reading or unwatched)(num_bytes) as progress:
-        objected = list(objections(runtime, summaries(runtime, entries, progress)))
+        objected = [*objections(runtime, summaries(runtime, entries, progress))]
         if release is not None:
-            objected += compared(runtime, release, found, progress)
-    findings = errors_first(grouped(objected))
-    return Values(findings, len(entries), total_bytes(entries), len(found))
+            objected += compared(runtime, release, paired, progress)
+    return errors_first(grouped(objected))
 
 
 def with_values(
@@ -100,13 +90,41 @@ def with_values(
     release = None
     if source is not None:
         release = RuntimeView.of(open_source(source))
-        own = checked.runtime.view.family
-        other = release.view.family
-        if own is not other:
-            rule = f"the release of a {own.model_type} checkpoint is of the same family"
-            raise CheckpointError(
-                source, rule, got=other.model_type, cure="Give the release as --source"
-            )
+        own, other = [each.view.family.model_type for each in (checked.runtime, release)]
+        if own != other:
+            rule = f"the release of a {own} checkpoint is of the same family"
+            raise CheckpointError(source, rule, got=other, cure=_RELEASE)
     found = check_values(checked.runtime, level, release=release, reading=reading)
-    findings = errors_first((*checked.data.findings, *found.findings))
-    return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
+    return checked.with_findings(*checked.data.findings, *found)
+
+
+def refuse_broken_values(
+    plan: Plan, partial: Path, checked: Checked, *, reading: Bar | None
+) -> tuple[Finding, ...]:
+    """Read every scale, every weight that is not packed and the whole MTP block of an output.
+
+    Args:
+        plan: what was written.
+        partial: the unfinished output.
+        checked: its static check.
+        reading: shows the bytes that are read.
+
+    Returns: all findings, also those of the static check; none is an error.
+
+    Raises:
+        GateError: a value is one that no model can compute with.
+    """
+    findings = with_values(checked, "unpacked", reading=reading).data.findings
+    for worst in errors_of(findings):
+        cure = worst.cure
+        for tensor in plan.tensors:
+            if worst.where in [output.name for output in tensor.outputs]:
+                entry = plan.entries[tensor.inputs[0]]
+                cure = f"{entry.name} of the source gives it: download {entry.file} again"
+                if tensor.calibrated or tensor.tuned:
+                    folder = calibration_folder(final_path(partial))
+                    cure = f"{worst.cure}: remove {partial} and {folder}"
+                cure += ", and run the same command again"
+        rule = "the written checkpoint must hold values that a model can compute with"
+        raise GateError(partial, rule, got=f"{worst.where} {worst.says}", cure=cure)
+    return findings

@@ -12,16 +12,18 @@ are a stranger's bytes: nothing is printed as it came.
 """
 
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from io import BufferedIOBase
+from operator import attrgetter
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import printable, shortened
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, frozen
 from ..check.check import Checked
 from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
@@ -106,9 +108,7 @@ class Explanation(Fact):
         """Something in the log is known, if one was given; else the modules of the checkpoint are
         known.
         """
-        if self.log_lines is None:
-            return bool(self.groups)
-        return bool(self.answers)
+        return bool(self.groups if self.log_lines is None else self.answers)
 
 
 def explain(checked: Checked | None, log: "Log | None") -> Explanation:
@@ -118,32 +118,32 @@ def explain(checked: Checked | None, log: "Log | None") -> Explanation:
         checked: the static check, and dry loads if there are any; None without a checkpoint.
         log: None without one.
     """
-    explanation = Explanation()
+    told: Json = {}
     if checked is not None:
-        data = checked.data
-        explanation = Explanation(
-            path=data.path,
-            family=data.facts.family,
-            dialect=data.facts.dialect,
-            findings=data.findings,
-        )
+        facts = checked.data.facts
+        told = {"path": checked.data.path, "family": facts.family, "dialect": facts.dialect}
+        told["findings"] = checked.data.findings
         if checked.runtime is not None:
-            groups = groups_of(checked.runtime)
-            explanation = explanation.model_copy(update={"groups": groups})
+            told["groups"] = groups_of(checked.runtime)
     if log is not None:
         answers, unknown = _answers(log, checked)
-        of_log = {"answers": answers, "unknown": unknown, "log_lines": len(log.lines)}
-        explanation = explanation.model_copy(update=of_log)
-    return explanation
+        told |= {"answers": answers, "unknown": unknown, "log_lines": len(log.lines)}
+    return Explanation(**told)
 
 
 def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...], tuple[str, ...]]:
     """Each known failure of the log once, and the last exceptions that nobody knows."""
-    family = dialect = ""
+    of = {"family": "", "dialect": ""}
     usual = IN_LOGS
-    if checked and checked.runtime:
-        family = checked.runtime.view.family.model_type
-        dialect = checked.data.facts.dialect
+    path = "PATH"
+    findings = ()
+    runtime = None
+    if checked:
+        path = checked.data.path
+        findings = checked.data.findings
+        runtime = checked.runtime
+    if checked and runtime:
+        of = {"family": checked.data.facts.family, "dialect": checked.data.facts.dialect}
         if checked.data.ok:
             usual = DEFECTS_FIRST
     answers: dict[str, Recognized] = {}
@@ -153,7 +153,7 @@ def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...
         kinds = usual
         if at.startswith("sglang/"):
             kinds = IN_LOGS[:1]
-        known = known_failure(f"{line} [{at}]", kinds=kinds, family=family, dialect=dialect)
+        known = known_failure(f"{line} [{at}]", kinds=kinds, **of)
         if known is None:
             if line in log.raised and not line.startswith(_FOLLOW_UPS):
                 unknown.append(shortened(f"{line} ({at})".removesuffix(" ()")))
@@ -161,36 +161,28 @@ def _answers(log: "Log", checked: Checked | None) -> tuple[tuple[Recognized, ...
         failure, named = known
         if failure.name in answers:
             continue  # every worker writes it, and an exception comes again as the cause of others
-        path = "PATH"
         culprit = ""
-        confirmed = list[str]()
-        if checked is not None:
-            path = checked.data.path
-            for finding in checked.data.findings:
-                if finding.rule in failure.rules:
-                    confirmed.append(f"{finding.where}: {finding.says}")
-            if checked.runtime is not None and named:
-                is_draft = "mtp" in at or "mtp" in line.lower()
-                culprit = on_disk(checked.runtime, named, is_draft=is_draft)
-        command = [word.replace("PATH", path) for word in failure.command.split()]
+        if runtime and named:
+            is_draft = "mtp" in at or "mtp" in line.lower()
+            culprit = on_disk(runtime, named, is_draft=is_draft)
+        confirming = [finding for finding in findings if finding.rule in failure.rules]
         answers[failure.name] = Recognized(
             failure=failure,
             line=shortened(line),
             names=named,
             on_disk=culprit,
-            confirmed=tuple(confirmed),
-            command=tuple(command),
+            confirmed=tuple(f"{finding.where}: {finding.says}" for finding in confirming),
+            command=tuple(word.replace("PATH", path) for word in failure.command.split()),
         )
     return tuple(answers.values()), tuple(unknown[-_MOST_UNKNOWN:])
 
 
 def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
     """Every group, in the order in which the files have them, the backbone's first."""
-    found: dict[tuple[str, ...], list[tuple[Module, str]]] = defaultdict(list)
+    alike: dict[tuple[str, ...], list[tuple[Module, str]]] = defaultdict(list)
     for module in runtime.modules:
-        stored = set[str]()
-        for _, weight in module.members:
-            stored.add(weight.form.replace("plain", weight.weight.dtype))
+        weights = [member.weight for member in module.members]
+        stored = {weight.form.replace("plain", weight.weight.dtype) for weight in weights}
         built = module.resolution.built
         form = built.form.replace("int_packed", f"int{built.bits}")
         if module.resolution.error:
@@ -198,16 +190,11 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
         reason, entry = _why(runtime, module)
         role = module.role.replace("_", " ")
         key = module.part, role, form, " + ".join(sorted(stored)), reason
-        found[key].append((module, entry))
-    of_part: dict[str, list[BuiltGroup]] = {"backbone": [], "mtp": []}
-    for (part, role, built, stored, reason), decided in found.items():
-        num_tensors = 0
-        entries = dict[str, None]()
-        for module, entry in decided:
-            entries[entry] = None
-            for _, weight in module.members:
-                num_tensors += len(weight.parts)
-        first, *others = entries
+        alike[key].append((module, entry))
+    groups = list[BuiltGroup]()
+    for (part, role, built, stored, reason), decided in alike.items():
+        weights = [weight for module, _ in decided for _, weight in module.members]
+        first, *others = dict.fromkeys(entry for _, entry in decided)
         why = f"{reason} {first}".rstrip()
         if others:
             why += f" and {len(others):,} more for the others"
@@ -217,16 +204,16 @@ def groups_of(runtime: RuntimeView) -> tuple[BuiltGroup, ...]:
             count=len(decided),
             built=built,
             stored=stored,
-            tensors=num_tensors,
+            tensors=sum(len(weight.parts) for weight in weights),
             why=why,
         )
-        of_part[part].append(group)
-    return (*of_part["backbone"], *of_part["mtp"])
+        groups.append(group)
+    return tuple(sorted(groups, key=attrgetter("part")))
 
 
 def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
     """The reason, and the entry that decides it as config.json has it ("" for none)."""
-    dialect = runtime.dialect_of(module)
+    dialect = runtime.dialect_of(module.part)
     resolution = module.resolution
     if isinstance(dialect, Unquantized):
         return "there is no quantization config", ""
@@ -240,10 +227,8 @@ def _why(runtime: RuntimeView, module: Module) -> tuple[str, str]:
             return f"{entry.where} has", written
     if isinstance(dialect, ModelOpt) and resolution.entry in dialect.quantized_layers:
         return "quantized_layers has", shortened(resolution.entry)
-    for decided in (resolution.error, resolution.entry):
-        if decided:
-            return shortened(decided), ""
-    return f"{shortened(dialect.name)} decides it, and no entry has its name", ""
+    unnamed = f"{shortened(dialect.name)} decides it, and no entry has its name"
+    return shortened(resolution.error or resolution.entry) or unnamed, ""
 
 
 MOST_BYTES = 8 << 20
@@ -254,7 +239,7 @@ _MOST_RAISED = 1_000
 _ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]|�\[[0-9;]{1,20}m")
 # What stands before the words: vllm-1 | of containers, (Worker_TP0 pid=7), [rank0]:, a level with
 # date, time and place, a date alone.
-_BEFORE = re.compile(
+_BEFORE = (
     r"(?:\s{0,4}(?:[\w.-]{1,60} {1,20}\||\(\w{1,60}(?: \w{1,20}=\d{1,9}){0,3}(?:, "
     r"ip=[\d.]{1,40})?\)"
     r"|\[rank\d{1,5}\]:|\[VLLM LOG\]"
@@ -297,18 +282,12 @@ class Log:
 
 def read_log(stream: BufferedIOBase) -> Log:
     """The last `MOST_BYTES` of a file or a pipe; Ctrl-C is the end of a pipe that stays open."""
-    kept: deque[bytes] = deque()
-    size = 0
+    kept = bytearray()
     with suppress(KeyboardInterrupt):
-        chunk = stream.read1(_CHUNK)
-        while chunk:
-            kept.append(chunk)
-            size += len(chunk)
-            # Only what the end of the log does not need goes.
-            while size - len(kept[0]) >= MOST_BYTES:
-                size -= len(kept.popleft())
-            chunk = stream.read1(_CHUNK)
-    return parse_log(b"".join(kept)[-MOST_BYTES:])
+        for chunk in iter(partial(stream.read1, _CHUNK), b""):
+            kept += chunk
+            del kept[:-MOST_BYTES]
+    return parse_log(bytes(kept))
 
 
 def parse_log(raw: bytes) -> Log:
@@ -345,10 +324,7 @@ def _has_one(line: str, words: Sequence[str]) -> bool:
 def words_of(line: str) -> str:
     """A line without the server's own words before it, short enough and fit to be shown."""
     bare = _ESCAPES.sub("", line[:_LONGEST_LINE])
-    before = _BEFORE.match(bare)
-    if before:
-        bare = bare[before.end() :]
-    return printable(bare).rstrip()
+    return printable(re.sub(rf"^{_BEFORE}", "", bare, count=1)).rstrip()
 
 
 def _place(file: str, line: str) -> str:

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import threading
-from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -25,12 +24,12 @@ from types import TracebackType
 from pydantic import ValidationError
 
 from ...checkpoints.fact import Fact
-from ...checkpoints.files import ScratchFolder, within
-from ...checkpoints.safetensors_file import Entry, lay_out
-from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
+from ...checkpoints.files import ScratchFolder
+from ...checkpoints.safetensors_file import lay_out
+from ...checkpoints.source import SINGLE, Source, small_bytes
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import VLLMError, first_fault
-from ...recipes.frozen import Json, frozen
+from ...recipes.frozen import frozen
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
 from .versions import cache_folder
@@ -100,17 +99,10 @@ class DryLoader:
         self._vllm = vllm
         self._cache = ScratchFolder("keepmtp-dryload-")
         self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
-        words = [
-            str(vllm.python),
-            "-c",
-            _LAUNCH,
-            str(_PACKAGE),
-            gpu,
-            str(self._cache.path),
-            str(_CURES),
-        ]
+        words = [vllm.python, "-c", _LAUNCH, _PACKAGE, gpu, self._cache.path, _CURES]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         first = environment(_first_on_path(vllm, self._cache.path))
+        words = [str(word) for word in words]
         self._child = Child(words, environment=first, text=True, errors="replace", cwd="/", **pipes)
         self._process = self._child.process
 
@@ -138,9 +130,7 @@ class DryLoader:
         for number, (job, account) in enumerate(zip(jobs, accounts, strict=True)):
             if job.tp > 1 and account.unconsumed and account.load.failure is None:
                 others = self._load_ranks([replace(job, rank=rank) for rank in range(1, job.tp)])
-                left = set(account.unconsumed)
-                for other in others:
-                    left &= set(other.unconsumed)
+                left = {*account.unconsumed}.intersection(*[each.unconsumed for each in others])
                 accounts[number] = account.model_copy(update={"unconsumed": tuple(sorted(left))})
         return accounts
 
@@ -148,10 +138,9 @@ class DryLoader:
         assert self._process.stdin is not None
         accounts: dict[int, LoadAccount] = {}
         own = {"vllm": self._vllm.version}
-        orders = list[Json]()
-        for number, job in enumerate(jobs):
-            orders.append({"id": number, **own, **asdict(job)})
-        line = json.dumps(orders, default=_absolute)
+        orders = [{"id": number, **own, **asdict(job)} for number, job in enumerate(jobs)]
+        # Absolute, as vLLM's process runs in another folder.
+        line = json.dumps(orders, default=os.path.abspath)
         with suppress(BrokenPipeError):  # then nothing can be read either
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
@@ -204,16 +193,8 @@ class DryLoader:
 
     def _last_words(self) -> str:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_TAIL))
-        lines = deque[str](maxlen=_LOG_LINES)
-        for line in self._log:
-            if line.strip() and "nanobind" not in line:
-                lines.append(line.strip())
-        return " | ".join(lines)
-
-
-def _absolute(path: Path) -> str:
-    """As JSON has a path: vLLM's process runs in another folder."""
-    return str(path.absolute())
+        lines = [line.strip() for line in self._log if "nanobind" not in line]
+        return " | ".join([*filter(None, lines)][-_LOG_LINES:])
 
 
 def _first_on_path(vllm: VLLM, folder: Path) -> dict[str, str]:
@@ -248,16 +229,10 @@ def headers_of(source: Source) -> Iterator[Path]:
             data = small_bytes(source, name)
             if data is not None:
                 (folder / name).write_bytes(data)
-        files: dict[str, list[Entry]] = defaultdict(list)
-        for entry in source.entries.values():
-            files[entry.file].append(entry)
-        for file, entries in files.items():
-            entries.sort(key=attrgetter("start"))
-            layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in entries])
-            with open(within(folder, file), "wb") as written:
-                written.write(layout.header)
-                written.truncate(layout.num_bytes)  # a hole: no data is read
-        if set(files) != {SINGLE}:
-            weight_map = {entry.name: entry.file for entry in source.entries.values()}
-            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        # In vLLM's order: by file, then as they lie.
+        entries = sorted(source.entries.values(), key=attrgetter("file", "start"))
+        layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in entries])
+        with open(folder / SINGLE, "wb") as written:
+            written.write(layout.header)
+            written.truncate(layout.num_bytes)  # a hole: no data is read
         yield folder

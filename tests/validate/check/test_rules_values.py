@@ -43,7 +43,7 @@ def holds(names: str, value: float, *, at: int | slice = slice(None)) -> Change:
 
 
 def assert_values(case: Case, folder: Path, *, level: str = "scales") -> None:
-    found = check_values(opened(write(folder / "checkpoint", case.build())), level).findings
+    found = check_values(opened(write(folder / "checkpoint", case.build())), level)
     assert_all(case, found)
     assert all(finding.origin == "values" for finding in found)
 

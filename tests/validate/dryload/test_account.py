@@ -43,7 +43,7 @@ def loaded(load, **tensors: torch.Tensor) -> tuple[Account, dict[str, tuple[str,
     with account:
         load(model, dict(account.hand_over(tensors.items())))
     account.settle(model)
-    return account, {each.name: (each.status, each.num_written) for each in account.params}
+    return account, {each.name: (each.status, each.num_written) for each in account.params.values()}
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_what_was_written_is_counted_by_place(parts, wanted):
     assert found.pop(written) == tuple(wanted)
     assert {status for name, (status, _) in found.items() if name != "wide"} == {"empty"}
     assert all(tensor.num_read == tensor.num_elements for tensor in account.tensors.values())
-    (sources,) = (each.sources for each in account.params if each.name == written)
+    (sources,) = (each.sources for each in account.params.values() if each.name == written)
     assert sources == {name: tensor.numel() for name, tensor in given.items()}
 
 
@@ -103,7 +103,7 @@ def test_what_was_read_is_counted(load, given, read, wanted):
     account, found = loaded(load, **{name: meta(*shape) for name, shape in given.items()})
     assert [tensor.num_read for tensor in account.tensors.values()] == read
     assert found["weight"][0] == wanted
-    sources = next(each.sources for each in account.params)
+    sources = next(each.sources for each in account.params.values())
     assert set(sources) == (set(given) if wanted == "full" else set())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import as_source
 from good import ours
+from keepmtp.validate.check.check import Checked
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import (
@@ -22,7 +23,8 @@ from keepmtp.validate.facts.dry_load import (
     ModelAccount,
     Question,
 )
-from keepmtp.validate.facts.findings import Finding
+from keepmtp.validate.facts.findings import CheckpointFacts, Finding
+from keepmtp.validate.facts.results import CheckData
 
 VERSION = "0.32.0"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -59,7 +61,8 @@ def account(
 
 def found(of: LoadAccount, model: str = "glm-4.7", static: Sequence[Finding] = ()) -> list[Finding]:
     view = runtime(model)
-    made = objections(of, view, config=view.view.config, version=VERSION, static=static)
+    data = CheckData(path="FOLDER", facts=CheckpointFacts(), findings=tuple(static))
+    made = objections(of, Checked(data, view.source, view))
     return [objection.finding for objection in made]
 
 

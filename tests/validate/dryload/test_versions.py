@@ -17,16 +17,16 @@ import pytest
 import vllms
 from keepmtp.recipes.errors import KeepMTPError, RecipeError, VLLMError
 from keepmtp.recipes.runtimes.vllm import KNOWN
-from keepmtp.validate.dryload.versions import cache_folder, cached, chosen_vllms, had_vllms
+from keepmtp.validate.dryload.versions import cache_folder, cached, had_vllms
 
 OWN = replace(vllms.CPU, python=Path(sys.executable))
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 import test_versions
 os.sync = lambda: (Path(sys.argv[1]).touch(), time.sleep(600))
-chosen_vllms(["9.1.0"], test_versions.OWN)
+had_vllms(["9.1.0"], test_versions.OWN)[0]
 """
 
 
@@ -72,24 +72,24 @@ def test_it_is_fetched_once(index, monkeypatch):
     """Its Python, without what no dry load imports; then no index is asked."""
     (wheel,) = index.iterdir()
     said = []
-    (vllm,) = chosen_vllms(["9.1"], OWN, progress=said.append)
+    (vllm,) = had_vllms(["9.1"], OWN, progress=said.append)[0]
     assert said == ["vLLM 9.1.0: fetching its Python, once"]
     assert vllm == replace(OWN, version="9.1.0", site=cache_folder() / "9.1.0", distribution="vllm")
     files = {path.name for path in vllm.site.rglob("*") if path.is_file()}
     assert files == {"__init__.py", "METADATA"}
     wheel.unlink()
-    assert chosen_vllms(["9.1.0,9.1", "9.1.0"], OWN, progress=said.append) == [vllm]
+    assert had_vllms(["9.1.0,9.1", "9.1.0"], OWN, progress=said.append)[0] == [vllm]
     assert len(said) == 1 and in_cache() == cached() == ["9.1.0"]
 
 
 def test_what_need_not_be_fetched():
-    assert chosen_vllms([], OWN) == [OWN] == chosen_vllms([OWN.version], OWN)
+    assert had_vllms([], OWN)[0] == [OWN] == had_vllms([OWN.version], OWN)[0]
 
 
 def test_all_are_those_that_are_known(index):
     for version in KNOWN:
         made_wheel(index, version)
-    assert [each.version for each in chosen_vllms(["all"], OWN)] == list(KNOWN)
+    assert [each.version for each in had_vllms(["all"], OWN)[0]] == list(KNOWN)
 
 
 def test_a_kill_leaves_no_half_folder(tmp_path):
@@ -102,7 +102,7 @@ def test_a_kill_leaves_no_half_folder(tmp_path):
         process.send_signal(signal.SIGKILL)
     (left,) = in_cache()
     assert left.startswith(".9.1.0-") and not cached()
-    (vllm,) = chosen_vllms(["9.1.0"], OWN)
+    (vllm,) = had_vllms(["9.1.0"], OWN)[0]
     assert in_cache() == ["9.1.0"] and vllm.site
 
 
@@ -111,10 +111,10 @@ def test_two_runs_at_once_leave_one_folder(monkeypatch):
 
     def second() -> None:
         monkeypatch.setattr(os, "sync", lambda: None)
-        chosen_vllms(["9.1.0"], OWN)
+        had_vllms(["9.1.0"], OWN)[0]
 
     monkeypatch.setattr(os, "sync", second)
-    (vllm,) = chosen_vllms(["9.1.0"], OWN)
+    (vllm,) = had_vllms(["9.1.0"], OWN)[0]
     assert in_cache() == ["9.1.0"] and vllm.site
 
 
@@ -134,10 +134,10 @@ def test_a_folder_or_a_wheel_by_path(tmp_path):
     fork = site(tmp_path / "fork")
     (fork / "vllm" / "_version.py").write_text("__version__ = version = '9.4.0.dev3+g12'\n")
     nightly = made_wheel(tmp_path / "wheels", "9.2.0rc1.dev5")
-    found = chosen_vllms([str(image), f"{fork},{nightly}"], OWN)
+    found = had_vllms([str(image), f"{fork},{nightly}"], OWN)[0]
     assert [each.version for each in found] == ["9.3.0+fork", "9.4.0.dev3+g12", "9.2.0rc1.dev5"]
     assert [each.site for each in found[:2]] == [image, fork]
-    assert chosen_vllms([str(nightly)], OWN) == found[2:] and len(in_cache()) == 1
+    assert had_vllms([str(nightly)], OWN)[0] == found[2:] and len(in_cache()) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_folder_or_a_wheel_by_path(tmp_path):
 def test_what_it_requires_and_the_environment_has_otherwise(others, unmet, index):
     wheel = made_wheel(index, "9.7.0", others=others)
     own = replace(OWN, torch="2.13.0", transformers="5.19.0", compressed_tensors="0.16.0")
-    (vllm,) = chosen_vllms([str(wheel)], own)
+    (vllm,) = had_vllms([str(wheel)], own)[0]
     assert vllm.unmet == unmet
 
 
@@ -234,7 +234,7 @@ def made_for_a_later_python(index: Path, monkeypatch) -> str:
 def test_what_cannot_be_had_is_one_sentence(given, says, cure, index, monkeypatch):
     word = given(index, monkeypatch)
     with pytest.raises(KeepMTPError) as caught:
-        chosen_vllms([word], OWN)
+        had_vllms([word], OWN)[0]
     told = str(caught.value)
     assert isinstance(caught.value, RecipeError if word == "newest" else VLLMError)
     assert says in told and cure in told and "\n" not in told, told
@@ -249,7 +249,7 @@ def test_one_that_cannot_be_had_leaves_the_others():
 
 def test_a_site_must_say_its_version(tmp_path):
     with pytest.raises(VLLMError, match="must say which version it is; got neither metadata nor"):
-        chosen_vllms([str(site(tmp_path / "checkout"))], OWN)
+        had_vllms([str(site(tmp_path / "checkout"))], OWN)
 
 
 @pytest.mark.full
@@ -257,7 +257,7 @@ def test_a_real_version(monkeypatch):
     for name in ("PIP_CONFIG_FILE", "PIP_NO_INDEX", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name)
     try:
-        (vllm,) = chosen_vllms([KNOWN[-1]], OWN)
+        (vllm,) = had_vllms([KNOWN[-1]], OWN)[0]
     except VLLMError as error:
         pytest.skip(f"the package index gives no wheel: {error}")
     kept = sum(path.stat().st_size for path in vllm.site.rglob("*") if path.is_file())

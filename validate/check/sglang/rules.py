@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ....checkpoints.dialects.compressed_tensors import CompressedTensors
-from ....checkpoints.dialects.dialect import UnknownDialect, VLLMModule
+from ....checkpoints.dialects.dialect import Dialect, UnknownDialect, VLLMModule
 from ....checkpoints.dialects.matching import OneAnswer
 from ....checkpoints.stored import StoredWeight
 from ...facts.findings import Objection, Objections, objection
@@ -44,6 +44,11 @@ _BLOCK = {
     "mtp-not-promised": "config.json does not promise the MTP layers that the files hold: SGLang's "
     "loader raises ValueError, or reads them as decoder layers",
 }
+_OF_THE_BLOCK = (
+    rules_mtp.promised_layers_exist,
+    rules_mtp.mtp_glue_is_complete,
+    rules_mtp.layers_are_complete,
+)
 
 
 def judge(runtime: RuntimeView) -> Objections:
@@ -57,14 +62,15 @@ def draft_class_exists(view: SglangView) -> Objections:
     """SGLang has a class for the model and one for its draft (#32736 lists what it takes for a
     draft).
     """
-    why = view.model.no_draft
-    if why:
+    if view.model.no_draft:
         architectures = view.runtime.view.config.get("architectures") or ["none"]
-        says = (
-            f"{SGLANG} has no draft for {architectures[0]}: {why} "
-            "(sglang/srt/configs/model_config.py)"
+        yield _error(
+            "sglang-draft",
+            "config.json: architectures",
+            f"{SGLANG} has no draft for {architectures[0]}: {view.model.no_draft} "
+            "(sglang/srt/configs/model_config.py)",
+            _ELSEWHERE,
         )
-        yield _error("sglang-draft", "config.json: architectures", says, _ELSEWHERE)
 
 
 def config_is_read(view: SglangView) -> Objections:
@@ -77,12 +83,13 @@ def config_is_read(view: SglangView) -> Objections:
             cure = _ELSEWHERE
         yield _error("sglang-config", _CONFIG, says, cure)
     elif isinstance(dialect, UnknownDialect):
-        says = (
-            f"is {dialect.name}, whose names keepmtp does not compare as SGLang does: no "
-            "module is judged"
+        yield _warning(
+            "sglang-config",
+            _CONFIG,
+            f"is {dialect.name}, whose names keepmtp does not compare as SGLang does: no module is "
+            "judged",
+            "Start SGLang with it, and look at the draft's acceptance",
         )
-        cure = "Start SGLang with it, and look at the draft's acceptance"
-        yield _warning("sglang-config", _CONFIG, says, cure)
 
 
 def one_layer_is_promised(view: SglangView) -> Objections:
@@ -105,50 +112,40 @@ def block_is_whole(view: SglangView) -> Objections:
     """The files hold the promised block: what the files lack, SGLang does not notice (#36507)."""
     if view.model.draft is None:
         return
-    rules = (
-        rules_mtp.promised_layers_exist,
-        rules_mtp.mtp_glue_is_complete,
-        rules_mtp.layers_are_complete,
-    )
-    for rule in rules:
+    for rule in _OF_THE_BLOCK:
         for objected in rule(view.runtime):
             finding = objected.finding
-            if finding.rule in _BLOCK and finding.severity == "error":
-                changed = {
-                    "says": _BLOCK[finding.rule],
-                    "rule": f"sglang-{finding.rule}",
-                    "runtime": "sglang",
-                }
-                yield objected._replace(finding=finding.model_copy(update=changed))
+            says = _BLOCK[finding.rule]
+            changed = {"says": says, "rule": f"sglang-{finding.rule}", "runtime": "sglang"}
+            yield objected._replace(finding=finding.model_copy(update=changed))
 
 
 def stored_form_is_what_is_built(view: SglangView) -> Objections:
     """Each weight agrees with what SGLang builds (#34906, #36599, #36653, #38574, #35797, #38870,
     #39064, #40597).
     """
-    if view.model.no_draft:
-        return
     for module in view.modules:
         dialect = view.dialects[module.part]
-        answer = module.resolution
-        if isinstance(dialect, OneAnswer) and dialect.answer.error:
+        built, _, error, refusal = module.resolution
+        is_told = isinstance(dialect, OneAnswer) and dialect.answer.error
+        if view.model.no_draft or is_told:
             continue
-        if answer.error:
-            weight = module.members[0].weight
-            kind = f"{module.part} {module.role} {weight.form}"
-            says = (
-                f"{SGLANG} fails as it builds it ({answer.error}); on disk "
-                f"{weight.weight.name} is {manner(weight)}"
-            )
+        weight = module.members[0].weight
+        if error:
             # Exceptions of one kind name the module, and have one cause all the same.
-            cause = f"{kind} {answer.refusal or answer.error}"
-            cure = _unresolved_cure(module, dialect.name)
-            yield _error("sglang-unresolved", module.name, says, cure, cause)
-        else:
-            for member in module.members:
-                effect = _effect(view, answer.built, member)
-                if effect:
-                    yield _misbuilt(view, module, member.weight, effect)
+            yield _error(
+                "sglang-unresolved",
+                module.name,
+                f"{SGLANG} fails as it builds it ({error}); on disk {weight.weight.name} is "
+                f"{manner(weight)}",
+                _unresolved_cure(module, dialect),
+                f"{module.part} {module.role} {weight.form} {refusal or error}",
+            )
+            continue
+        for member in module.members:
+            effect = _effect(view, built, member)
+            if effect:
+                yield _misbuilt(view, module, member.weight, effect)
 
 
 def absorbed_weight_is_read(view: SglangView) -> Objections:
@@ -160,34 +157,31 @@ def absorbed_weight_is_read(view: SglangView) -> Objections:
     for module in view.modules:
         form = module.resolution.built.form
         dialect = view.dialects[module.part]
-        if not module.name.endswith(".kv_b_proj"):
+        # What is stored in another form is judged by the rule above.
+        alike = [each for each in module.members if form in ("fp8_block", each.weight.form)]
+        if not module.name.endswith(".kv_b_proj") or not alike:
             continue
-        alike = module.members
-        if form != "fp8_block":
-            # What is stored in another form is judged by the rule above.
-            alike = [member for member in module.members if member.weight.form == form]
-        if not alike:
-            continue
-        rule = ""
-        says = f"SGLang splits {module.name} after loading and "
+        report = partial(
+            _error,
+            cure="Keep kv_b_proj in BF16 or FP8_DYNAMIC",
+            cause=f"{module.part} {form}",
+            times=len(alike),
+        )
+        splits = f"SGLang splits {module.name} after loading and "
         has_size = not isinstance(dialect, CompressedTensors) or "Linear" in dialect.builds
         if form == "fp8_block" and not has_size:
-            rule = "sglang-block-size"
-            says += (
+            says = (
                 "takes the size of its blocks from the target Linear, which is not in "
                 "config_groups: it raises on the "
                 "scales' shape (deepseek_weight_loader.py: _resolve_layer_weight_block_size)"
             )
+            yield report("sglang-block-size", alike[0].name, splits + says)
         elif form in ("nvfp4", "nvfp4_modelopt", "int_packed"):
-            rule = "sglang-absorbed"
-            says += (
+            says = (
                 f"reads its `weight` as one number an input, which {form} has not: it raises, or "
                 "splits bytes that are no numbers (deepseek_weight_loader.py: post_load_weights)"
             )
-        if rule:
-            cure = "Keep kv_b_proj in BF16 or FP8_DYNAMIC"
-            cause = f"{module.part} {form}"
-            yield _error(rule, alike[0].name, says, cure, cause, times=len(alike))
+            yield report("sglang-absorbed", alike[0].name, splits + says)
 
 
 def cache_scheme_is_read(view: SglangView) -> Objections:
@@ -198,12 +192,15 @@ def cache_scheme_is_read(view: SglangView) -> Objections:
     scheme = raw.get("kv_cache_scheme")
     if not isinstance(scheme, dict) or not isinstance(view.dialects["backbone"], CompressedTensors):
         return
-    is_fp8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    taken = {"type": "float", "num_bits": 8, "strategy": "tensor"}
     is_static = scheme.get("symmetric", True) and not scheme.get("dynamic")
-    if not is_fp8 or not is_static or scheme.get("strategy") != "tensor":
-        says = f"{SGLANG} ignores it: only static symmetric per-tensor FP8 scales are supported"
-        cure = "Start SGLang with --kv-cache-dtype, or write static scales"
-        yield _warning("sglang-kv-cache", f"{_CONFIG}.kv_cache_scheme", says, cure)
+    if not is_static or {**scheme, **taken} != scheme:
+        yield _warning(
+            "sglang-kv-cache",
+            f"{_CONFIG}.kv_cache_scheme",
+            f"{SGLANG} ignores it: only static symmetric per-tensor FP8 scales are supported",
+            "Start SGLang with --kv-cache-dtype, or write static scales",
+        )
 
 
 RULES: tuple[Callable[[SglangView], Objections], ...] = (
@@ -221,44 +218,36 @@ def _effect(view: SglangView, built: VLLMModule, member: Member) -> str:
     """What comes of a weight that is stored otherwise than it is built; "" where it is not."""
     weight = member.weight
     row = member.place.row
-    dialect = view.dialects[member.place.part]
-    is_unknown = built.form == "unknown"
-    if is_unknown and (weight.form != "plain" or isinstance(dialect, UnknownDialect)):
-        return ""
+    forms = {built.form, weight.form}
+    is_known = not isinstance(view.dialects[member.place.part], UnknownDialect)
     # A loader of SGLang's own makes it over: sliced rows of q, k and v, and what its table names.
-    is_remade = view.model.remade.get(row.path) == weight.form
-    if is_remade or weight.form == "fp8_sliced" or row.interleaved is not None:
+    is_remade = weight.form in ("fp8_sliced", view.model.remade.get(row.path))
+    if is_remade or row.interleaved is not None or forms == {"plain"}:
         return ""
-    if built.form == "plain" or weight.form == "plain":
-        if built.form == weight.form:
-            return ""
+    if built.form == "unknown" and not (is_known and weight.form == "plain"):
+        return ""
+    if "plain" in forms:
         return "it passes over what it has no parameter for, and takes other numbers for the weight"
     have = leaves_built(built, weight).keys()
-    extra = have - built.leaves - built.optional
-    if extra:
-        return f"it has no parameter for {min(extra)} and passes over it"
-    missing = built.leaves - have
-    if missing:
-        return f"nothing writes its {min(missing)}"
-    problem = layout_problem(built, weight)
-    if problem:
-        return problem[1]
-    return ""
+    for extra in sorted(have - built.leaves - built.optional):
+        return f"it has no parameter for {extra} and passes over it"
+    for missing in sorted(built.leaves - have):
+        return f"nothing writes its {missing}"
+    _, effect, _ = layout_problem(built, weight) or ("", "", "")
+    return effect
 
 
 def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: str) -> Objection:
-    built = module.resolution.built
-    entry = module.resolution.entry
+    built, entry, *_ = module.resolution
     name = module.name
-    dialect = view.dialects[module.part].name
-    why_plain = view.why_plain(module.part)
-    by = f"by {entry or dialect}"
+    dialect = view.dialects[module.part]
+    by = f"by {entry or dialect.name}"
     cure = "Store it in BF16: no entry changes it. Or serve it with vLLM"
     if not module.loads_quantized:
         name = "it"  # SGLang gives it no name that an entry could reach
         by = f"sglang/srt/{view.model.file}"
-    elif why_plain:
-        by = why_plain
+    elif view.why_plain(module.part):
+        by = view.why_plain(module.part)
     elif weight.form == "plain":
         cure = _exception(module, dialect)
     elif built.form == "plain":
@@ -269,12 +258,16 @@ def _misbuilt(view: SglangView, module: Module, weight: StoredWeight, effect: st
     else:
         cure = "Convert it, or quantize the release again in a scheme that SGLang has a kernel for"
     form = built.form.replace("unknown", "quantized weights")
-    says = f"stored as {manner(weight)}, but {SGLANG} builds {name} as {form} ({by}): {effect}"
-    cause = f"{module.part} {module.role} {weight.form} {built.form} {entry}"
-    return _error("sglang-form", weight.weight.name, says, cure, cause)
+    return _error(
+        "sglang-form",
+        weight.weight.name,
+        f"stored as {manner(weight)}, but {SGLANG} builds {name} as {form} ({by}): {effect}",
+        cure,
+        f"{module.part} {module.role} {weight.form} {built.form} {entry}",
+    )
 
 
-def _unresolved_cure(module: Module, dialect: str) -> str:
+def _unresolved_cure(module: Module, dialect: Dialect) -> str:
     """What to write where SGLang raises as it builds a module."""
     refusal = module.resolution.refusal
     if refusal in ("shards", "parts", "projections", "algorithms"):
@@ -288,12 +281,12 @@ def _unresolved_cure(module: Module, dialect: str) -> str:
     return "Quantize it in a scheme that SGLang has a kernel for: `keepmtp ls schemes`"
 
 
-def _exception(module: Module, dialect: str) -> str:
+def _exception(module: Module, dialect: Dialect) -> str:
     """The entry by which SGLang builds a module plain."""
     expression = module.name
-    if dialect in ("compressed-tensors", "quark"):
+    if dialect.name in ("compressed-tensors", "quark"):
         expression = _expression(module)
-    return f"Add '{expression}' to {_LISTS.get(dialect, 'ignore')}: it is SGLang's name for it"
+    return f"Add '{expression}' to {_LISTS.get(dialect.name, 'ignore')}: it is SGLang's name for it"
 
 
 def _expression(module: Module) -> str:

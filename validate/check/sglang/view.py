@@ -24,7 +24,6 @@ from ....checkpoints.dialects.choose import UNQUANTIZED, quantization_of, read_s
 from ....checkpoints.dialects.dialect import Dialect
 from ....checkpoints.dialects.matching import OneAnswer, plain
 from ....checkpoints.dialects.modelopt import ModelOpt
-from ....checkpoints.dialects.patterns import time_limit
 from ....checkpoints.dialects.quark import Quark
 from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
@@ -37,7 +36,7 @@ from ....recipes.runtimes.sglang import (
     sglang_module,
     sglang_stem,
 )
-from ..runtime_view import KINDS, Member, Module, RuntimeView
+from ..runtime_view import KINDS, Member, Module, RuntimeView, parts_of
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
 # the tests.
@@ -92,12 +91,7 @@ class SglangView:
                 asks = name is not None
                 key = (name or member.weight.module, member.place.part, asks)
                 members[key].append(member)
-        modules = list[Module]()
-        # Regular expressions of a stranger's config are compared with each name.
-        with time_limit():
-            for (name, part, asks), group in members.items():
-                modules.append(self._module(name, part, asks, tuple(group)))
-        return tuple(modules)
+        return tuple(self._module(*key, tuple(group)) for key, group in members.items())
 
     def why_plain(self, part: Part) -> str:
         """Why the draft's class builds everything plain; "" where it does not."""
@@ -108,11 +102,7 @@ class SglangView:
 
     def _module(self, name: str, part: Part, asks: bool, members: tuple[Member, ...]) -> Module:
         kind = KINDS.get(members[0].place.role, "linear")
-        last = name.rpartition(".")[2]
-        fused = packed_modules(self.runtime.view, part).get(last, ())
-        shards = [VLLMName(name.replace(last, shard)) for shard in fused]
-        if kind == "experts":
-            shards = [VLLMName(f"{name}.0.{projection}") for projection in _PROJECTIONS]
+        shards = parts_of(name, kind, packed_modules(self.runtime.view, part), _PROJECTIONS)
         dialect = self.dialects[part]
         if not asks:
             resolution = plain()
@@ -120,7 +110,7 @@ class SglangView:
             resolution = plain("sglang/srt/models/qwen3_next.py builds it plain under modelopt_fp4")
         else:
             resolution = dialect.resolve(VLLMName(name), shards=shards, kind=kind)
-        return Module(VLLMName(name), kind, part, tuple(shards), members, asks, resolution)
+        return Module(VLLMName(name), kind, part, shards, members, asks, resolution)
 
     def _is_built(self, place: Place) -> bool:
         """SGLang builds neither a draft that it has no class for, nor a second layer of one."""
@@ -160,8 +150,5 @@ def _is_excluded(draft: Quark, model: SglangModel, view: FamilyView) -> bool:
         on_disk = f"model.layers.{view.num_layers}"
         block = entry_renames(view, "mtp", draft.name).name(on_disk)
         return draft.exclude.first(block) is not None
-    if model.excluded_by == "experts":
-        for entry in draft.exclude.written:
-            if entry.startswith("mtp.") and "mlp.experts" in entry:
-                return True
-    return False
+    experts = [entry for entry in draft.exclude.written if "mlp.experts" in entry]
+    return model.excluded_by == "experts" and any(entry.startswith("mtp.") for entry in experts)

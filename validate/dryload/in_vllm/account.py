@@ -153,6 +153,7 @@ class Account(TorchDispatchMode):
     Attributes:
         tensors: the checkpoint's tensors that the loader got.
         current: the last tensor that it got, for the message when it raises.
+        params: by name. Buffers are followed too, but a checkpoint need not fill them.
         misfits: (parameter, sources, what is on disk, what the parameter has): dtypes where packed
             and wide numbers were mixed, shapes where one value filled many.
     """
@@ -162,7 +163,7 @@ class Account(TorchDispatchMode):
         self.tensors: dict[str, Read] = {}
         self.current = ""
         self.misfits: dict[tuple[str, str, str, str], None] = {}
-        self._params: dict[str, Written] = {}
+        self.params: dict[str, Written] = {}
         self._param_at: dict[int, Written] = {}
         self._sources: dict[int, tuple[str, ...]] = {}
         self._is_checkpoint: set[int] = set()
@@ -182,12 +183,7 @@ class Account(TorchDispatchMode):
             self._keep.append(storage)
             self._param_at.setdefault(storage._cdata, written)
             if param.numel() and name in learned:
-                self._params[name] = written
-
-    @property
-    def params(self) -> Iterable[Written]:
-        """The parameters. Buffers are followed too, but a checkpoint need not fill them."""
-        return self._params.values()
+                self.params[name] = written
 
     def hand_over(
         self, weights: Iterable[tuple[str, torch.Tensor]]
@@ -209,7 +205,7 @@ class Account(TorchDispatchMode):
         for name, param in [*model.named_parameters(), *model.named_buffers()]:
             address = param.untyped_storage()._cdata
             names = self._sources.get(address, ())
-            written = self._params.get(name)
+            written = self.params.get(name)
             if names and written is not None and address not in self._param_at:
                 written.write(param, names)
                 self._use(names)
@@ -240,9 +236,11 @@ class Account(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if target.shape != source.shape:
             # Raise what `copy_` raises; the meta device does not.
-            if not _can_be_broadcast(source, target):
+            try:
+                source.expand(target.shape)
+            except RuntimeError:
                 theirs = f"doesn't match the broadcast shape of {list(source.shape)}"
-                raise RuntimeError(f"output with shape {list(target.shape)} {theirs}")
+                raise RuntimeError(f"output with shape {list(target.shape)} {theirs}") from None
         elif not target.is_meta and not source.is_meta:
             aten.copy_.default(target, source)
         address = target.untyped_storage()._cdata
@@ -298,15 +296,6 @@ class Account(TorchDispatchMode):
         self.misfits[written.name, ", ".join(names), given, wanted] = None
 
 
-def _can_be_broadcast(source: torch.Tensor, target: torch.Tensor) -> bool:
-    if source.dim() > target.dim():
-        return False
-    for size, side in zip(reversed(source.shape), reversed(target.shape), strict=False):
-        if size not in (1, side):
-            return False
-    return True
-
-
 def _region(view: torch.Tensor) -> Region:
     if view.is_contiguous():
         return view.storage_offset(), (view.numel(),), (1,)
@@ -328,22 +317,14 @@ def _covered(regions: dict[Region, int]) -> int:
     """Distinct elements of all regions. It is exact for contiguous ones; strided ones count as if
     none overlapped.
     """
-    total = sum(regions.values())
-    if len(regions) == 1 or total == 0:
-        return total
-    spans = []
-    strided = 0
-    for (offset, _, stride), count in regions.items():
+    covered = end = 0
+    for (offset, _, stride), count in sorted(regions.items()):
         if stride == (1,):
-            spans.append((offset, offset + count))
+            covered += max(0, offset + count - max(offset, end))
+            end = max(end, offset + count)
         else:
-            strided += count
-    covered = 0
-    end = 0
-    for start, stop in sorted(spans):
-        covered += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return covered + strided
+            covered += count
+    return covered
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

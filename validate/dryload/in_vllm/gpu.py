@@ -15,10 +15,10 @@ vLLM 0.29.0 to 0.33.0.
 import contextlib
 import enum
 import importlib
-import os
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from . import stubs
 from .stubs import refuse_dunder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Device:
     """What vLLM asks a GPU about itself; shared memory is that of one block, by CUDA's programming
     guide.
@@ -42,35 +42,13 @@ class Device:
 
 # One GPU for each capability that vLLM has kernels or limits of its own for.
 DEVICES = {
-    "sm80": Device(
-        name="NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
-        num_sms=108,
-        memory_bytes=80 << 30,
-        shared_memory_bytes=163 << 10,
-    ),
-    "sm86": Device(
-        name="NVIDIA GeForce RTX 3090",
-        capability=(8, 6),
-        num_sms=82,
-        memory_bytes=24 << 30,
-        shared_memory_bytes=99 << 10,
-    ),
-    "sm89": Device(
-        name="NVIDIA L40S",
-        capability=(8, 9),
-        num_sms=142,
-        memory_bytes=48 << 30,
-        shared_memory_bytes=99 << 10,
-    ),
-    "sm90": Device(name="NVIDIA H200", capability=(9, 0), num_sms=132, memory_bytes=141 << 30),
-    "sm100": Device(name="NVIDIA B200", capability=(10, 0), num_sms=148, memory_bytes=180 << 30),
+    "sm80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 << 30, 163 << 10),
+    "sm86": Device("NVIDIA GeForce RTX 3090", (8, 6), 82, 24 << 30, 99 << 10),
+    "sm89": Device("NVIDIA L40S", (8, 9), 142, 48 << 30, 99 << 10),
+    "sm90": Device("NVIDIA H200", (9, 0), 132, 141 << 30),
+    "sm100": Device("NVIDIA B200", (10, 0), 148, 180 << 30),
     "sm120": Device(
-        name="NVIDIA RTX PRO 6000 Blackwell Server Edition",
-        capability=(12, 0),
-        num_sms=188,
-        memory_bytes=96 << 30,
-        shared_memory_bytes=99 << 10,
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188, 96 << 30, 99 << 10
     ),
 }
 
@@ -221,8 +199,7 @@ def install(device: Device) -> None:
     import vllm
     from vllm import platforms
 
-    files = os.listdir(vllm.__path__[0])
-    is_cuda_wheel = any(name.startswith("_C_stable") for name in files)
+    is_cuda_wheel = any(Path(vllm.__path__[0]).glob("_C_stable*"))
     let_operators_appear = returns(None)
     if not is_cuda_wheel:
         stubs.install_packages()
@@ -308,33 +285,25 @@ def _activate_triton(device: Device) -> None:
     fail.
     """
     from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     for name, backend in backends.items():
         if backend.driver is not None:
             backend.driver.is_active = staticmethod(returns(name == "nvidia"))
-    driver.set_active(_TritonDriver(device))
-
-
-class _TritonDriver(Inert):
-    def __init__(self, device: Device):
-        self._device = device
-        limits = {
-            "max_shared_mem": device.shared_memory_bytes,
-            "multiprocessor_count": device.num_sms,
-            "warpSize": 32,
-            "max_num_regs": 65536,
-        }
-        self.utils = types.SimpleNamespace(get_device_properties=returns(limits))
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        major, minor = self._device.capability
-        return GPUTarget("cuda", major * 10 + minor, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_benchmarker(self) -> Any:
-        return returns([0.0])
+    limits = {
+        "max_shared_mem": device.shared_memory_bytes,
+        "multiprocessor_count": device.num_sms,
+        "warpSize": 32,
+        "max_num_regs": 65536,
+    }
+    major, minor = device.capability
+    pretended = Inert()
+    pretended.utils = types.SimpleNamespace(get_device_properties=returns(limits))
+    _answer(
+        pretended,
+        get_current_target=GPUTarget("cuda", major * 10 + minor, 32),
+        get_current_device=0,
+        get_benchmarker=returns([0.0]),
+    )
+    driver.set_active(pretended)

@@ -47,9 +47,8 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
             else:
                 kernel = _kernel(method, scheme)
             # Layers with the same parameters have the same outcome: one of each is processed.
-            shapes = []
-            for name, param in module.named_parameters():
-                shapes.append((name, tuple(param.shape), param.dtype))
+            params = module.named_parameters()
+            shapes = [(name, tuple(param.shape), param.dtype) for name, param in params]
             same = (type(module), type(method), type(scheme), *shapes, kernel)
             if same not in outcomes:
                 if is_method and "refused" not in outcome:
@@ -104,10 +103,6 @@ def _true(value: torch.Tensor) -> bool:
     return True
 
 
-def _nowhere(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, value.ndim, dtype=torch.int64, device="meta")
-
-
 def _all_alike(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     first = value.flatten()[:1]
     index = first.to(torch.int64)
@@ -120,7 +115,7 @@ _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
     aten._local_scalar_dense.default: _one,
     aten.item.default: _one,
     aten.is_nonzero.default: _true,
-    aten.nonzero.default: _nowhere,
+    aten.nonzero.default: lambda value: value.new_empty(0, value.ndim, dtype=torch.int64),
     aten.equal.default: _true,
     aten.allclose.default: _true,
     aten._unique2.default: _all_alike,
@@ -191,9 +186,7 @@ def _attention(module: Any) -> tuple[str, str]:
     backend = module.get_attn_backend()
     capability = current_platform.get_device_capability()
     name = backend.get_name()
-    kernel = name
-    if module.kv_cache_dtype != "auto":
-        kernel += f" kv={module.kv_cache_dtype}"
+    kernel = f"{name} kv={module.kv_cache_dtype}".removesuffix(" kv=auto")
     if backend.supports_compute_capability(capability):
         return kernel, ""
     return kernel, f"{name} has no kernels for compute capability {capability.as_version_str()}"

@@ -12,7 +12,7 @@ too small for one.
 """
 
 import gc
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -53,10 +53,7 @@ def main() -> None:
             number = children.pop(pid)
             written = Path(cache, f"{number}.json")
             if status:
-                died = (
-                    f"exit status {os.waitstatus_to_exitcode(status)}, a signal where it is "
-                    "negative"
-                )
+                died = f"exit status {os.waitstatus_to_exitcode(status)}, a signal where negative"
                 written.write_text(json.dumps({"id": number, "died": died}))
             answers.write(written.read_text() + "\n")
             written.unlink()
@@ -118,15 +115,12 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
         limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
         chosen = job.pop("cures")
-        outcomes = dict[str, str]()
-        if chosen:
-            outcomes = _mend(cures, chosen, job["vllm"])
+        outcomes = _mend(cures, chosen, job["vllm"]) if chosen else {}
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
         # Only now: most modules are imported, and so mended, while the model is built.
         account["load"]["cures"] = [name for name, why_not in outcomes.items() if not why_not]
-        Path(cache, f"{number}.json").write_text(
-            json.dumps({"id": number, "account": account}, default=str)
-        )
+        answer = json.dumps({"id": number, "account": account}, default=str)
+        Path(cache, f"{number}.json").write_text(answer)
         status = 0
     except BaseException:  # noqa: BLE001  a fault of the dry load itself, for the log before the child is gone
         traceback.print_exc()
@@ -140,13 +134,9 @@ def _mend(folder: str, chosen: str, version: str) -> dict[str, str]:
 
     Returns: what becomes of each, as their modules are imported: "" where it is applied.
     """
-    place = Path(folder)
-    spec = importlib.util.spec_from_file_location(
-        place.name, place / "__init__.py", submodule_search_locations=[folder]
-    )
-    assert spec is not None and spec.loader is not None
-    package = sys.modules[place.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package)
+    sys.path.insert(0, os.path.dirname(folder))
+    package = importlib.import_module(os.path.basename(folder))
+    del sys.path[0]
     package.mend(chosen, version)
     return package.OUTCOMES
 

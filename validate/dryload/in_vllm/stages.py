@@ -8,7 +8,6 @@ Easy to get wrong: vLLM's exception is its verdict. Everything that vLLM may rai
 in one place, and nowhere else. Only vLLM's own code runs inside it.
 """
 
-import contextlib
 import json
 import re
 import resource
@@ -23,7 +22,7 @@ import safetensors
 import torch
 
 from . import gpu, kernels, world
-from .account import Account, Construction, Written
+from .account import Account, Construction
 from .demands import demands_of
 
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -53,31 +52,17 @@ class Part:
             written["asked"].append(question | place)
         if self.account is None:  # vLLM stopped before it loaded
             return loaded, written
-        own = dict[str, Written]()
-        faults = []
-        for param in self.account.params:
-            # A checkpoint need not fill what is shared, and what is optional.
-            if param.name in self.shared or param.status == "optional":
-                continue
-            own[param.name] = param
-            if param.status in ("empty", "partial"):
-                faults.append(param.as_fault())
-        misfits = []
-        for param, tensor, given, wanted in self.account.misfits:
-            if param in own:
-                misfit = {"param": param, "tensor": tensor, "given": given, "wanted": wanted}
-                misfits.append(misfit)
+        # A checkpoint need not fill what is shared, and what is optional.
+        params = [param for param in self.account.params.values() if param.name not in self.shared]
+        own = {param.name: param.status for param in params if param.status != "optional"}
+        faults = [param.as_fault() for param in params if param.status in ("empty", "partial")]
+        keys = ("param", "tensor", "given", "wanted")
+        misfits = [misfit for misfit in self.account.misfits if misfit[0] in own]
+        written["faults"] = faults
+        written["misfits"] = [dict(zip(keys, misfit, strict=True)) for misfit in misfits]
         loaded["num_params"] = len(own)
         loaded["num_written"] = len(own) - len(faults)
-        return loaded, {**written, "faults": faults, "misfits": misfits}
-
-
-class Refused(Exception):
-    """vLLM raised; `failure` says what."""
-
-    def __init__(self, failure: dict[str, Any]):
-        super().__init__(failure["words"])
-        self.failure = failure
+        return loaded, written
 
 
 class StagedLoad:
@@ -91,6 +76,7 @@ class StagedLoad:
         self._parts = {"target": Part(), "draft": Part()}
         self._now = self._parts["target"]
         self._runner = ""
+        self._at = ("config", "")
 
     def account(self) -> dict[str, Any]:
         """Run all stages; the first that vLLM refuses ends them."""
@@ -98,8 +84,8 @@ class StagedLoad:
         failure = None
         try:
             self._run()
-        except Refused as refused:
-            failure = refused.failure
+        except Exception as error:  # noqa: BLE001  vLLM may raise anything, and that is its verdict
+            failure = self._failure(error)
         load: dict[str, Any] = {
             "vllm": self._job.vllm,
             "gpu": self._gpu,
@@ -117,30 +103,29 @@ class StagedLoad:
         return account
 
     def _run(self) -> None:
-        with self._stage("config", ""):
-            self._config = config = _engine_config(self._job)
+        self._config = config = _engine_config(self._job)
         self._runner = "v1"
         if config.use_v2_model_runner:
             self._runner = "v2"
         record_questions(self._note)
         search_fewer_experts(self._tensor_in_hand)
-        with self._stage("world", ""):
-            world.init(config, tp=self._job.tp, rank=self._job.rank)
+        self._at = ("world", "")
+        world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = {"target": config.model_config}
         if config.speculative_config is not None:
             model_configs["draft"] = config.speculative_config.draft_model_config
         for role, model_config in model_configs.items():
             self._now = self._parts[role]
-            with self._stage("construct", role):
-                construction = self._construct(model_config)
-            with self._stage("load", role):
-                self._load(model_config, construction)
+            self._at = ("construct", role)
+            construction = self._construct(model_config)
+            self._at = ("load", role)
+            self._load(model_config, construction)
         if "draft" in model_configs:
-            with self._stage("share", "draft"):
-                self._share()
+            self._at = ("share", "draft")
+            self._share()
         for role in model_configs:
-            with self._stage("process", role):
-                self._parts[role].kernels = kernels.process(self._parts[role].model, self._config)
+            self._at = ("process", role)
+            self._parts[role].kernels = kernels.process(self._parts[role].model, self._config)
 
     def _note(self, *question: Any) -> None:
         self._now.asked.append(question)
@@ -149,17 +134,15 @@ class StagedLoad:
         """The name on disk of the tensor that is loaded now; "" for none."""
         return getattr(self._now.account, "current", "")
 
-    @contextlib.contextmanager
-    def _stage(self, stage: str, role: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # vLLM may raise anything, and that is its verdict
-            at, _ = kernels.last_frame(error)
-            what = {"type": type(error).__name__, "words": str(error)[:2000], "at": at}
-            what |= {"stage": stage, "role": role, "tensor": ""}
-            if stage == "load":
-                what["tensor"] = self._tensor_in_hand()
-            raise Refused(what) from error
+    def _failure(self, error: Exception) -> dict[str, Any]:
+        """As `LoadFailure`."""
+        stage, role = self._at
+        at, _ = kernels.last_frame(error)
+        tensor = ""
+        if stage == "load":
+            tensor = self._tensor_in_hand()
+        failure = {"type": type(error).__name__, "words": str(error)[:2000], "at": at}
+        return failure | {"stage": stage, "role": role, "tensor": tensor}
 
     def _construct(self, model_config: Any) -> Construction:
         from vllm.model_executor.model_loader.utils import initialize_model
@@ -216,9 +199,8 @@ class StagedLoad:
             else:
                 _share_v1(target, draft, self._config)
         after = dict(draft.named_parameters(remove_duplicate=False))
-        for name in sorted(before):
-            if after.get(name) is not before[name]:
-                self._parts["draft"].shared.append(name)
+        shared = [name for name in sorted(before) if after.get(name) is not before[name]]
+        self._parts["draft"].shared = shared
 
     def _tensors(self) -> dict[str, Any]:
         """Of the tensors that were loaded, those that nobody used, and those that were used in
@@ -231,24 +213,19 @@ class StagedLoad:
             for name, tensor in getattr(part.account, "tensors", {}).items():
                 sizes[name] = tensor.num_elements
                 used[name] = max(used.get(name, 0), tensor.num_read)
-        unconsumed = list[str]()
-        cut = list[tuple[str, int, int]]()
-        for name, count in sorted(used.items()):
-            if not count and sizes[name]:
-                unconsumed.append(name)
-            elif count < sizes[name] and self._job.tp == 1:  # a rank reads its part alone
-                cut.append((name, count, sizes[name]))
-        return {"unconsumed": unconsumed, "truncated": cut}
+        cut = [(name, used[name], sizes[name]) for name in sorted(used) if used[name] < sizes[name]]
+        unconsumed = [name for name, count, _ in cut if not count]
+        truncated = [row for row in cut if row[1] and self._job.tp == 1]  # a rank reads its part
+        return {"unconsumed": unconsumed, "truncated": truncated}
 
 
 def _engine_config(job: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    speculative: dict[str, Any] | None = None
+    speculative = None
     if job.num_drafts:
         speculative = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
-        if job.draft:
-            speculative["model"] = job.draft
+        speculative |= {"model": job.draft} if job.draft else {}
     with open(f"{job.folder}/config.json") as file:
         declared = json.load(file)
     _know_config(declared)
@@ -402,10 +379,7 @@ class Mapping(list):
 
 def _expert_in(name: str) -> str:
     """The number of the expert in a name; "" for none."""
-    match = _EXPERT.search(name)
-    if match is None:
-        return ""
-    return match[1]
+    return "".join(_EXPERT.findall(name)[:1])
 
 
 def search_fewer_experts(current: Callable[[], str]) -> None:
