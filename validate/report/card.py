@@ -219,7 +219,7 @@ def _facts(
     for what, chart in charts(report).items():
         # A speed that is not the checkpoint's has no place on its card.
         if what != "speed" or (report.bench and counts_bench(report.bench)):
-            plots[f"{what}.png"] = chart.png
+            plots[what] = chart
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -239,12 +239,14 @@ def _facts(
 
 def _files(facts: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
-    return {
+    files = {
         README: _readme(facts),
         reports.JSON_FILE: reports.text_of(facts.report).encode(),
         report_html.HTML_FILE: report_html.render(facts.report).encode(),
-        **facts.plots,
     }
+    for what, chart in facts.plots.items():
+        files[f"{what}.png"] = chart.png
+    return files
 
 
 def _readme(facts: CardFacts) -> bytes:

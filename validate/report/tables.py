@@ -1,7 +1,6 @@
 """The rows and sentences that terminal, page and card have in common, each figure rounded once.
 
-In: facts. Out: a `Table` of words, and sentences. The terminal, and the templates of page and card,
-print them and compute nothing.
+In: facts. Out: a `Table` of words, and sentences.
 
 Easy to get wrong: a k whose server failed has no figure and says so.
 """
@@ -11,29 +10,22 @@ from collections.abc import Iterable, Iterator
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
-from ...recipes.frozen import frozen
 from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.binomial import limits
-from ..facts.closeness import ClosenessFact
+from ..facts.closeness import ClosenessFact, PredictedFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, Served, how_served
+from .markdown import Table
 from .numbers import count, figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
 
 ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
 _CONFIDENCE = 0.95
 
-
-@frozen
-class Table:
-    """Words in rows, as many in each as there are columns; a head that begins with `>` is of
-    numbers.
-    """
-
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+Measured = EvaluatedFact | Served | Benched | PredictedFact
+"""A model that was served."""
 
 
 # --- calibration ----------------------------------------------------------------------------------
@@ -146,10 +138,10 @@ def wanted_filter(report: FullReport) -> str:
 
 def scores(task: TaskFact) -> Table:
     """A row for each that was asked: its score by every filter, and answers cut or empty."""
-    columns = [f">{score.filter}" for score in task.checkpoint.scores]
+    columns = [f">{name}" for name in task.checkpoint.filters]
     rows = []
     for arm in task.arms:
-        reached = [_score(score) for score in arm.scores]
+        reached = [score(one) for one in arm.scores]
         cut = f"{_cut(arm)} ({arm.num_truncated:,})"
         rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
     return Table(columns=("", *columns, ">asked", ">cut", ">empty"), rows=rows)
@@ -208,15 +200,16 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
             # A checkpoint that no longer ends its answers reaches the limit of tokens more often
             # than its source, and its score may hide that where the answer comes early.
             cut = f"{_cut(task.source)} / {cut}"
-        score = _score(task.checkpoint.score(name))
+        after = score(task.checkpoint.score(name))
         kept = _recovery(recovery(task, wanted))
-        rows.append((f"{task.protocol.title}, {name}", before, score, kept, cut))
+        rows.append((f"{task.protocol.title}, {name}", before, after, kept, cut))
     rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))
     return Table(columns=("task", ">source", ">checkpoint", ">recovery", ">cut"), rows=rows)
 
 
-def _score(score: ScoreFact) -> str:
-    return f"{percent(score.value)} ± {100 * score.stderr:.2f}"
+def score(one: ScoreFact) -> str:
+    """`68.92 % ± 1.27`, with the standard error in points."""
+    return f"{percent(one.value)} ± {100 * one.stderr:.2f}"
 
 
 def _recovery(found: Recovery | None) -> str:
@@ -269,7 +262,7 @@ def accepted(report: FullReport) -> Table:
     """
     rows = []
 
-    def add(asked: str, model: EvaluatedFact | Served | Benched, k: int, counted: Drafts) -> None:
+    def add(asked: str, model: Measured, k: int, counted: Drafts) -> None:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
             served = f"{ROLES[model.role]}, {served_as(model)}"
@@ -292,7 +285,7 @@ def accepted(report: FullReport) -> Table:
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
 
 
-def served_as(model: EvaluatedFact | Served | Benched) -> str:
+def served_as(model: Measured) -> str:
     """How a model was served, in a cell of a table."""
     how: str = model.as_served
     if how == "native":
