@@ -17,10 +17,11 @@ from ...recipes.errors import size_in_words
 from ...recipes.frozen import frozen
 from ...recipes.runtimes.vllm import KERNELS
 from ...recipes.schemes import SCHEMES
+from ..facts.closeness import PredictedFact
 from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import MENDED
+from ..facts.served import MENDED, Measured
 from ..measure.serve_line import docker_words, serve_words
 from . import sections, tables
 from .base_model import BaseModel
@@ -30,7 +31,6 @@ from .drafted import Drafted, counts_bench, drafted
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
 from .numbers import counted, figure, percent
 from .provenance import ModuleGroup
-from .tables import Measured
 
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
@@ -260,7 +260,7 @@ def _figures(report: FullReport) -> Iterator[tuple[str, str]]:
     yield "Draft acceptance", "not measured by its gate"
 
 
-def _served(model: Measured | Drafted) -> str:
+def _served(model: Measured | PredictedFact | Drafted) -> str:
     """What other bytes than the checkpoint's were served."""
     if model.as_served == "native":
         return ""

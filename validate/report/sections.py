@@ -11,6 +11,7 @@ from pathlib import Path
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import size_in_words
 from ..facts.benched import BenchFact
+from ..facts.closeness import PredictedFact
 from ..facts.dry_load import (
     VERSION_COLUMNS,
     DryLoad,
@@ -21,11 +22,10 @@ from ..facts.dry_load import (
 )
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import ServeCheck
+from ..facts.served import ARM_TITLES, Measured, ServeCheck
 from . import tables
 from .markdown import Block, Md, Table, code, inline, title
 from .numbers import count, counted, limit, percent, quoted
-from .tables import Measured
 
 _PROMPTS = {"chat": "chat template", "completions": "plain text (completions)"}
 _ON_OFF = {True: "on", False: "off"}
@@ -71,12 +71,12 @@ def environment(of: Mapping[str, str]) -> str:
     return "; ".join(words) + "."
 
 
-def _who(model: Measured, *also: str) -> str:
+def _who(model: Measured | PredictedFact, *also: str) -> str:
     """Which checkpoint was served, and how."""
     how = f"NOT its own bytes, a {model.as_served}"
     if model.as_served == "native":
         how = "its own bytes"
-    words = [f"{tables.ROLES[model.role]}: {how}", code(model.path), *also]
+    words = [f"{ARM_TITLES[model.role]}: {how}", code(model.path), *also]
     if model.reason:
         words.append(model.reason)
     return "; ".join(words)

@@ -12,20 +12,16 @@ from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
 from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.binomial import limits
-from ..facts.closeness import ClosenessFact, PredictedFact
+from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
-from ..facts.served import MENDED, Drafts, ServeCheck, Served, how_served
+from ..facts.served import MENDED, Drafts, Measured, ServeCheck, how_served
 from .markdown import Table
 from .numbers import count, figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
 
-ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
 _CONFIDENCE = 0.95
-
-Measured = EvaluatedFact | Served | Benched | PredictedFact
-"""A model that was served."""
 
 
 # --- calibration ----------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ def accepted(report: FullReport) -> Table:
     def add(asked: str, model: Measured, k: int, counted: Drafts) -> None:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
-            served = f"{ROLES[model.role]}, {served_as(model)}"
+            served = f"{model.title}, {served_as(model)}"
             rows.append((asked, served, f"{k}", share, *_accepted(counted)))
 
     if report.evaluation:
