@@ -160,7 +160,7 @@ SAID = {
         "0.32.0 | sm90 | 1 | yes | yes | | 1,312 of 1,312: Glm4MoeForCausalLM | 1,310 of 1,312, 2 "
         "shared: Glm4MoeMTP | 31.1 s",
         "all | | | 6.1 MiB | 6.1 MiB",
-        "this checkpoint: its own bytes; out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, "
+        "checkpoint: its own bytes; out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, "
         "plain",
         "checkpoint | 3 | 24 s | 78.17 % | 92.0 80.0 62.5 | 3.35 | 78.0 | 1.90 | 1/2",
         'source | 3 | "Line\\none" | 17 | 311 | 902 | 0.062 | near-tie',
@@ -168,7 +168,7 @@ SAID = {
         "cores.",
     ),
     "whole": (
-        "this checkpoint: NOT its own bytes, a BF16 copy of the same weights; "
+        "checkpoint: NOT its own bytes, a BF16 copy of the same weights; "
         "out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, plain; vLLM's CPU build has no "
         "kernel for NVFP4 experts; packed kernels are not judged.",
     ),
