@@ -172,18 +172,13 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
 
 def _refuse_red(verified: FullReport, evidence: Path) -> None:
     judgement = verified.judgement
-    got = verified.verdict.says.rstrip(".")
     assert judgement is not None, "verify() has made it"
     if judgement.verdict == "pass" and verified.verdict.ok:
         return
-    for reason in judgement.reasons:
-        if reason.verdict == judgement.verdict != "pass":
-            got = f"{judgement.title} ({reason.says.rstrip('.')})"
-            break
     raise GateError(
         evidence / report.JSON_FILE,
         "only a checkpoint that passes is published",
-        got=got,
+        got=f"{judgement.title} ({verified.verdict.says.rstrip('.')})",
         cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
     )
 

@@ -24,10 +24,10 @@ from ...checkpoints.files import complete, partial_path, refuse_strange, remove,
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
-from ...checkpoints.source import Source, open_source
+from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
-from ...recipes.frozen import Bar
+from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
@@ -35,7 +35,7 @@ from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
-from .card_page import CardFacts, Metadata, page
+from .card_page import CardFacts, page
 from .drafted import counts_bench
 from .provenance import gpus_of, groups_of, is_chat, recipe_text
 
@@ -96,21 +96,17 @@ def build(
     if report.identity is not None:
         found = identify(checkpoint, cache=report_folder(checkpoint), watch=watch)
         refuse_other_bytes(checkpoint, report.identity, found)
-    opened = open_source(checkpoint)
     record = recorded(checkpoint)
     base = base_model_of(record, base_model)
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
-    inherited = {}
-    where = "keepmtp card"
+    front = {}
+    where: object = "keepmtp card"
     if source:
-        where = str(source / README)
-        inherited = read_front_matter(source)
-    metadata = metadata_of(
-        opened, inherited, license_id=license_id, base_model=base.name, where=where
-    )
-    report = portable(report)
-    files = _files(_facts(checkpoint, report, opened, record, metadata, base))
+        where = source / README
+        front = read_front_matter(source)
+    facts = _facts(checkpoint, report, base, front, where, license_id)
+    files = _files(facts)
     # A reader never finds a mixture of the old card and the new one.
     partial = partial_path(folder)
     remove(partial)
@@ -123,7 +119,7 @@ def build(
         complete(folder)
     finally:
         remove(partial)
-    return folder, report
+    return folder, facts.report
 
 
 def recorded(checkpoint: Path) -> Record:
@@ -166,7 +162,16 @@ def verified_files(
     cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
     # License, language, task and base model are taken as the card has them: nobody measured them.
-    facts = _stated(checkpoint, folder)
+    report = reports.of_checkpoint(checkpoint)
+    front = read_front_matter(folder)
+    stated = None
+    if front.get("base_model"):
+        stated = str(front["base_model"])
+    refuse_no_id(stated)
+    base = base_model_of(recorded(checkpoint), stated)
+    if base is None or base.name != (stated or ""):
+        base = NO_BASE_MODEL
+    facts = _facts(checkpoint, report, base, front, folder / README)
     wanted = _files(facts)
     found = {}
     for path in folder.rglob("*"):
@@ -187,34 +192,22 @@ def verified_files(
     return wanted
 
 
-def _stated(checkpoint: Path, folder: Path) -> CardFacts:
-    """What a card in `folder` is made of: the evidence, with what its own front matter states."""
-    report = portable(reports.of_checkpoint(checkpoint))
-    opened = open_source(checkpoint)
-    record = recorded(checkpoint)
-    front = read_front_matter(folder)
-    stated = None
-    if front.get("base_model"):
-        stated = str(front["base_model"])
-    refuse_no_id(stated)
-    base = base_model_of(record, stated)
-    if base is None or base.name != (stated or ""):
-        base = NO_BASE_MODEL
-    metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
-    return _facts(checkpoint, report, opened, record, metadata, base)
-
-
 def _facts(
     checkpoint: Path,
     report: FullReport,
-    opened: Source,
-    record: Record,
-    metadata: Metadata,
     base: BaseModel,
+    front: Raw,
+    where: object,
+    license_id: str | None = None,
 ) -> CardFacts:
-    """What a card is made from, whose repository is not known."""
+    """What a card is made from, whose repository is not known; `where` is the front matter that
+    states license, language and task.
+    """
     from .charts import charts  # matplotlib, once it is known to be there
 
+    report = portable(report)
+    opened = open_source(checkpoint)
+    record = recorded(checkpoint)
     plots = {}
     for what, chart in charts(report).items():
         # A speed that is not the checkpoint's has no place on its card.
@@ -228,7 +221,9 @@ def _facts(
         groups=groups_of(opened, record),
         base_model=base,
         repository="",
-        metadata=metadata,
+        metadata=metadata_of(
+            opened, front, license_id=license_id, base_model=base.name, where=where
+        ),
         is_chat=is_chat(opened),
         gpus=gpus_of(opened),
         cures=needed(opened, report.vllm),
@@ -284,14 +279,10 @@ def portable(report: FullReport) -> FullReport:
     content = report.model_dump(mode="json", by_alias=True)
     # A folder may have a space in its name. So those of the report's own paths are removed first,
     # whatever their names are; after that, only slashes show what is a path.
-    folders = set()
-    for path in _paths(content):
-        if path.startswith("/"):
-            folders.add(f"{PurePosixPath(path).parent}/")
-    folders.discard("//")
+    parents = {PurePosixPath(path).parent for path in _paths(content) if path.startswith("/")}
+    folders = {f"{parent}/" for parent in parents} - {"//"}
     # A folder within another one goes first.
-    longest_first = sorted(sorted(folders), key=len, reverse=True)
-    return FullReport.model_validate(_walk(content, longest_first))
+    return FullReport.model_validate(_walk(content, sorted(folders, reverse=True)))
 
 
 def shortened(text: str, folders: Sequence[str] = ()) -> str:
@@ -319,9 +310,7 @@ def _walk(value: Any, folders: Sequence[str]) -> Any:
     if isinstance(value, dict):
         walked = {}
         for key, inner in value.items():
-            walked[key] = inner
-            if key not in _TEXT_FIELDS:
-                walked[key] = _walk(inner, folders)
+            walked[key] = inner if key in _TEXT_FIELDS else _walk(inner, folders)
         return walked
     if isinstance(value, list):
         return [_walk(inner, folders) for inner in value]

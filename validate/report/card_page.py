@@ -21,7 +21,7 @@ from ..facts.closeness import PredictedFact
 from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import MENDED, Measured
+from ..facts.served import Measured
 from ..measure.serve_line import docker_words, serve_words
 from . import sections, tables
 from .base_model import BaseModel
@@ -223,8 +223,8 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
     how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
     rows.append(("GPUs", f"{fewest}: {how}"))
-    vllm = [report.vllm, versions_in_short(report.dry) or "no other version was tried"]
-    rows.append(("vLLM", "; ".join([*vllm, *_mended(report)])))
+    versions = versions_in_short(report.dry) or "no other version was tried"
+    rows.append(("vLLM", f"{report.vllm}; {versions}"))
     license_id = facts.metadata.license_name or facts.metadata.license
     unstated = "not stated here; that of the base model applies"
     rows.append(("License", license_id or unstated))
@@ -276,15 +276,6 @@ def _parts(report: FullReport) -> list[Any]:
 def _devices(report: FullReport) -> list[str]:
     devices = [part.environment.get("device", "") for part in _parts(report)]
     return [device for device in devices if device]
-
-
-def _mended(report: FullReport) -> list[str]:
-    """The cures that vLLM has applied while the checkpoint was measured, as a clause."""
-    for part in _parts(report):
-        reason = part.checkpoint.reason
-        if MENDED in reason:
-            return [reason[reason.index(MENDED) :]]
-    return []
 
 
 def _serve(facts: CardFacts) -> Iterator[Block]:
@@ -380,8 +371,6 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     yield from _of_tasks(report.evaluation)
     if report.dry:
         yield "A dry load tells that every tensor finds its place, not that a kernel is right."
-    if report.calibration and report.calibration.unmeasured:
-        yield f"Calibration could not measure acceptance: {report.calibration.unmeasured}"
     for finding in report.findings:
         if finding.severity == "warning":
             yield f"The check warns of {finding.where}: {finding.says}"

@@ -30,7 +30,7 @@ from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
 from .drafted import counts_bench, drafted, has_no_block
 from .numbers import counted, nats, percent, points
-from .settle import Estimate, Recovery, mean_recovery, recovery, settle, unmeasured, worst
+from .settle import Estimate, Recovery, mean_recovery, reason, recovery, settle, unmeasured, worst
 
 CHANCE = 0.001
 """A split is no chance if two equal servers come to it less often than this: one good checkpoint in
@@ -80,11 +80,7 @@ def judge(
 def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
     """The worst verdict of these gates alone: the part of a judgement that one command measures."""
     wanted = set(gates)
-    measured = []
-    for reason in judgement.reasons:
-        if reason.gate in wanted:
-            measured.append(reason)
-    return worst(measured)
+    return worst([one for one in judgement.reasons if one.gate in wanted])
 
 
 def decided_in(
@@ -144,7 +140,7 @@ def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
         says = f"{errors[0].where}: {errors[0].says.rstrip('.')}."
         if len(errors) > 1:
             says += f" Errors in all: {len(errors):,}."
-        return ReasonFact(gate="findings", verdict="regression", says=says)
+        return reason("findings", "regression", says)
     for served in serve.served if serve else ():
         for run in served.runs:
             for parting in run.partings or ():
@@ -154,13 +150,13 @@ def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
                         f"the output without it in prompt {parting.prompt} at token {parting.at}, "
                         f"and no log-probability gap below {GAP_TOLERANCE:g} explains it."
                     )
-                    return ReasonFact(gate="findings", verdict="regression", says=says)
+                    return reason("findings", "regression", says)
     if check is None:
         return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
     says = "No error in config.json and the headers"
     if warnings:
         says += f"; {counted(warnings, 'warning')}"
-    return ReasonFact(gate="findings", verdict="pass", says=f"{says}.")
+    return reason("findings", "pass", f"{says}.")
 
 
 def _loads(
@@ -177,7 +173,7 @@ def _loads(
     if failed:
         why = failed[0].error.rstrip(".")
         says = f"A dry load fails on {places(failed, is_named=True)}: {why}."
-        return ReasonFact(gate="loads", verdict="regression", says=says)
+        return reason("loads", "regression", says)
     # A source's server may fail without any fault here.
     for run in serve.checkpoint.runs if serve else ():
         why = ""
@@ -187,7 +183,7 @@ def _loads(
             why = f"ran with {run.unwritten[0]} unwritten"
         if why:
             says = f"The server with k={run.k} {why}."
-            return ReasonFact(gate="loads", verdict="regression", says=says)
+            return reason("loads", "regression", says)
     served = []
     for measured in (serve, evaluation):
         if measured:
@@ -205,7 +201,7 @@ def _loads(
     elif served:
         ways.append(f"Served was only a {served[0]}.")
     if loads or "native" in served:
-        return ReasonFact(gate="loads", verdict="pass", says=" ".join(ways))
+        return reason("loads", "pass", " ".join(ways))
     cure = "`keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it without a GPU."
     return unmeasured("loads", " ".join(["Not tried.", *ways, cure]))
 
@@ -236,7 +232,7 @@ def _acceptance(
     theirs = source.acceptance
     if mine is None:
         says = f"{where}, the checkpoint drafted nothing, and the source did."
-        return ReasonFact(gate="acceptance", verdict="regression", says=says)
+        return reason("acceptance", "regression", says)
     if not theirs:
         says = f"{where}, none of the source's own drafted tokens was accepted."
         return unmeasured("acceptance", says)
@@ -298,10 +294,10 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
         f"test: {rarest.chance:.2g}), "
     )
     if rarest.chance < CHANCE:
-        yield ReasonFact(gate="drafting", verdict="regression", says=f"{says}beyond chance.")
+        yield reason("drafting", "regression", f"{says}beyond chance.")
     else:
         says += "no more than chance gives where near-ties flip."
-        yield ReasonFact(gate="drafting", verdict="pass", says=says)
+        yield reason("drafting", "pass", says)
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -425,14 +421,10 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
         yield unmeasured("speed", f"{says}there does.")
         return
     # One request at a time with the shortest context that was measured.
-    cells = []
-    plain = None
-    for cell in bench.checkpoint.cells:
-        if cell.concurrency > 1 or len(cell.repetitions) < 2:  # one repetition has no spread
-            continue
-        cells.append(cell)
-        if not cell.k and (plain is None or cell.context < plain.context):
-            plain = cell
+    cells = [cell for cell in bench.checkpoint.cells if cell.concurrency == 1]
+    cells = [cell for cell in cells if len(cell.repetitions) > 1]  # one has no spread
+    without = [cell for cell in cells if not cell.k]
+    plain = min(without, key=lambda cell: cell.context, default=None)
     found = []
     for cell in cells:
         if plain and cell.k and cell.load == plain.load:
@@ -455,9 +447,9 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
         "is asked for."
     )
     if low >= least:
-        yield ReasonFact(gate="speed", verdict="pass", says=says)
+        yield reason("speed", "pass", says)
     elif all(high < least for _, _, high, _ in found):
-        yield ReasonFact(gate="speed", verdict="regression", says=f"{says} No other k is faster.")
+        yield reason("speed", "regression", f"{says} No other k is faster.")
     else:
         yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")
 
@@ -516,11 +508,10 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
         found.append(settle("closeness", estimate, gates.max_flips, gates, is_floor=False))
     # So many samples settle both; None where no number settles one of them.
     needed = 0
-    for reason in found:
-        if reason.verdict != "infeasible" or needed is None:
-            continue
-        needed = None if reason.needed is None else max(needed, reason.needed)
-    says = " ".join([reason.says for reason in found])
+    for one in found:
+        if one.verdict == "infeasible" and needed is not None:
+            needed = None if one.needed is None else max(needed, one.needed)
+    says = " ".join([one.says for one in found])
     yield ReasonFact(
         gate="closeness",
         verdict=worst(found),

@@ -217,7 +217,7 @@ def test_the_verdict_stands_on_top(kind, changed, says, made):
             {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
             "The gate of gsm8k neither passes nor fails (too few samples)",
         ),
-        ("calibrated", {"unmeasured": "no class."}, "measure acceptance: no class."),
+        ("calibrated", {"unmeasured": "no class."}, "No acceptance: no class."),
     ],
 )
 def test_limitations_follow_from_what_was_measured(kind, changed, says, made):
