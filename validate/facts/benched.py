@@ -182,6 +182,11 @@ class RecommendedK(Fact):
     speed_up: Figure | None
     says: str
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """As that of a cell."""
+        return self.concurrency, self.context
+
 
 class Benched(Measured):
     """One checkpoint: every k under every load.

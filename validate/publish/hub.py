@@ -11,6 +11,7 @@ KeyError, and a commit may be the number 7.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -176,18 +177,15 @@ class Hub:
         With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent
         again.
         """
-
-        def send() -> str:
-            done = self._api.upload_folder(
-                repo_id=repo,
-                folder_path=folder,
-                revision=branch,
-                parent_commit=parent,
-                commit_message=message,
-            )
-            return done.oid
-
-        return self._ask(repo, send, is_long=True)
+        send = partial(
+            self._api.upload_folder,
+            repo_id=repo,
+            folder_path=folder,
+            revision=branch,
+            parent_commit=parent,
+            commit_message=message,
+        )
+        return self._ask(repo, lambda: send().oid, is_long=True)
 
     def merge(
         self,

@@ -251,19 +251,15 @@ def _readme(facts: CardFacts) -> bytes:
 def _refuse_strange(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but a card."""
     refuse_strange(folder, below=True)
-    strange: list[object] = []
-    if folder.exists() and not folder.is_dir():
-        strange.append("a file")
-    for path in folder.rglob("*"):
-        if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES:
-            strange.append(path)
-    if strange:
-        raise RecipeError(
-            folder,
-            "must be a card's folder, or not there",
-            got=strange[0],
-            cure="Choose another --out, or move it",
-        )
+    for path in (folder, *folder.rglob("*")):
+        is_card = path.is_dir() or path.relative_to(folder).as_posix() in FILES
+        if path.exists() and not is_card:
+            raise RecipeError(
+                folder,
+                "must be a card's folder, or not there",
+                got=path,
+                cure="Choose another --out, or move it",
+            )
 
 
 # Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not

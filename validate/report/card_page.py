@@ -15,21 +15,18 @@ from typing import Any
 from ...checkpoints.record import Record
 from ...recipes.errors import size_in_words
 from ...recipes.frozen import frozen
-from ...recipes.runtimes.vllm import KERNELS
 from ...recipes.schemes import SCHEMES
-from ..facts.closeness import PredictedFact
 from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import Measured
 from ..measure.serve_line import docker_words, serve_words
-from . import sections, tables
+from . import sections
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
 from .charts import Chart
-from .drafted import Drafted, counts_bench, drafted
+from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
-from .numbers import counted, figure, percent
+from .numbers import counted
 from .provenance import ModuleGroup
 
 MAX_COLUMNS = 76
@@ -128,6 +125,7 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     yield title(facts.name, 1)
     yield from _verdict(report)
     yield from _summary(facts)
+    yield from sections.gates(report)
     yield from _serve(facts)
     yield title("Intended use")
     yield (
@@ -137,7 +135,6 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     )
     yield from _hardware(facts)
     yield from sections.dry(report)
-    yield from sections.gates(report)
     yield from sections.tasks(report)
     yield from sections.closeness(report)
     if report.bench and counts_bench(report.bench):
@@ -213,9 +210,6 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
         rows.append(("KV cache", f"{code(cache)} {how}overrules it"))
     after = size_in_words(record.bytes.after)
     rows.append(("Size", f"{size_in_words(record.bytes.before)} before, {after} now"))
-    rows += _figures(report)
-    judged = report.judgement
-    rows.append(("Gates", judged.title if judged else "not judged"))
     devices = codes(dict.fromkeys(_devices(report)))
     where = f", on {devices}" if devices else ""
     rows.append(("Measured by", f"the publisher{where}; nobody else has verified it"))
@@ -229,42 +223,6 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     unstated = "not stated here; that of the base model applies"
     rows.append(("License", license_id or unstated))
     yield Table(columns=("", ""), rows=rows)
-
-
-def _figures(report: FullReport) -> Iterator[tuple[str, str]]:
-    """The rows of what was measured with a server."""
-    task = report.evaluation
-    if task:
-        name = task.judged_filter(tables.wanted_filter(report))
-        scores = [tables.score(task.checkpoint.score(name))]
-        if task.source:
-            scores.append(f"source {tables.score(task.source.score(name))}")
-        yield f"{task.protocol.title}, {name}", "; ".join(scores) + _served(task.checkpoint)
-    else:
-        yield "GSM8K", "not measured"
-    near = report.closeness
-    if near:
-        yield "Closeness", tables.closeness_in_short(near) + _served(near.checkpoint)
-    for measured in drafted(report.serve, report.evaluation):
-        mine = measured.checkpoint
-        if mine.drafts:
-            words = [
-                f"{percent(mine.acceptance)} of {mine.draft_tokens:,} drafted tokens",
-                f"{figure(mine.mean_accepted_length)} tokens a step",
-            ]
-            if measured.source:
-                words.append(f"source {percent(measured.source.acceptance)}")
-            where = f" ({measured.what}){_served(measured)}"
-            yield f"Draft acceptance, k={measured.k}", "; ".join(words) + where
-            return
-    yield "Draft acceptance", "not measured by its gate"
-
-
-def _served(model: Measured | PredictedFact | Drafted) -> str:
-    """What other bytes than the checkpoint's were served."""
-    if model.as_served == "native":
-        return ""
-    return f" (served: {model.as_served})"
 
 
 def _parts(report: FullReport) -> list[Any]:
@@ -333,27 +291,13 @@ print(answer.choices[0].text)
 
 
 def _hardware(facts: CardFacts) -> Iterator[Block]:
-    """Where the schemes run, and with which kernels."""
+    """Where the schemes run."""
     yield title("Hardware")
-    rows = []
-    for scheme in facts.schemes():
-        if scheme in SCHEMES:
-            form = f"{facts.record.recipe.whole['format']} {scheme}"
-            picked = KERNELS["kernels"].get(form, KERNELS["kernels"][scheme])
-            row = [code(scheme), SCHEMES[scheme].hardware]
-            for layers in ("linear modules", "routed experts"):
-                chosen = picked.get(layers, {}).items()
-                row.append("; ".join([f"{', '.join(on)}: {code(name)}" for name, on in chosen]))
-            rows.append(row)
-    if not rows:
-        rows = [("unquantized", "wherever vLLM serves BF16", "none", "none")]
-    yield Table(columns=("scheme", "runs on", "linear modules", "routed experts"), rows=rows)
-    gpus = "; ".join([f"{gpu} is {name}" for gpu, name in GPU_NAMES.items()])
-    yield (
-        f"The kernels are what vLLM {KERNELS['vllm']} picked for the modules of GLM-4.7 on "
-        f"pretended GPUs: {gpus}. Marlin and Humming unpack the weights in the kernel and, "
-        "`MXFP4A8` aside, compute with 16-bit activations."
-    )
+    known = [name for name in facts.schemes() if name in SCHEMES]
+    rows = [(code(name), SCHEMES[name].hardware) for name in known]
+    rows = rows or [("unquantized", "wherever vLLM serves BF16")]
+    yield Table(columns=("scheme", "runs on"), rows=rows)
+    yield "; ".join([f"{gpu} is {name}" for gpu, name in GPU_NAMES.items()]) + "."
 
 
 def _limitations(facts: CardFacts) -> Iterator[str]:
@@ -391,10 +335,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         if part in ("serve", "identity"):  # the others are said in their sections
             yield says
     if not versions_in_short(report.dry):
-        yield (
-            f"This checkpoint was tried with no other vLLM than {report.vllm}; the kernels under "
-            f"Hardware are the choice of {KERNELS['vllm']}."
-        )
+        yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
 
 
 def _of_other_bytes(report: FullReport) -> Iterator[str]:

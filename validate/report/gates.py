@@ -24,6 +24,7 @@ from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, versions_in_short
 from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
+from ..facts.findings import errors_of
 from ..facts.paired import one_sided
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
@@ -129,13 +130,10 @@ def not_its_own(as_served: str) -> str:
 
 def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
     """No error in config.json, headers and values, and no output that drafting changes."""
-    errors = []
-    warnings = 0
-    for finding in check.findings if check else ():
-        if finding.severity == "warning":
-            warnings += 1
-        elif finding.origin != "dry":  # of dry loads the next gate has the word
-            errors.append(finding)
+    found = check.findings if check else ()
+    all_errors = errors_of(found)
+    # Of dry loads the next gate has the word.
+    errors = [error for error in all_errors if error.origin != "dry"]
     if errors:
         says = f"{errors[0].where}: {errors[0].says.rstrip('.')}."
         if len(errors) > 1:
@@ -154,6 +152,7 @@ def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
     if check is None:
         return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
     says = "No error in config.json and the headers"
+    warnings = len(found) - len(all_errors)
     if warnings:
         says += f"; {counted(warnings, 'warning')}"
     return reason("findings", "pass", f"{says}.")
@@ -176,18 +175,14 @@ def _loads(
         return reason("loads", "regression", says)
     # A source's server may fail without any fault here.
     for run in serve.checkpoint.runs if serve else ():
-        why = ""
+        server = f"The server with k={run.k}"
         if not run.loaded:
-            why = f"did not come up: {run.error.rstrip('.')}"
-        elif run.unwritten:
-            why = f"ran with {run.unwritten[0]} unwritten"
-        if why:
-            says = f"The server with k={run.k} {why}."
+            error = run.error.rstrip(".")
+            return reason("loads", "regression", f"{server} did not come up: {error}.")
+        if run.unwritten:
+            says = f"{server} ran with {run.unwritten[0]} unwritten."
             return reason("loads", "regression", says)
-    served = []
-    for measured in (serve, evaluation):
-        if measured:
-            served.append(measured.checkpoint.as_served)
+    served = [part.checkpoint.as_served for part in (serve, evaluation) if part]
     if bench and bench.checkpoint.has_figures:
         served.append(bench.checkpoint.as_served)
     ways = []
@@ -328,13 +323,9 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
 
-    def bounds(times: float) -> tuple[float, float]:
-        low, high = one_sided(pair, gates.confidence, times=times)
-        return -high, -low
-
     estimate = Estimate(
         value=-pair.difference,
-        bounds=bounds,
+        bounds=lambda times: negated(one_sided(pair, gates.confidence, times=times)),
         samples=num,
         unit="questions",
         says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
@@ -348,6 +339,11 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     return settle(gate, estimate, most, gates, is_floor=False)
 
 
+def negated(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Of a loss, where those of a gain are known."""
+    return -bounds[1], -bounds[0]
+
+
 def _all_tasks(
     gates: Gates, evaluation: EvaluationFact | None, wanted: Collection[str]
 ) -> Iterator[ReasonFact]:
@@ -357,9 +353,7 @@ def _all_tasks(
     # A mean over the tasks that were asked is no mean over those that the recipe lists, so one that
     # is missing leaves the mean unjudged.
     lacking = [name for name in wanted if name not in names]
-    for name, task in zip(names, tasks, strict=True):
-        if recovery(task, gates.filter) is None:
-            lacking.append(name)
+    lacking += [task.protocol.task for task in tasks if recovery(task, gates.filter) is None]
     mean = None
     cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
     if lacking:
@@ -388,18 +382,11 @@ def _mean(
     if mean is None:
         return unmeasured("mean recovery", cure)
 
-    def bounds(times: float) -> tuple[float, float]:
-        return mean.one_sided(gates.confidence, times=times)
-
-    names = []
-    num_questions = 0
-    for task in tasks:
-        names.append(task.protocol.task)
-        num_questions += task.checkpoint.num_questions
+    names = [task.protocol.task for task in tasks]
     estimate = Estimate(
         value=mean.value,
-        bounds=bounds,
-        samples=num_questions,
+        bounds=lambda times: mean.one_sided(gates.confidence, times=times),
+        samples=sum([task.checkpoint.num_questions for task in tasks]),
         unit="questions over all tasks",
         says=f"{', '.join(names)}: {percent(mean.value)} of the source's scores on average",
         how="one-sided, paired by question, tasks independent",
@@ -472,10 +459,7 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
         near = reach / times**0.5
         return fact.divergence - near, fact.divergence + near
 
-    def share(times: float) -> tuple[float, float]:
-        trials = times * fact.effective_tokens
-        return limits(fact.flip_rate * trials, trials, gates.confidence)
-
+    flips = fact.flip_rate * fact.effective_tokens
     if gates.max_divergence is not None:
         also = ""
         if not fact.is_exact:
@@ -498,7 +482,9 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
     if gates.max_flips is not None:
         estimate = Estimate(
             value=fact.flip_rate,
-            bounds=share,
+            bounds=lambda times: limits(
+                times * flips, times * fact.effective_tokens, gates.confidence
+            ),
             samples=fact.tokens,
             unit="tokens",
             says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",

@@ -27,8 +27,6 @@ from . import tables
 from .markdown import Block, Md, Table, code, inline, title
 from .numbers import count, counted, limit, percent, quoted
 
-_PROMPTS = {"chat": "chat template", "completions": "plain text (completions)"}
-_ON_OFF = {True: "on", False: "off"}
 Pictures = Mapping[str, Md]
 """What was drawn."""
 
@@ -399,26 +397,14 @@ def tasks(report: FullReport) -> Iterator[Block]:
 
 def _protocol(fact: EvaluationFact) -> Table:
     asked = fact.protocol
-    questions = "all"
-    if asked.limit is not None:
-        questions = f"the first {asked.limit:,}"
-    dataset = code(asked.dataset_name)
-    if asked.dataset_revision:
-        dataset += f", {asked.dataset_revision}"
     rows = [
-        ("task of lm-evaluation-harness", asked.task),
-        ("dataset", dataset),
+        ("dataset", code(asked.dataset_name)),
         ("SHA-256 of questions and answers", code(fact.dataset_sha256)),
-        ("questions asked", questions),
-        ("shots", f"{asked.shots}"),
-        ("prompts", _PROMPTS[asked.api]),
-        ("tokens an answer, at most", count(asked.max_tokens)),
-        ("draft tokens a step (k)", f"{asked.k}"),
-        ("prefix caching", _ON_OFF[asked.prefix_caching]),
-        ("requests in flight", f"{asked.concurrency}"),
-        ("seed, temperature", f"{asked.seed}, 0"),
     ]
-    return Table(columns=("protocol", ""), rows=rows)
+    for name, value in asked:
+        if name != "dataset" and value is not None:
+            rows.append((name, f"{value}"))
+    return Table(columns=("protocol of lm-evaluation-harness", ""), rows=rows)
 
 
 def _drafting(fact: EvaluationFact) -> Iterator[Block]:

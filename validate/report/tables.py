@@ -295,9 +295,7 @@ def cells(benched: Benched) -> Table:
     """A row for each load and k; `best` is the k that is recommended, ± half of what repetitions
     spread.
     """
-    best = {}
-    for row in benched.recommended:
-        best[row.concurrency, row.context] = row.k
+    best = {row.load: row.k for row in benched.recommended}
     rows = []
     for cell in benched.cells:
         figures = ("failed", *("-",) * 5)
@@ -321,7 +319,7 @@ def cells(benched: Benched) -> Table:
 def speed_notes(bench: BenchFact) -> Iterator[str]:
     """What is recommended of the checkpoint, and what speaks against the figures."""
     for row in bench.checkpoint.recommended:
-        load = words_of((row.concurrency, row.context))
+        load = words_of(row.load)
         if row.k is None:
             yield f"{load}: no k is recommended: {row.says}."
         else:
@@ -348,26 +346,12 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
         for role, model in (("target", load.target), ("draft", load.draft)):
             for use in model.kernels:
                 found[use.outcome, role, use.layer, use.method, use.kernel or "-"].append(load)
-    order = defaultdict(list)
-    for (outcome, *use), where in found.items():
-        order[not outcome.startswith("refused"), use[0] != "target"].append(
-            (*use, places(where), outcome)
-        )
-    rows = []
-    for rank in sorted(order):
-        rows += order[rank]
+    rows = [(*use, places(where), outcome) for (outcome, *use), where in found.items()]
+    rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
     return Table(columns=("model", "layers", "quant method", "kernel", "GPU", "outcome"), rows=rows)
 
 
 # --- closeness ------------------------------------------------------------------------------------
-
-
-def closeness_in_short(fact: ClosenessFact) -> str:
-    """The sentence of the card."""
-    return (
-        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the most "
-        f"likely token differs at {_flips(fact)}"
-    )
 
 
 def closeness(fact: ClosenessFact) -> Table:
