@@ -15,9 +15,9 @@ result files makes no card, and a card that differs from what its report makes i
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from ...checkpoints.files import complete, partial_path, refuse_strange, remove, sync, within
@@ -173,10 +173,8 @@ def verified_files(
         base = NO_BASE_MODEL
     facts = _facts(checkpoint, report, base, front, folder / README)
     wanted = _files(facts)
-    found = {}
-    for path in folder.rglob("*"):
-        if not path.is_dir():
-            found[path.relative_to(folder).as_posix()] = path
+    paths = [path for path in folder.rglob("*") if not path.is_dir()]
+    found = {path.relative_to(folder).as_posix(): path for path in paths}
     wrong = dict.fromkeys(found.keys() - wanted.keys(), "a file that the report does not make")
     for name, content in wanted.items():
         if name not in found:
@@ -265,7 +263,8 @@ def _refuse_strange(folder: Path) -> None:
 # Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not
 # a server's /v1/.
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
-_PATH_FIELDS = frozenset({"path", "log", "samples"})
+# The folder of a field that is a path, in JSON.
+_FOLDER = re.compile(r'"(?:path|log|samples)": "(/[^"]+/)')
 # Text of a model, or for one.
 _TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
 
@@ -275,8 +274,7 @@ def portable(report: FullReport) -> FullReport:
     content = report.model_dump(mode="json", by_alias=True)
     # A folder may have a space in its name. So those of the report's own paths are removed first,
     # whatever their names are; after that, only slashes show what is a path.
-    parents = {PurePosixPath(path).parent for path in _paths(content) if path.startswith("/")}
-    folders = {f"{parent}/" for parent in parents} - {"//"}
+    folders = set(_FOLDER.findall(reports.text_of(report)))
     # A folder within another one goes first.
     return FullReport.model_validate(_walk(content, sorted(folders, reverse=True)))
 
@@ -288,18 +286,6 @@ def shortened(text: str, folders: Sequence[str] = ()) -> str:
     for folder in folders:
         text = text.replace(folder, "")
     return _PATH.sub("", text)
-
-
-def _paths(value: Any, field: str = "") -> Iterator[str]:
-    """Every value of a field that is a path."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _paths(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _paths(inner, field)
-    elif field in _PATH_FIELDS and isinstance(value, str):
-        yield value
 
 
 def _walk(value: Any, folders: Sequence[str]) -> Any:

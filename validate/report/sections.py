@@ -324,10 +324,9 @@ def bench(fact: BenchFact, pictures: Pictures) -> Iterator[Block]:
         yield tables.cells(model)
     yield (
         "tok/s: tokens a second, ± half the distance from the slowest to the fastest repetition; "
-        "over k=0: under the same load; best: the k that is recommended; first and each: "
-        "milliseconds to the first token and to each further one, medians of the repetitions' "
-        "medians; by position: drafted tokens that were accepted; length: tokens a step of the "
-        "target."
+        "best: the k that is recommended; first and each: milliseconds to the first token and to "
+        "each further one; by position: drafted tokens that were accepted; length: tokens a step "
+        "of the target."
     )
     yield [*tables.speed_notes(fact)]
     yield (
