@@ -295,7 +295,7 @@ def out_of_the_folder(folder: Path, name: str) -> None:
     path.symlink_to(there)
 
 
-@pytest.mark.parametrize("name", [SHARD, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", [SHARD, "config.json"])
 def test_a_link_is_not_followed(publish_here, hub, folder, name):
     out_of_the_folder(folder, name)
     for more in ([], ["--dry-run"]):
@@ -307,7 +307,6 @@ def test_a_link_is_not_followed(publish_here, hub, folder, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "notes.txt",
         "id_ed25519",
         "sub/.env.json",
         "token.json",

@@ -40,7 +40,6 @@ from PIL import Image
 from printed import printed
 from releases import source_layout, write_checkpoint
 from rich.console import Console
-from tables import cases
 
 SCRIPT = (
     '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & '
@@ -148,7 +147,6 @@ SAID = {
     "bare": (
         "No fault found Nothing in config.json and the headers is in vLLM 0.32.0's way; it was "
         "neither dry-loaded nor served.",
-        "MTP weights stored as | BF16",
         "None: nothing was found that vLLM 0.32.0 would stumble over.",
         "No sizes: the checkpoint's headers could not be read.",
     ),
@@ -156,12 +154,9 @@ SAID = {
         "[Drafts accepted by position, k=3, serve-check's 2 prompts: this checkpoint: 92.00 %, "
         "80.00 %, 62.50 %; source: 93.00 %, 81.00 %, 64.00 %; 90 % of the source: 83.70 %, "
         "72.90 %, 57.60 %]",
-        "warning | config.json | older versions want aliases | Add | 1 | static",
         "0.32.0 | sm90 | 1 | yes | yes | | 1,312 of 1,312: Glm4MoeForCausalLM | 1,310 of 1,312, 2 "
         "shared: Glm4MoeMTP | 31.1 s",
-        "all | | | 6.1 MiB | 6.1 MiB",
-        "checkpoint: its own bytes; out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, "
-        "plain",
+        "checkpoint: its own bytes; out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, plain",
         "checkpoint | 3 | 24 s | 78.17 % | 92.0 80.0 62.5 | 3.35 | 78.0 | 1.90 | 1/2",
         'source | 3 | "Line\\none" | 17 | 311 | 902 | 0.062 | near-tie',
         "2 prompts, at most 128 tokens each, 312 s in all. vllm: 0.32.0; device: CPU: Xeon, 2 "
@@ -172,18 +167,12 @@ SAID = {
         "out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, plain; vLLM's CPU build has no "
         "kernel for NVFP4 experts; packed kernels are not judged.",
     ),
-    "dead": ("Gates: regression",),
-    "no source": (
-        "Served Nothing in config.json and the headers is in vLLM 0.32.0's way; served natively "
-        "with k=3, it accepts 78.17 % of 3,000 drafted tokens.",
-    ),
     "no server came up": (
         "No server came up with method=mtp, so there is no acceptance to show.",
         "checkpoint | 1 | failed | - | - | - | - | - | -",
         "checkpoint, k=3: did not come up: CUDA out of memory",
         "There was no output with and without MTP to compare.",
     ),
-    "loaded": ("mtp | router | 2 | - | 2.0 KiB",),
     "broken": (
         "0.32.0 | sm100 | 1 | yes | no | model.layers.3.eh_proj.weight_scale: vLLM 0.32.0 stops "
         "while loading the draft: ... | 1,312 of 1,312: Glm4MoeForCausalLM | not reached | 31.1 s",
@@ -194,11 +183,6 @@ SAID = {
         "No load came as far as choosing kernels.",
         "No calibration: nobody looked for the checkpoint's own record.",
     ),
-    "calibrated": (
-        "W4A16 | - | - | - | - | does not fit: K must be a multiple of 128",
-        "attention: FP8_DYNAMIC, shared_experts: FP8_DYNAMIC, experts: NVFP4 | 0.9 MiB | 97.80 % | "
-        "- | 3.29 | chosen; keeps enough",
-    ),
     "calibrated, with a block of no class": ("No acceptance: no class for it.",),
     "evaluated": (
         "source | 79.33 % | 93.0 81.0 64.0 | 3.38 | 171,470 | 276",
@@ -206,11 +190,6 @@ SAID = {
     ),
     "evaluated without a source, and served": (
         "The source was not evaluated, so there is no difference to show.",
-    ),
-    "several tasks": (
-        "gsm8k_platinum, flexible-extract | 66.00 % | 61.00 % ± 1.54 | 92.42 % (89.99 to 94.89) | "
-        "0.30 % / 0.30 %",
-        "mean | - | - | 96.16 % (94.85 to 97.48) | -",
     ),
     "benched": (
         "[Speed over k by load, as repetitions spread: 1 at once: k=0 1.00, k=1 1.44, k=2 1.70, "
@@ -351,14 +330,8 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     "written, other, where",
     [
         ('"perplexity": 3.2101', '"perplexity": NaN', "rows.0.perplexity"),
-        ('"perplexity": 3.2101', '"perplexity": Infinity', "rows.0.perplexity"),
         ('"bytes": 1800000', '"bytes": 1HUGE', "candidates.0.bytes"),
         ('"candidates": [{', '"candidates": [MANY{', "candidates"),
-        (
-            '"2": [0.925, 0.80012], "3": [0.925, 0.80012, 0.6321]',
-            '"2": [0.925, 0.80012], "3": [1.0]',
-            "rows.1.acceptance",
-        ),
         (
             '"2": [0.925, 0.80012], "3": [0.925, 0.80012, 0.6321]',
             '"2": [0.925, 0.80012], "3": [0.1, 0.1, 1.1]',
@@ -403,7 +376,8 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
 
 
 @pytest.mark.few(3)
-@cases
+@pytest.mark.parametrize("width, is_dark", [(390, True), (1280, False)])
+@pytest.mark.parametrize("name", ["whole", "hostile", "calibrated", "evaluated", "benched"])
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     """Nothing fetched, nothing sticking out, every table and chart there, and text that can be
     read.
