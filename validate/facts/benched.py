@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
-from .served import Drafts, Measured, those, total
+from .served import Drafts, ServedModel, those, total
 
 RequestForm = Literal["chat", "completions"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -188,7 +188,7 @@ class RecommendedK(Fact):
         return self.concurrency, self.context
 
 
-class Benched(Measured):
+class Benched(ServedModel):
     """One checkpoint: every k under every load.
 
     Attributes:

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt, model_validator
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
-from .served import Drafts, Measured, those
+from .served import Drafts, ServedModel, those
 
 Difference = Annotated[float, Field(ge=-1, le=1)]
 NOT_EMPTY = "not empty"
@@ -81,7 +81,7 @@ class PairedFact(Fact):
     neither: Count
 
 
-class EvaluatedFact(Drafts, Measured):
+class EvaluatedFact(Drafts, ServedModel):
     """One checkpoint's answers, and vLLM's counters over the same questions.
 
     The counters lack the steps that were in flight when a sitting was cut off.

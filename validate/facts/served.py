@@ -173,7 +173,7 @@ class Run(Drafts):
     log: str = ""
 
 
-class Measured(Fact):
+class ServedModel(Fact):
     """A checkpoint that was served.
 
     Attributes:
@@ -196,7 +196,7 @@ class Measured(Fact):
         return ARM_TITLES[self.role]
 
 
-class Served(Measured):
+class Served(ServedModel):
     """One checkpoint and every server that was started for it.
 
     Attributes:

@@ -22,7 +22,7 @@ from ..facts.dry_load import (
 )
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import ARM_TITLES, Measured, ServeCheck
+from ..facts.served import ARM_TITLES, ServeCheck, ServedModel
 from . import tables
 from .markdown import Block, Md, Table, code, inline, title
 from .numbers import count, counted, limit, percent, quoted
@@ -69,7 +69,7 @@ def environment(of: Mapping[str, str]) -> str:
     return "; ".join(words) + "."
 
 
-def _who(model: Measured | PredictedFact, *also: str) -> str:
+def _who(model: ServedModel | PredictedFact, *also: str) -> str:
     """Which checkpoint was served, and how."""
     how = f"NOT its own bytes, a {model.as_served}"
     if model.as_served == "native":

@@ -16,7 +16,7 @@ from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
-from ..facts.served import MENDED, Drafts, Measured, ServeCheck, how_served
+from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
 from .numbers import count, figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
@@ -258,7 +258,7 @@ def accepted(report: FullReport) -> Table:
     """
     rows = []
 
-    def add(asked: str, model: Measured, k: int, counted: Drafts) -> None:
+    def add(asked: str, model: ServedModel, k: int, counted: Drafts) -> None:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
             served = f"{model.title}, {served_as(model)}"
@@ -281,7 +281,7 @@ def accepted(report: FullReport) -> Table:
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
 
 
-def served_as(model: Measured) -> str:
+def served_as(model: ServedModel) -> str:
     """How a model was served, in a cell of a table."""
     how: str = model.as_served
     if how == "native":
