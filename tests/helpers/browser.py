@@ -21,7 +21,7 @@ MISSING = (
 PROBE = """
 <script>
 addEventListener("load", () => {
-  const wide = [...document.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1);
+  const wide = [...document.querySelectorAll("body *:not(table *)")].filter(e => e.getBoundingClientRect().right > innerWidth + 1);
   const ink = (one, property) => one ? getComputedStyle(one)[property] : "";
   parent.postMessage({
     html: document.documentElement.outerHTML,
@@ -29,9 +29,9 @@ addEventListener("load", () => {
     wide: wide.map(e => e.tagName + ": " + e.textContent.trim().slice(0, 60)),
     fetched: performance.getEntriesByType("resource").map(e => e.name),
     title: document.title, scripts: document.scripts.length,
-    sheet: ink(document.querySelector("section"), "backgroundColor"),
-    inks: [...document.querySelectorAll("h2, td, dt, .note, .absent, th")].map(e => ink(e, "color")),
-    empty: [...document.querySelectorAll(".chart")].filter(e => e.naturalWidth < 50).length,
+    sheet: ink(document.body, "backgroundColor"),
+    inks: [...document.querySelectorAll("h2, td, p, li, th")].map(e => ink(e, "color")),
+    empty: [...document.querySelectorAll("img")].filter(e => e.naturalWidth < 50).length,
   }, "*");
 });
 </script>

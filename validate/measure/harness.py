@@ -24,8 +24,7 @@ from ...checkpoints.source import Source, small_bytes, view_of
 from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, frozen
-from ..facts.evaluated import ARM_TITLES, Arm
-from ..facts.served import AsServed, Drafts, Role, counters
+from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy

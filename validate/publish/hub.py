@@ -11,8 +11,9 @@ KeyError, and a commit may be the number 7.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 from httpx import HTTPError, TransportError
 from huggingface_hub import CommitOperationCopy, HfApi, constants
@@ -22,7 +23,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import logging as hf_logging
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -61,27 +61,39 @@ _OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError, ValueError)
 _FAULTS = (HTTPError, OSError, RuntimeError, *_OTHER_FORM)
 
 
-class Blob(BaseModel):
+class _Answer(BaseModel):
+    """What huggingface_hub made of an answer, if it has the usual form."""
+
+    model_config = ConfigDict(frozen=True, strict=True, from_attributes=True)
+
+
+class _Large(_Answer):
+    sha256: str
+
+
+class Blob(_Answer):
     """A file of a commit; the Hub has the SHA-256 of a large one, and of a small one git's hash
     alone.
     """
 
-    model_config = ConfigDict(frozen=True, strict=True)
-
+    rfilename: str
     size: int
-    git_hash: str
-    sha256: str | None
+    blob_id: str
+    lfs: _Large | None
 
 
-class Remote(BaseModel):
-    """A repository at one commit; `files` are by path."""
+class Remote(_Answer):
+    """A repository at one commit."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    repo: str = Field(alias="id")
+    commit: str = Field(alias="sha", pattern="^[0-9a-f]{40}$")
+    is_private: bool = Field(alias="private")
+    siblings: list[Blob]
 
-    repo: str
-    commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
-    is_private: bool
-    files: Mapping[str, Blob]
+    @property
+    def files(self) -> dict[str, Blob]:
+        """By path."""
+        return {blob.rfilename: blob for blob in self.siblings}
 
 
 class Hub:
@@ -131,32 +143,20 @@ class Hub:
 
         def ask() -> Remote | None:
             try:
-                info = self._api.model_info(repo, revision=revision)
+                info = self._api.model_info(repo, revision=revision, files_metadata=True)
             except GatedRepoError:
                 raise
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
-            if info.id.lower() != repo.lower():
+            remote = Remote.model_validate(info)
+            if remote.repo.lower() != repo.lower():
                 raise HubError(
                     "--repo",
                     "must be the repository's own name",
-                    got=f"{repo}, which is {info.id}",
+                    got=f"{repo}, which is {remote.repo}",
                     cure="Name the repository as it is called now",
                 )
-            blobs = {}
-            for file in self._api.list_repo_tree(repo, recursive=True, revision=info.sha):
-                if not isinstance(
-                    file.path, str
-                ):  # what is no file is a folder to huggingface_hub, whatever it is
-                    raise TypeError(f"a path in its list is {file.path!r}")
-                if isinstance(file, RepoFile):
-                    blobs[file.path] = {
-                        "size": file.size,
-                        "git_hash": file.blob_id,
-                        "sha256": file.lfs and file.lfs.sha256,
-                    }
-            found = {"repo": repo, "commit": info.sha, "is_private": info.private, "files": blobs}
-            return Remote.model_validate(found)
+            return remote
 
         return self._ask(repo, ask)
 
@@ -177,18 +177,15 @@ class Hub:
         With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent
         again.
         """
-
-        def send() -> str:
-            done = self._api.upload_folder(
-                repo_id=repo,
-                folder_path=folder,
-                revision=branch,
-                parent_commit=parent,
-                commit_message=message,
-            )
-            return done.oid
-
-        return self._ask(repo, send, is_long=True)
+        send = partial(
+            self._api.upload_folder,
+            repo_id=repo,
+            folder_path=folder,
+            revision=branch,
+            parent_commit=parent,
+            commit_message=message,
+        )
+        return self._ask(repo, lambda: send().oid, is_long=True)
 
     def merge(
         self,

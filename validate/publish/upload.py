@@ -172,18 +172,13 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
 
 def _refuse_red(verified: FullReport, evidence: Path) -> None:
     judgement = verified.judgement
-    got = verified.verdict.says.rstrip(".")
     assert judgement is not None, "verify() has made it"
     if judgement.verdict == "pass" and verified.verdict.ok:
         return
-    for reason in judgement.reasons:
-        if reason.verdict == judgement.verdict != "pass":
-            got = f"{judgement.title} ({reason.says.rstrip('.')})"
-            break
     raise GateError(
         evidence / report.JSON_FILE,
         "only a checkpoint that passes is published",
-        got=got,
+        got=f"{judgement.title} ({verified.verdict.says.rstrip('.')})",
         cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
     )
 
@@ -216,8 +211,7 @@ def check_name(repo: str) -> None:
     """Refuse a name that no repository of the Hub can have, before anything is read.
 
     Raises:
-        RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder
-            here.
+        RecipeError: not ORG/NAME, or characters that the Hub does not take.
     """
     if not is_repo_id(repo) or not repo.isascii():
         raise RecipeError(
@@ -225,13 +219,6 @@ def check_name(repo: str) -> None:
             "must be ORG/NAME with letters, digits, and single - _ . between them",
             got=repr(repo),
             cure="Name it as on the Hub",
-        )
-    if Path(repo).is_dir():
-        raise RecipeError(
-            "--repo",
-            "must not be a folder here, which would be checked in its place",
-            got=repo,
-            cure="Run this from another folder",
         )
 
 
@@ -446,12 +433,12 @@ def _is_same(local: LocalFile, there: Blob) -> bool:
     """Whether a file there is what was measured."""
     if there.size != local.num_bytes:
         return False
-    if there.sha256 is not None:
-        return there.sha256 == local.sha256
+    if there.lfs is not None:
+        return there.lfs.sha256 == local.sha256
     content = local.content
     if content is None:
         content = read_bytes_of(local.path, local.path)
     # Git's hash says only that the Hub has what is here now, and the report only what was here
     # then.
     is_measured = hashlib.sha256(content).hexdigest() == local.sha256
-    return is_measured and git_hash(content) == there.git_hash
+    return is_measured and git_hash(content) == there.blob_id

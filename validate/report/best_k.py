@@ -46,11 +46,8 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     # A speed that was measured on a CPU counts for that CPU alone.
     if report.bench and counts_bench(report.bench, device=device):
         checkpoint = report.bench.checkpoint
-        recommended = {}
-        for row in checkpoint.recommended:
-            recommended[row.concurrency, row.context] = row.k
-        load = min(recommended)  # the fewest requests at once
-        k = recommended[load]
+        load = min(checkpoint.loads)  # the fewest requests at once
+        (k,) = [row.k for row in checkpoint.recommended if row.load == load]
         if k is not None:
             where = report.bench.environment["device"]
             why = f"as bench recommends for {words_of(load)} on {where}"

@@ -15,19 +15,19 @@ result files makes no card, and a card that differs from what its report makes i
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from ...checkpoints.files import complete, partial_path, refuse_strange, remove, sync, within
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
-from ...checkpoints.source import Source, open_source
+from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
-from ...recipes.frozen import Bar
+from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
@@ -35,7 +35,7 @@ from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
-from .card_page import CardFacts, Metadata, page
+from .card_page import CardFacts, page
 from .drafted import counts_bench
 from .provenance import gpus_of, groups_of, is_chat, recipe_text
 
@@ -96,21 +96,17 @@ def build(
     if report.identity is not None:
         found = identify(checkpoint, cache=report_folder(checkpoint), watch=watch)
         refuse_other_bytes(checkpoint, report.identity, found)
-    opened = open_source(checkpoint)
     record = recorded(checkpoint)
     base = base_model_of(record, base_model)
     if base is None:
         raise unknown(checkpoint, f"the local folder {record.source.name}")
-    inherited = {}
-    where = "keepmtp card"
+    front = {}
+    where: object = "keepmtp card"
     if source:
-        where = str(source / README)
-        inherited = read_front_matter(source)
-    metadata = metadata_of(
-        opened, inherited, license_id=license_id, base_model=base.name, where=where
-    )
-    report = portable(report)
-    files = _files(_facts(checkpoint, report, opened, record, metadata, base))
+        where = source / README
+        front = read_front_matter(source)
+    facts = _facts(checkpoint, report, base, front, where, license_id)
+    files = _files(facts)
     # A reader never finds a mixture of the old card and the new one.
     partial = partial_path(folder)
     remove(partial)
@@ -123,7 +119,7 @@ def build(
         complete(folder)
     finally:
         remove(partial)
-    return folder, report
+    return folder, facts.report
 
 
 def recorded(checkpoint: Path) -> Record:
@@ -166,12 +162,19 @@ def verified_files(
     cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
     # License, language, task and base model are taken as the card has them: nobody measured them.
-    facts = _stated(checkpoint, folder)
+    report = reports.of_checkpoint(checkpoint)
+    front = read_front_matter(folder)
+    stated = None
+    if front.get("base_model"):
+        stated = str(front["base_model"])
+    refuse_no_id(stated)
+    base = base_model_of(recorded(checkpoint), stated)
+    if base is None or base.name != (stated or ""):
+        base = NO_BASE_MODEL
+    facts = _facts(checkpoint, report, base, front, folder / README)
     wanted = _files(facts)
-    found = {}
-    for path in folder.rglob("*"):
-        if not path.is_dir():
-            found[path.relative_to(folder).as_posix()] = path
+    paths = [path for path in folder.rglob("*") if not path.is_dir()]
+    found = {path.relative_to(folder).as_posix(): path for path in paths}
     wrong = dict.fromkeys(found.keys() - wanted.keys(), "a file that the report does not make")
     for name, content in wanted.items():
         if name not in found:
@@ -187,39 +190,27 @@ def verified_files(
     return wanted
 
 
-def _stated(checkpoint: Path, folder: Path) -> CardFacts:
-    """What a card in `folder` is made of: the evidence, with what its own front matter states."""
-    report = portable(reports.of_checkpoint(checkpoint))
-    opened = open_source(checkpoint)
-    record = recorded(checkpoint)
-    front = read_front_matter(folder)
-    stated = None
-    if front.get("base_model"):
-        stated = str(front["base_model"])
-    refuse_no_id(stated)
-    base = base_model_of(record, stated)
-    if base is None or base.name != (stated or ""):
-        base = NO_BASE_MODEL
-    metadata = metadata_of(opened, front, base_model=base.name, where=folder / README)
-    return _facts(checkpoint, report, opened, record, metadata, base)
-
-
 def _facts(
     checkpoint: Path,
     report: FullReport,
-    opened: Source,
-    record: Record,
-    metadata: Metadata,
     base: BaseModel,
+    front: Raw,
+    where: object,
+    license_id: str | None = None,
 ) -> CardFacts:
-    """What a card is made from, whose repository is not known."""
+    """What a card is made from, whose repository is not known; `where` is the front matter that
+    states license, language and task.
+    """
     from .charts import charts  # matplotlib, once it is known to be there
 
+    report = portable(report)
+    opened = open_source(checkpoint)
+    record = recorded(checkpoint)
     plots = {}
     for what, chart in charts(report).items():
         # A speed that is not the checkpoint's has no place on its card.
         if what != "speed" or (report.bench and counts_bench(report.bench)):
-            plots[f"{what}.png"] = chart.png
+            plots[what] = chart
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -228,7 +219,9 @@ def _facts(
         groups=groups_of(opened, record),
         base_model=base,
         repository="",
-        metadata=metadata,
+        metadata=metadata_of(
+            opened, front, license_id=license_id, base_model=base.name, where=where
+        ),
         is_chat=is_chat(opened),
         gpus=gpus_of(opened),
         cures=needed(opened, report.vllm),
@@ -239,12 +232,14 @@ def _facts(
 
 def _files(facts: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
-    return {
+    files = {
         README: _readme(facts),
         reports.JSON_FILE: reports.text_of(facts.report).encode(),
         report_html.HTML_FILE: report_html.render(facts.report).encode(),
-        **facts.plots,
     }
+    for what, chart in facts.plots.items():
+        files[f"{what}.png"] = chart.png
+    return files
 
 
 def _readme(facts: CardFacts) -> bytes:
@@ -254,25 +249,22 @@ def _readme(facts: CardFacts) -> bytes:
 def _refuse_strange(folder: Path) -> None:
     """Refuse to replace a folder that holds anything but a card."""
     refuse_strange(folder, below=True)
-    strange: list[object] = []
-    if folder.exists() and not folder.is_dir():
-        strange.append("a file")
-    for path in folder.rglob("*"):
-        if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES:
-            strange.append(path)
-    if strange:
-        raise RecipeError(
-            folder,
-            "must be a card's folder, or not there",
-            got=strange[0],
-            cure="Choose another --out, or move it",
-        )
+    for path in (folder, *folder.rglob("*")):
+        is_card = path.is_dir() or path.relative_to(folder).as_posix() in FILES
+        if path.exists() and not is_card:
+            raise RecipeError(
+                folder,
+                "must be a card's folder, or not there",
+                got=path,
+                cure="Choose another --out, or move it",
+            )
 
 
 # Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not
 # a server's /v1/.
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
-_PATH_FIELDS = frozenset({"path", "log", "samples"})
+# The folder of a field that is a path, in JSON.
+_FOLDER = re.compile(r'"(?:path|log|samples)": "(/[^"]+/)')
 # Text of a model, or for one.
 _TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
 
@@ -282,14 +274,9 @@ def portable(report: FullReport) -> FullReport:
     content = report.model_dump(mode="json", by_alias=True)
     # A folder may have a space in its name. So those of the report's own paths are removed first,
     # whatever their names are; after that, only slashes show what is a path.
-    folders = set()
-    for path in _paths(content):
-        if path.startswith("/"):
-            folders.add(f"{PurePosixPath(path).parent}/")
-    folders.discard("//")
+    folders = set(_FOLDER.findall(reports.text_of(report)))
     # A folder within another one goes first.
-    longest_first = sorted(sorted(folders), key=len, reverse=True)
-    return FullReport.model_validate(_walk(content, longest_first))
+    return FullReport.model_validate(_walk(content, sorted(folders, reverse=True)))
 
 
 def shortened(text: str, folders: Sequence[str] = ()) -> str:
@@ -301,25 +288,11 @@ def shortened(text: str, folders: Sequence[str] = ()) -> str:
     return _PATH.sub("", text)
 
 
-def _paths(value: Any, field: str = "") -> Iterator[str]:
-    """Every value of a field that is a path."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _paths(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _paths(inner, field)
-    elif field in _PATH_FIELDS and isinstance(value, str):
-        yield value
-
-
 def _walk(value: Any, folders: Sequence[str]) -> Any:
     if isinstance(value, dict):
         walked = {}
         for key, inner in value.items():
-            walked[key] = inner
-            if key not in _TEXT_FIELDS:
-                walked[key] = _walk(inner, folders)
+            walked[key] = inner if key in _TEXT_FIELDS else _walk(inner, folders)
         return walked
     if isinstance(value, list):
         return [_walk(inner, folders) for inner in value]

@@ -1,30 +1,33 @@
 """README.md below its front matter: what a model card says, from report.json, keepmtp.json and
 recipe.yaml alone.
 
-In: a `CardFacts`. Out: Markdown. Needs the `report` extra (jinja2). The sentences are in
-templates/card.md.j2; the rows of its tables are those of the page (tables.py).
+In: a `CardFacts`. Out: Markdown. What was measured is said as on the page (sections.py).
 
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
 
+import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
+from typing import Any
 
 from ...checkpoints.record import Record
+from ...recipes.errors import size_in_words
 from ...recipes.frozen import frozen
-from ...recipes.runtimes.vllm import KERNELS
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import GPU_NAMES, versions_in_short
+from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import MENDED
 from ..measure.serve_line import docker_words, serve_words
-from . import tables
+from . import sections
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
-from .drafted import counts_bench, drafted
+from .charts import Chart
+from .drafted import counts_bench
+from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
+from .numbers import counted
 from .provenance import ModuleGroup
-from .template import Md, bare, code, fenced, finalize, quoted, template, ticked
 
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
@@ -68,7 +71,7 @@ class CardFacts:
     base_model: BaseModel
     repository: str
     metadata: Metadata
-    plots: Mapping[str, bytes]
+    plots: Mapping[str, Chart]
     is_chat: bool
     gpus: tuple[tuple[int, str, int], ...]
     cures: tuple[str, ...] = ()
@@ -111,73 +114,312 @@ class CardFacts:
 
 def page(facts: CardFacts) -> str:
     """The card's text. Equal values give equal bytes."""
+    return markdown(_blocks(facts))
+
+
+def _blocks(facts: CardFacts) -> Iterator[Block]:
     report = facts.report
-    filters = {each.__name__: each for each in (code, codes, ticked, quoted, fenced, bare, Md)}
-    measured = None
-    for station in drafted(report.serve, report.evaluation):
-        if station.checkpoint.drafts:
-            measured = station
+    pictures = {}
+    for what, chart in facts.plots.items():
+        pictures[what] = picture(chart.alt, f"{what}.png")
+    yield title(facts.name, 1)
+    yield from _verdict(report)
+    yield from _summary(facts)
+    yield from sections.gates(report)
+    yield from _serve(facts)
+    yield title("Intended use")
+    yield (
+        "Inference with vLLM, for what the base model is made for. Its card says what that is, and "
+        "its limits, risks and license hold here too. This quantization was judged on the "
+        "questions and texts named below, and on nothing else."
+    )
+    yield from _hardware(facts)
+    yield from sections.dry(report)
+    yield from sections.tasks(report)
+    yield from sections.closeness(report)
+    if report.bench and counts_bench(report.bench):
+        yield from sections.bench(report.bench, pictures)
+    else:
+        yield title("Speed with and without MTP")
+        yield (
+            "Not measured in a way that promises a speed: that needs a GPU, and `keepmtp bench` of "
+            "these very bytes."
+        )
+    yield from sections.accepted(report, pictures)
+    yield title("What is different: quantized, kept, and why")
+    rows = []
+    for group in facts.groups:
+        stored = codes(group.schemes + group.plain)
+        rows.append((group.part, group.modules, stored, group.why or "not in the recipe's hands"))
+    yield Table(columns=("part", "modules", "stored as", "why"), rows=rows)
+    yield from sections.sizes(report)
+    yield from sections.calibration(report)
+    yield title("Limitations")
+    yield [*_limitations(facts)]
+    yield from _made_with(facts)
+
+
+def _verdict(report: FullReport) -> Iterator[Block]:
+    """On top of a card that is not green."""
+    judged = report.judgement
+    if not report.verdict.ok or (judged and judged.verdict == "regression"):
+        kind = "CAUTION"
+        says = "Regression: this checkpoint failed its gates."
+    elif judged is None or judged.verdict == "infeasible":
+        kind = "WARNING"
+        word = judged.title if judged else "not judged"
+        says = f"{word.capitalize()}: what was measured neither passes nor fails this checkpoint."
+    else:
+        return
+    yield Md(f"> [!{kind}]\n> **{says}** {inline(report.verdict.says)}")
+
+
+def _summary(facts: CardFacts) -> Iterator[Block]:
+    """What it is, in a sentence and in a table."""
+    report = facts.report
+    record = facts.record
+    source = record.source.name
+    block = "its multi-token-prediction (MTP) block"
+    if record.mtp_source:
+        block = f"the multi-token-prediction (MTP) block of {code(record.mtp_source.name)}"
+    schemes = codes(facts.schemes())
+    kept = "kept unquantized"
+    if facts.schemes("mtp"):
+        kept = f"quantized to {codes(facts.schemes('mtp'))}"
+    for reason in report.judgement.reasons if report.judgement else ():
+        if (reason.gate, reason.verdict) == ("acceptance", "pass"):
+            kept += ", which still drafts for speculative decoding"
+    yield f"{code(source)} quantized to {schemes or 'no scheme'} for vLLM, with {block} {kept}."
+    yield f"Recipe {code(record.recipe.name)}: {record.recipe.summary}"
+    base = facts.base_model
+    based_on = inline(base.says)
+    if base.name:
+        name = inline(base.name)
+        based_on = f"[{name}](https://huggingface.co/{base.name}). {based_on}"
+    layers = counted(report.facts.num_mtp_layers, "layer")
+    tensors = counted(report.facts.num_mtp_tensors, "tensor")
+    rows = [
+        ("Base model", Md(based_on)),
+        ("Source", f"{code(source)}, revision {code(record.source.revision)}"),
+        ("Format", f"{code(report.facts.dialect)}: {schemes or 'unquantized'}"),
+        ("MTP block", f"{layers}, {tensors}: {codes(facts.schemes('mtp')) or 'unquantized'}"),
+    ]
+    cache = record.recipe.whole.get("kv_cache")
+    if cache:
+        how = "with calibrated scales, which vLLM takes by itself; `--kv-cache-dtype bfloat16` "
+        rows.append(("KV cache", f"{code(cache)} {how}overrules it"))
+    after = size_in_words(record.bytes.after)
+    rows.append(("Size", f"{size_in_words(record.bytes.before)} before, {after} now"))
+    devices = codes(dict.fromkeys(_devices(report)))
+    where = f", on {devices}" if devices else ""
+    rows.append(("ServedModel by", f"the publisher{where}; nobody else has verified it"))
+    gpus = [f"{number} x {name} ({memory} GB)" for number, name, memory in facts.gpus]
+    fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
+    how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
+    rows.append(("GPUs", f"{fewest}: {how}"))
+    versions = versions_in_short(report.dry) or "no other version was tried"
+    rows.append(("vLLM", f"{report.vllm}; {versions}"))
+    license_id = facts.metadata.license_name or facts.metadata.license
+    unstated = "not stated here; that of the base model applies"
+    rows.append(("License", license_id or unstated))
+    yield Table(columns=("", ""), rows=rows)
+
+
+def _parts(report: FullReport) -> list[Any]:
+    """What was measured with servers."""
+    parts = (report.serve, report.evaluation, report.bench, report.closeness)
+    return [part for part in parts if part]
+
+
+def _devices(report: FullReport) -> list[str]:
+    devices = [part.environment.get("device", "") for part in _parts(report)]
+    return [device for device in devices if device]
+
+
+def _serve(facts: CardFacts) -> Iterator[Block]:
+    """How to serve it, and to ask it."""
+    best = facts.best_k
+    command = serve_words(facts.model, best.k, cures=facts.cures)
+    in_docker = docker_words(facts.model, best.k, version=facts.report.vllm, cures=facts.cures)
+    drafts = "This serves without drafting"
+    if best.k:
+        drafts = f"This drafts {counted(best.k, 'token')} a step"
+    yield title("Serve")
+    yield Code(text=shell(command))
+    yield f"{drafts}, {best.why}. Or in vLLM's own image, on port 8000:"
+    yield Code(text=shell(in_docker))
+    if facts.cured:
+        where = ""
+        if facts.cures:
+            where = (
+                "The first command wants keepmtp's wheel installed beside vLLM (`pip install "
+                "--no-deps`), the second wants it in the current folder. The second was not "
+                "tried. "
+            )
+        yield (
+            "vLLM itself has defects with this model, which keepmtp's cures mend where it runs: "
+            f"{'; '.join(facts.cured)}. {where}Without the cures vLLM raises, or its drafts are "
+            "wrong."
+        )
+    folder = "A folder works as well"
+    if not facts.repository:
+        folder = "`ORG` is the owner of this repository; a folder works as well"
+    yield f"{folder}. `--tensor-parallel-size N` splits the weights over N GPUs."
+    yield "Ask it, with `pip install openai`:"
+    lines = _COMPLETION
+    if facts.is_chat:
+        lines = _CHAT
+    yield Code(text=_CLIENT + lines.replace("MODEL", json.dumps(facts.model)), language="python")
+
+
+_CLIENT = """from openai import OpenAI
+
+client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")
+"""
+_CHAT = """answer = client.chat.completions.create(
+    model=MODEL,
+    messages=[{"role": "user", "content": "What is 17 * 23?"}],
+)
+print(answer.choices[0].message.content)
+"""
+_COMPLETION = """answer = client.completions.create(
+    model=MODEL,
+    prompt="17 * 23 =",
+)
+print(answer.choices[0].text)
+"""
+
+
+def _hardware(facts: CardFacts) -> Iterator[Block]:
+    """Where the schemes run."""
+    yield title("Hardware")
+    known = [name for name in facts.schemes() if name in SCHEMES]
+    rows = [(code(name), SCHEMES[name].hardware) for name in known]
+    rows = rows or [("unquantized", "wherever vLLM serves BF16")]
+    yield Table(columns=("scheme", "runs on"), rows=rows)
+    yield "; ".join([f"{gpu} is {name}" for gpu, name in GPU_NAMES.items()]) + "."
+
+
+def _limitations(facts: CardFacts) -> Iterator[str]:
+    """What a reader must not take for granted, a sentence or two each."""
+    report = facts.report
+    record = facts.record
+    for reason in report.judgement.reasons if report.judgement else ():
+        if reason.verdict == "infeasible":
+            yield f"The gate of {reason.gate} neither passes nor fails ({reason.title})."
+    yield from dict.fromkeys(_of_other_bytes(report))
+    for device in _devices(report):
+        if device.startswith("CPU"):
+            yield f"No GPU was used ({device}), so nothing here says how fast it is."
             break
-    bench = report.bench
-    if bench and not counts_bench(bench):
-        bench = None
-    sizes = {}
-    for row in report.sizes:
-        sizes[row.part, row.group] = row
-    k = facts.best_k.k
-    return template("card.md.j2", finalize=finalize, filters=filters, markup=Md).render(
-        facts=facts,
-        report=report,
-        record=facts.record,
-        tables=tables,
-        known=SCHEMES,
-        kernels=KERNELS,
-        gpu_names=GPU_NAMES,
-        versions=versions_in_short(report.dry),
-        wanted=tables.wanted_filter(report),
-        sizes=sizes,
-        serve_command=shell(serve_words(facts.model, k, cures=facts.cures)),
-        docker_command=shell(docker_words(facts.model, k, version=report.vllm, cures=facts.cures)),
-        mended=_mended(report),
-        drafted=measured,
-        bench=bench,
-        commands=list(_commands(facts)),
+    yield from _of_tasks(report.evaluation)
+    if report.dry:
+        yield "A dry load tells that every tensor finds its place, not that a kernel is right."
+    for finding in report.findings:
+        if finding.severity == "warning":
+            yield f"The check warns of {finding.where}: {finding.says}"
+    if record.source.revision == "local":
+        yield (
+            "The source was a local folder, identified by no more than its files' names and sizes "
+            "in `keepmtp.json`."
+        )
+    if record.recipe.whole.get("requantize"):
+        yield "Weights were rounded twice: the source was quantized already."
+    source = code(record.source.name)
+    if facts.compared != record.source.name:
+        yield f"Figures are compared with those of {code(facts.compared)}, not of {source}."
+    if record.mtp_source:
+        name = f"{code(record.mtp_source.name)}, revision {code(record.mtp_source.revision)}"
+        yield f"The MTP block is not of {source}, but of {name}, with a license of its own."
+    for part, says in report.absent.items():
+        if part in ("serve", "identity"):  # the others are said in their sections
+            yield says
+    if not versions_in_short(report.dry):
+        yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
+
+
+def _of_other_bytes(report: FullReport) -> Iterator[str]:
+    for part in _parts(report):
+        for model in (part.source, part.checkpoint):
+            if model and model.reason:
+                whose = f"Figures of the {model.role} are of"
+                reason = model.reason.rstrip(".")
+                if model.as_served == "native":
+                    yield f"{whose} a mended vLLM: {reason}."
+                else:
+                    yield (
+                        f"{whose} a {model.as_served}: {reason}. What packed kernels and quantized "
+                        "activations change is not in these numbers."
+                    )
+
+
+def _of_tasks(evaluation: EvaluationFact | None) -> Iterator[str]:
+    if evaluation is None:
+        return
+    if evaluation.plain is None:
+        yield (
+            "The checkpoint was not asked with MTP off, so whether drafting changes its answers is "
+            "not known."
+        )
+    for task in evaluation.by_task:
+        name = task.protocol.title
+        if task.protocol.dataset or task.protocol.limit:
+            yield (
+                f"{name}: only some of the benchmark's questions, or questions of a file, were "
+                "asked. The score compares with the source's beside it and with no other."
+            )
+
+
+def _made_with(facts: CardFacts) -> Iterator[Block]:
+    """What repeats it."""
+    report = facts.report
+    record = facts.record
+    yield title("Made with")
+    versions = [f"{package} {version}" for package, version in sorted(record.versions.items())]
+    made = ", ".join([f"keepmtp {record.keepmtp}", *versions])
+    yield f"{made}; report by keepmtp {report.keepmtp}, {report.made_at}."
+    yield Code(text=facts.recipe, language="yaml")
+    extra = "calibrate" if report.calibration else "quantize"
+    yield (
+        "`keepmtp.json` holds the recipe as it was run: `--scheme`, `--mtp` and `mtp: auto` may "
+        f"have decided otherwise than this file. Again, with keepmtp {record.keepmtp} and its "
+        f"extras `{extra}` and `evaluate`:"
+    )
+    yield Code(text="\n".join(_commands(facts)))
+    of_bytes = ""
+    if report.identity:
+        sha256 = code(report.identity.sha256)
+        of_bytes = f", measured on the bytes whose list of files has the SHA-256 {sha256}"
+    yield (
+        f"Every number above is from `report.json` in this repository{of_bytes}; `report.html` "
+        "shows it whole."
+    )
+    name = facts.base_model.name if facts.base_model.is_proven else record.source.name
+    yield (
+        f"To cite: keepmtp {record.keepmtp}, quantization of {name} with its MTP block "
+        f"({record.recipe.name})."
     )
 
 
-def _mended(report: FullReport) -> str:
-    """The cures that vLLM has applied while the checkpoint was measured, as a clause."""
-    for part in (report.bench, report.evaluation, report.serve, report.closeness):
-        if part and MENDED in part.checkpoint.reason:
-            reason = part.checkpoint.reason
-            return reason[reason.index(MENDED) :]
-    return ""
-
-
-def shell(words: Iterable[str]) -> Md:
+def shell(words: Iterable[str]) -> str:
     """A command that a narrow column does not cut: on one line, or an option with its value on
     each.
 
     A word that would make its line too long begins another one.
     """
-    quoted = [bare(shlex.quote(word)) for word in words]
+    quoted = [shlex.quote(word) for word in words]
     if len(" ".join(quoted)) <= MAX_COLUMNS:
-        return Md(" ".join(quoted))
+        return " ".join(quoted)
     lines = [""]
     for word in quoted:
         if word.startswith("-") or len(f"{lines[-1]} {word}") > MAX_COLUMNS:
             lines.append(word)
         else:
             lines[-1] = f"{lines[-1]} {word}".strip()
-    return Md(" \\\n  ".join(lines))
+    return " \\\n  ".join(lines)
 
 
-def codes(words: Iterable[str]) -> Md:
-    """Names, each as code."""
-    return Md(", ".join([code(word) for word in words]))
-
-
-def _commands(facts: CardFacts) -> Iterator[Md]:
+def _commands(facts: CardFacts) -> Iterator[str]:
     """The commands that repeat the run and its measurements.
 
     None installs keepmtp: the package index does not have it, so anybody could take its name there.

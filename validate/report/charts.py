@@ -38,7 +38,6 @@ _STYLE = {"text.parse_math": False, "font.family": "DejaVu Sans", "font.size": 1
 class Chart:
     """A picture; `alt` is what a screen reader says instead of it."""
 
-    title: str
     alt: str
     png: bytes
 
@@ -139,4 +138,4 @@ def _drawn(title: str, alt: str, draw: Callable[[Axes], None]) -> Chart:
         figure.legend(loc="outside upper left", ncols=2, title=title, frameon=False)
         file = io.BytesIO()
         FigureCanvasAgg(figure).print_png(file, metadata={"Software": None})
-    return Chart(title=title, alt=alt, png=file.getvalue())
+    return Chart(alt=f"{title}: {alt}", png=file.getvalue())

@@ -24,13 +24,14 @@ from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, versions_in_short
 from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
+from ..facts.findings import errors_of
 from ..facts.paired import one_sided
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
 from .drafted import counts_bench, drafted, has_no_block
 from .numbers import counted, nats, percent, points
-from .settle import Estimate, Recovery, mean_recovery, recovery, settle, unmeasured, worst
+from .settle import Estimate, Recovery, mean_recovery, reason, recovery, settle, unmeasured, worst
 
 CHANCE = 0.001
 """A split is no chance if two equal servers come to it less often than this: one good checkpoint in
@@ -80,11 +81,7 @@ def judge(
 def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
     """The worst verdict of these gates alone: the part of a judgement that one command measures."""
     wanted = set(gates)
-    measured = []
-    for reason in judgement.reasons:
-        if reason.gate in wanted:
-            measured.append(reason)
-    return worst(measured)
+    return worst([one for one in judgement.reasons if one.gate in wanted])
 
 
 def decided_in(
@@ -133,18 +130,15 @@ def not_its_own(as_served: str) -> str:
 
 def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
     """No error in config.json, headers and values, and no output that drafting changes."""
-    errors = []
-    warnings = 0
-    for finding in check.findings if check else ():
-        if finding.severity == "warning":
-            warnings += 1
-        elif finding.origin != "dry":  # of dry loads the next gate has the word
-            errors.append(finding)
+    found = check.findings if check else ()
+    all_errors = errors_of(found)
+    # Of dry loads the next gate has the word.
+    errors = [error for error in all_errors if error.origin != "dry"]
     if errors:
         says = f"{errors[0].where}: {errors[0].says.rstrip('.')}."
         if len(errors) > 1:
             says += f" Errors in all: {len(errors):,}."
-        return ReasonFact(gate="findings", verdict="regression", says=says)
+        return reason("findings", "regression", says)
     for served in serve.served if serve else ():
         for run in served.runs:
             for parting in run.partings or ():
@@ -154,13 +148,14 @@ def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
                         f"the output without it in prompt {parting.prompt} at token {parting.at}, "
                         f"and no log-probability gap below {GAP_TOLERANCE:g} explains it."
                     )
-                    return ReasonFact(gate="findings", verdict="regression", says=says)
+                    return reason("findings", "regression", says)
     if check is None:
         return unmeasured("findings", "Not checked: `keepmtp check CHECKPOINT --record` does.")
     says = "No error in config.json and the headers"
+    warnings = len(found) - len(all_errors)
     if warnings:
         says += f"; {counted(warnings, 'warning')}"
-    return ReasonFact(gate="findings", verdict="pass", says=f"{says}.")
+    return reason("findings", "pass", f"{says}.")
 
 
 def _loads(
@@ -177,21 +172,17 @@ def _loads(
     if failed:
         why = failed[0].error.rstrip(".")
         says = f"A dry load fails on {places(failed, is_named=True)}: {why}."
-        return ReasonFact(gate="loads", verdict="regression", says=says)
+        return reason("loads", "regression", says)
     # A source's server may fail without any fault here.
     for run in serve.checkpoint.runs if serve else ():
-        why = ""
+        server = f"The server with k={run.k}"
         if not run.loaded:
-            why = f"did not come up: {run.error.rstrip('.')}"
-        elif run.unwritten:
-            why = f"ran with {run.unwritten[0]} unwritten"
-        if why:
-            says = f"The server with k={run.k} {why}."
-            return ReasonFact(gate="loads", verdict="regression", says=says)
-    served = []
-    for measured in (serve, evaluation):
-        if measured:
-            served.append(measured.checkpoint.as_served)
+            error = run.error.rstrip(".")
+            return reason("loads", "regression", f"{server} did not come up: {error}.")
+        if run.unwritten:
+            says = f"{server} ran with {run.unwritten[0]} unwritten."
+            return reason("loads", "regression", says)
+    served = [part.checkpoint.as_served for part in (serve, evaluation) if part]
     if bench and bench.checkpoint.has_figures:
         served.append(bench.checkpoint.as_served)
     ways = []
@@ -205,7 +196,7 @@ def _loads(
     elif served:
         ways.append(f"Served was only a {served[0]}.")
     if loads or "native" in served:
-        return ReasonFact(gate="loads", verdict="pass", says=" ".join(ways))
+        return reason("loads", "pass", " ".join(ways))
     cure = "`keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it without a GPU."
     return unmeasured("loads", " ".join(["Not tried.", *ways, cure]))
 
@@ -236,7 +227,7 @@ def _acceptance(
     theirs = source.acceptance
     if mine is None:
         says = f"{where}, the checkpoint drafted nothing, and the source did."
-        return ReasonFact(gate="acceptance", verdict="regression", says=says)
+        return reason("acceptance", "regression", says)
     if not theirs:
         says = f"{where}, none of the source's own drafted tokens was accepted."
         return unmeasured("acceptance", says)
@@ -298,10 +289,10 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
         f"test: {rarest.chance:.2g}), "
     )
     if rarest.chance < CHANCE:
-        yield ReasonFact(gate="drafting", verdict="regression", says=f"{says}beyond chance.")
+        yield reason("drafting", "regression", f"{says}beyond chance.")
     else:
         says += "no more than chance gives where near-ties flip."
-        yield ReasonFact(gate="drafting", verdict="pass", says=says)
+        yield reason("drafting", "pass", says)
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -332,13 +323,9 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
 
-    def bounds(times: float) -> tuple[float, float]:
-        low, high = one_sided(pair, gates.confidence, times=times)
-        return -high, -low
-
     estimate = Estimate(
         value=-pair.difference,
-        bounds=bounds,
+        bounds=lambda times: negated(one_sided(pair, gates.confidence, times=times)),
         samples=num,
         unit="questions",
         says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
@@ -352,6 +339,11 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     return settle(gate, estimate, most, gates, is_floor=False)
 
 
+def negated(bounds: tuple[float, float]) -> tuple[float, float]:
+    """Of a loss, where those of a gain are known."""
+    return -bounds[1], -bounds[0]
+
+
 def _all_tasks(
     gates: Gates, evaluation: EvaluationFact | None, wanted: Collection[str]
 ) -> Iterator[ReasonFact]:
@@ -361,9 +353,7 @@ def _all_tasks(
     # A mean over the tasks that were asked is no mean over those that the recipe lists, so one that
     # is missing leaves the mean unjudged.
     lacking = [name for name in wanted if name not in names]
-    for name, task in zip(names, tasks, strict=True):
-        if recovery(task, gates.filter) is None:
-            lacking.append(name)
+    lacking += [task.protocol.task for task in tasks if recovery(task, gates.filter) is None]
     mean = None
     cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
     if lacking:
@@ -392,18 +382,11 @@ def _mean(
     if mean is None:
         return unmeasured("mean recovery", cure)
 
-    def bounds(times: float) -> tuple[float, float]:
-        return mean.one_sided(gates.confidence, times=times)
-
-    names = []
-    num_questions = 0
-    for task in tasks:
-        names.append(task.protocol.task)
-        num_questions += task.checkpoint.num_questions
+    names = [task.protocol.task for task in tasks]
     estimate = Estimate(
         value=mean.value,
-        bounds=bounds,
-        samples=num_questions,
+        bounds=lambda times: mean.one_sided(gates.confidence, times=times),
+        samples=sum([task.checkpoint.num_questions for task in tasks]),
         unit="questions over all tasks",
         says=f"{', '.join(names)}: {percent(mean.value)} of the source's scores on average",
         how="one-sided, paired by question, tasks independent",
@@ -425,14 +408,10 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
         yield unmeasured("speed", f"{says}there does.")
         return
     # One request at a time with the shortest context that was measured.
-    cells = []
-    plain = None
-    for cell in bench.checkpoint.cells:
-        if cell.concurrency > 1 or len(cell.repetitions) < 2:  # one repetition has no spread
-            continue
-        cells.append(cell)
-        if not cell.k and (plain is None or cell.context < plain.context):
-            plain = cell
+    cells = [cell for cell in bench.checkpoint.cells if cell.concurrency == 1]
+    cells = [cell for cell in cells if len(cell.repetitions) > 1]  # one has no spread
+    without = [cell for cell in cells if not cell.k]
+    plain = min(without, key=lambda cell: cell.context, default=None)
     found = []
     for cell in cells:
         if plain and cell.k and cell.load == plain.load:
@@ -455,9 +434,9 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
         "is asked for."
     )
     if low >= least:
-        yield ReasonFact(gate="speed", verdict="pass", says=says)
+        yield reason("speed", "pass", says)
     elif all(high < least for _, _, high, _ in found):
-        yield ReasonFact(gate="speed", verdict="regression", says=f"{says} No other k is faster.")
+        yield reason("speed", "regression", f"{says} No other k is faster.")
     else:
         yield unmeasured("speed", f"{says} The repetitions are too far apart to tell.")
 
@@ -480,10 +459,7 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
         near = reach / times**0.5
         return fact.divergence - near, fact.divergence + near
 
-    def share(times: float) -> tuple[float, float]:
-        trials = times * fact.effective_tokens
-        return limits(fact.flip_rate * trials, trials, gates.confidence)
-
+    flips = fact.flip_rate * fact.effective_tokens
     if gates.max_divergence is not None:
         also = ""
         if not fact.is_exact:
@@ -506,7 +482,9 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
     if gates.max_flips is not None:
         estimate = Estimate(
             value=fact.flip_rate,
-            bounds=share,
+            bounds=lambda times: limits(
+                times * flips, times * fact.effective_tokens, gates.confidence
+            ),
             samples=fact.tokens,
             unit="tokens",
             says=f"The first choice is another at {percent(fact.flip_rate)} of the tokens",
@@ -516,11 +494,10 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
         found.append(settle("closeness", estimate, gates.max_flips, gates, is_floor=False))
     # So many samples settle both; None where no number settles one of them.
     needed = 0
-    for reason in found:
-        if reason.verdict != "infeasible" or needed is None:
-            continue
-        needed = None if reason.needed is None else max(needed, reason.needed)
-    says = " ".join([reason.says for reason in found])
+    for one in found:
+        if one.verdict == "infeasible" and needed is not None:
+            needed = None if one.needed is None else max(needed, one.needed)
+    says = " ".join([one.says for one in found])
     yield ReasonFact(
         gate="closeness",
         verdict=worst(found),

@@ -1,22 +1,54 @@
 """report.html: one self-contained page from the content of report.json, and from nothing else.
 
 In: a `FullReport`. Out: HTML with its style and pictures in it, no script and no request; light,
-dark, on paper and on a phone. Needs the `report` extra (jinja2, matplotlib).
+dark, on paper and on a phone. Needs the `report` extra (markdown-it-py, matplotlib).
 
-Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped.
+Easy to get wrong: names in a report come from strangers' checkpoints. The Markdown that is made of
+them has no markup of theirs, and HTML in it is text.
 """
 
 from base64 import b64encode
+from html import escape
 from pathlib import Path
-from typing import Any
+from string import Template
 
 from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
 from ..facts.schema import FullReport
-from .template import template
+from .markdown import markdown, picture
 
 HTML_FILE = "report.html"
+# The policy makes a browser enforce it: no script, no request.
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="$policy">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --line: light-dark(#dde2e8, #2d3844); --verdict: $colour; }
+body { color: light-dark(#16202c, #e6ebf1); background: light-dark(#ffffff, #182029); }
+body { font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+main { max-width: 66rem; margin: 0 auto; padding: 1rem; }
+h2 { margin-top: 2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+blockquote { margin: 0; padding: 0 1rem; border-left: .4rem solid var(--verdict); }
+table { display: block; overflow-x: auto; border-collapse: collapse; overflow-wrap: normal; }
+th, td { padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { text-align: left; }
+img { max-width: 32rem; width: 100%; }
+@media print { :root { color-scheme: light; } tr, img { break-inside: avoid; } }
+</style>
+</head>
+<body>
+<main>
+$body</main>
+</body>
+</html>
+""")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def require_extra() -> None:
@@ -45,32 +77,23 @@ def render(report: FullReport) -> str:
     """
     require_extra()
     # What needs the extra is imported once it is known to be there.
+    from markdown_it import MarkdownIt
+
     from .charts import charts
-    from .report_page import sections, ticked
+    from .sections import page
 
-    kind = "bad"
-    if report.verdict.ok:
-        kind = "good"
     drawn = {}
-    for what, chart in charts(report).items():
-        drawn[what] = (chart.title, chart.alt, b64encode(chart.png).decode())
-    return template(
-        "report.html.j2",
-        finalize=_shown,
-        filters={},
-        is_html=True,
-    ).render(
-        report=report,
-        name=Path(report.path).name or report.path,
-        kind=kind,
-        says=ticked(report.verdict.says),
-        sections=sections(report, drawn),
-        charts=drawn,
+    for name, chart in charts(report).items():
+        content = b64encode(chart.png).decode()
+        drawn[name] = picture(chart.alt, f"data:image/png;base64,{content}")
+    browser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    name = Path(report.path).name or report.path
+    colour = "#b3261e"
+    if report.verdict.ok:
+        colour = "#17693a"
+    return _PAGE.substitute(
+        policy=_POLICY,
+        title=escape(printable(f"{name}: {report.verdict.label} (keepmtp)")),
+        colour=colour,
+        body=browser.render(markdown(page(report, drawn))),
     )
-
-
-def _shown(value: Any) -> Any:
-    """A stranger's control characters and marks of direction become `\\x1b`."""
-    if type(value) is str:  # what is markup has been made of such words
-        return printable(value)
-    return value

@@ -8,15 +8,14 @@ Easy to get wrong: a recipe says what somebody wanted. The rows are read from th
 what is there.
 """
 
+from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
-from ...recipes.family import HFName
 from ...recipes.frozen import Raw, frozen
 from ...recipes.schema import AUTO, Recipe
 from ..check.runtime_view import RuntimeView
@@ -29,6 +28,7 @@ _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _MOST_GPUS = 8
+_Group = tuple[str, str]
 
 
 @frozen
@@ -96,66 +96,47 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     if isinstance(record.recipe.mtp, str):
         policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)
     asked = {*policies["backbone"].values(), *policies["mtp"].values()}
-    found: dict[tuple[str, str], _Stored] = {}
-    for entry in runtime.others:
-        _add(found, runtime, entry.name, scheme="", dtype=entry.dtype)
+    stored = [(entry.name, "", entry.dtype) for entry in runtime.others]
     for module, weight in runtime.weights.items():
-        scheme = weight.scheme
+        scheme = weight.scheme or ""
         if weight.form == "mxfp4":
             # One layout serves three, which differ in what vLLM does with it.
-            scheme = "MXFP4A8"
-            for word in ("MXFP4A16", "MXFP4"):
-                if word in asked:
-                    scheme = word
+            named = [word for word in ("MXFP4", "MXFP4A16") if word in asked]
+            scheme = next(iter(named), "MXFP4A8")
         elif not scheme and weight.form != "plain":
             scheme = weight.form
-        _add(found, runtime, module, scheme=scheme, dtype=weight.weight.dtype)
+        stored.append((module, scheme, weight.weight.dtype))
+    schemes = defaultdict[_Group, set[str]](set)
+    plain = defaultdict[_Group, set[str]](set)
+    reasons = defaultdict[_Group, set[str]](set)
+    for name, scheme, dtype in stored:
+        place = runtime.placed.get(name)
+        group = ("backbone", "unknown")
+        if place:
+            group = place.part, place.role
+        if scheme:
+            schemes[group].add(scheme)
+            continue
+        plain[group].add(dtype)
+        if place and place.row.why_kept:
+            reasons[group].add(place.row.why_kept)
+        elif place and place.leaf == "bias":
+            reasons[group].add("a bias, not a matrix")
     rows = []
-    for (part, modules), stored in found.items():
-        reasons = sorted(stored.reasons)
+    for part, modules in sorted(schemes.keys() | plain.keys()):
+        group = part, modules
+        why = sorted(reasons[group])
         if modules in policies[part]:
-            reasons.insert(0, f"recipe: {policies[part][modules]}")
+            why.insert(0, f"recipe: {policies[part][modules]}")
         row = ModuleGroup(
             part=part,
             modules=modules,
-            schemes=tuple(sorted(stored.schemes)),
-            plain=tuple(sorted(stored.plain)),
-            why="; ".join(reasons),
+            schemes=tuple(sorted(schemes[group])),
+            plain=tuple(sorted(plain[group])),
+            why="; ".join(why),
         )
-        rows.append((part, not row.schemes, modules, row))
-    return tuple([row for *_, row in sorted(rows)])
-
-
-class _Stored(NamedTuple):
-    """What is found of one group, each word once."""
-
-    schemes: set[str]
-    plain: set[str]
-    reasons: set[str]
-
-
-def _add(
-    found: dict[tuple[str, str], _Stored],
-    runtime: RuntimeView,
-    name: HFName,
-    *,
-    scheme: str | None,
-    dtype: str,
-) -> None:
-    """Put one module or tensor to its group."""
-    place = runtime.placed.get(name)
-    key = ("backbone", "unknown")
-    if place:
-        key = place.part, place.role
-    stored = found.setdefault(key, _Stored(set(), set(), set()))
-    if scheme:
-        stored.schemes.add(scheme)
-        return
-    stored.plain.add(dtype)
-    if place and place.row.why_kept:
-        stored.reasons.add(place.row.why_kept)
-    elif place and place.leaf == "bias":
-        stored.reasons.add("a bias, not a matrix")
+        rows.append(row)
+    return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes)))
 
 
 def is_chat(checkpoint: Source) -> bool:

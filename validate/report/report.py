@@ -389,11 +389,9 @@ def verdict_of(
     warnings = len(check.findings) - len(errors_of(check.findings))
     if warnings:
         says += f", with {counted(warnings, 'warning')}"
-    found = None
-    for station in drafted(serve, evaluation):
-        if found is None and station.checkpoint.draft_tokens:
-            found = station
-    if found:
+    stations = [one for one in drafted(serve, evaluation) if one.checkpoint.draft_tokens]
+    if stations:
+        found = stations[0]
         label = "Served"
         how = "natively"
         if found.as_served != "native":

@@ -18,7 +18,6 @@ from ..facts.evaluated import TaskFact
 from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit
 
-_WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible")
 # So many times as many samples nobody takes: where they would not settle it either, no number is
 # named.
 _MOST_TIMES = 1_000_000
@@ -114,16 +113,20 @@ def _needed(estimate: Estimate, wanted: float, end: JudgementWord, *, is_floor: 
 
 def worst(reasons: Iterable[ReasonFact]) -> JudgementWord:
     """Regression before infeasible before pass, which is also that of none."""
-    verdicts = {reason.verdict for reason in reasons}
-    for word in _WORST_FIRST:
-        if word in verdicts:
-            return word
-    return "pass"
+    verdicts = {one.verdict for one in reasons}
+    if "regression" in verdicts:
+        return "regression"
+    return "infeasible" if "infeasible" in verdicts else "pass"
+
+
+def reason(gate: str, verdict: JudgementWord, says: str) -> ReasonFact:
+    """The answer of a gate that is no matter of samples."""
+    return ReasonFact(gate=gate, verdict=verdict, says=says)
 
 
 def unmeasured(gate: str, says: str) -> ReasonFact:
     """The reason of a gate that has nothing to judge."""
-    return ReasonFact(gate=gate, verdict="infeasible", says=says)
+    return reason(gate, "infeasible", says)
 
 
 @frozen

@@ -1,7 +1,6 @@
 """The rows and sentences that terminal, page and card have in common, each figure rounded once.
 
-In: facts. Out: a `Table` of words, and sentences. The terminal, and the templates of page and card,
-print them and compute nothing.
+In: facts. Out: a `Table` of words, and sentences.
 
 Easy to get wrong: a k whose server failed has no figure and says so.
 """
@@ -11,29 +10,18 @@ from collections.abc import Iterable, Iterator
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
-from ...recipes.frozen import frozen
 from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.schema import FullReport
-from ..facts.served import MENDED, Drafts, ServeCheck, Served, how_served
+from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
+from .markdown import Table
 from .numbers import count, figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
 
-ROLES = {"source": "source", "checkpoint": "this checkpoint", "plain": "this checkpoint, MTP off"}
 _CONFIDENCE = 0.95
-
-
-@frozen
-class Table:
-    """Words in rows, as many in each as there are columns; a head that begins with `>` is of
-    numbers.
-    """
-
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 # --- calibration ----------------------------------------------------------------------------------
@@ -146,10 +134,10 @@ def wanted_filter(report: FullReport) -> str:
 
 def scores(task: TaskFact) -> Table:
     """A row for each that was asked: its score by every filter, and answers cut or empty."""
-    columns = [f">{score.filter}" for score in task.checkpoint.scores]
+    columns = [f">{name}" for name in task.checkpoint.filters]
     rows = []
     for arm in task.arms:
-        reached = [_score(score) for score in arm.scores]
+        reached = [score(one) for one in arm.scores]
         cut = f"{_cut(arm)} ({arm.num_truncated:,})"
         rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
     return Table(columns=("", *columns, ">asked", ">cut", ">empty"), rows=rows)
@@ -208,15 +196,16 @@ def tasks(evaluation: EvaluationFact | None, wanted: str) -> Table | None:
             # A checkpoint that no longer ends its answers reaches the limit of tokens more often
             # than its source, and its score may hide that where the answer comes early.
             cut = f"{_cut(task.source)} / {cut}"
-        score = _score(task.checkpoint.score(name))
+        after = score(task.checkpoint.score(name))
         kept = _recovery(recovery(task, wanted))
-        rows.append((f"{task.protocol.title}, {name}", before, score, kept, cut))
+        rows.append((f"{task.protocol.title}, {name}", before, after, kept, cut))
     rows.append(("mean", "-", "-", _recovery(mean_recovery(evaluation.by_task, wanted)), "-"))
     return Table(columns=("task", ">source", ">checkpoint", ">recovery", ">cut"), rows=rows)
 
 
-def _score(score: ScoreFact) -> str:
-    return f"{percent(score.value)} ± {100 * score.stderr:.2f}"
+def score(one: ScoreFact) -> str:
+    """`68.92 % ± 1.27`, with the standard error in points."""
+    return f"{percent(one.value)} ± {100 * one.stderr:.2f}"
 
 
 def _recovery(found: Recovery | None) -> str:
@@ -269,10 +258,10 @@ def accepted(report: FullReport) -> Table:
     """
     rows = []
 
-    def add(asked: str, model: EvaluatedFact | Served | Benched, k: int, counted: Drafts) -> None:
+    def add(asked: str, model: ServedModel, k: int, counted: Drafts) -> None:
         if counted.draft_tokens:
             share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
-            served = f"{ROLES[model.role]}, {served_as(model)}"
+            served = f"{model.title}, {served_as(model)}"
             rows.append((asked, served, f"{k}", share, *_accepted(counted)))
 
     if report.evaluation:
@@ -292,7 +281,7 @@ def accepted(report: FullReport) -> Table:
     return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
 
 
-def served_as(model: EvaluatedFact | Served | Benched) -> str:
+def served_as(model: ServedModel) -> str:
     """How a model was served, in a cell of a table."""
     how: str = model.as_served
     if how == "native":
@@ -306,9 +295,7 @@ def cells(benched: Benched) -> Table:
     """A row for each load and k; `best` is the k that is recommended, ± half of what repetitions
     spread.
     """
-    best = {}
-    for row in benched.recommended:
-        best[row.concurrency, row.context] = row.k
+    best = {row.load: row.k for row in benched.recommended}
     rows = []
     for cell in benched.cells:
         figures = ("failed", *("-",) * 5)
@@ -332,7 +319,7 @@ def cells(benched: Benched) -> Table:
 def speed_notes(bench: BenchFact) -> Iterator[str]:
     """What is recommended of the checkpoint, and what speaks against the figures."""
     for row in bench.checkpoint.recommended:
-        load = words_of((row.concurrency, row.context))
+        load = words_of(row.load)
         if row.k is None:
             yield f"{load}: no k is recommended: {row.says}."
         else:
@@ -359,26 +346,12 @@ def kernels(loads: Iterable[DryLoad]) -> Table:
         for role, model in (("target", load.target), ("draft", load.draft)):
             for use in model.kernels:
                 found[use.outcome, role, use.layer, use.method, use.kernel or "-"].append(load)
-    order = defaultdict(list)
-    for (outcome, *use), where in found.items():
-        order[not outcome.startswith("refused"), use[0] != "target"].append(
-            (*use, places(where), outcome)
-        )
-    rows = []
-    for rank in sorted(order):
-        rows += order[rank]
+    rows = [(*use, places(where), outcome) for (outcome, *use), where in found.items()]
+    rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
     return Table(columns=("model", "layers", "quant method", "kernel", "GPU", "outcome"), rows=rows)
 
 
 # --- closeness ------------------------------------------------------------------------------------
-
-
-def closeness_in_short(fact: ClosenessFact) -> str:
-    """The sentence of the card."""
-    return (
-        f"{_divergence(fact)} from the source on {fact.tokens:,} tokens of held-out text; the most "
-        f"likely token differs at {_flips(fact)}"
-    )
 
 
 def closeness(fact: ClosenessFact) -> Table:

@@ -14,15 +14,13 @@ from keepmtp.validate.facts.paired import PairedFact, one_sided, paired
 from scipy.stats import binom, binomtest, multinomial
 
 
-@pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("confidence", [0.6, 0.999])
 @pytest.mark.parametrize(
     "successes, trials",
     [
         (0, 1),
-        (1, 1),
         (3, 10),
         (154, 154),
-        (0, 99),
         (31731, 40000),
         (999999, 1000000),
     ],
@@ -46,9 +44,7 @@ def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, co
         (0, 0),
         (1, 0),
         (3, 3),
-        (9, 2),
         (30, 12),
-        (500, 400),
     ],
 )
 def test_the_sign_test_is_a_fair_coins(one, other):
@@ -85,14 +81,7 @@ def test_extremes_have_limits():
     assert difference_limits(0, 5, 5, 0.95)[0] == -1 and difference_limits(5, 0, 5, 0.95)[1] == 1
 
 
-@pytest.mark.parametrize(
-    "num, of_num",
-    [
-        (50, 50),
-        (150, 150),
-        (100, 200),
-    ],
-)
+@pytest.mark.parametrize("num, of_num", [(50, 50), (100, 200)])
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.98, 0.995])
 def test_a_ratio_at_the_limit_is_told_wrongly_as_often_as_it_says(num, of_num, share, monkeypatch):
     """Both ends, over all outcomes weighted by their probability: 97 % of the source's share is
@@ -152,14 +141,7 @@ def test_the_stderr_of_many_pairs_is_that_of_their_differences():
     assert found.stderr == pytest.approx(((1600 / 10_000 - mean**2) / 10_000) ** 0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "num",
-    [
-        1,
-        20,
-        1319,
-    ],
-)
+@pytest.mark.parametrize("num", [1, 1319])
 def test_equal_answers_are_no_proof(num):
     """No question on which they part: the difference is zero, and the interval is not."""
     found = fact(num, 0, 0, 0)

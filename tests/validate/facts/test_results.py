@@ -22,7 +22,6 @@ import pytest
 import reports
 from closenesses import closeness
 from json_files import json_of, put_json
-from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.compare import exit_status
@@ -124,11 +123,14 @@ def test_a_result_read_back_is_the_same(evidence):
 @pytest.mark.parametrize(
     "written, other, says",
     [
-        ('"schema": 3', '"schema": 2', "version 3; got schema"),
+        ('"schema": 3', '"schema": 2', "version 3; got one of serve, version 2"),
         ('"schema": 3', '"schema": 3, "colour": "red"', "version 3; got colour"),
-        ('"station": "serve"', '"station": "gsm8k"', "must be a result of serve; got gsm8k"),
+        (
+            '"station": "serve"',
+            '"station": "gsm8k"',
+            "a result of serve, version 3; got one of gsm8k",
+        ),
         ('"max_tokens": 128', '"floor": "high"', r"version 3; got data\.max_tokens"),
-        ('"seconds": 312.0', '"seconds": "long"', r"version 3; got data\.seconds"),
     ],
 )
 def test_a_file_that_is_no_result(written, other, says, evidence):
@@ -141,12 +143,6 @@ def test_a_file_that_is_no_result(written, other, says, evidence):
         read_result(evidence, "serve")
     with pytest.raises(CheckpointError):
         from_results(evidence)
-
-
-def test_what_cannot_be_written_is_one_sentence(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="must be writable; got"):
-        write_whole(tmp_path / "file" / "check.json", "{}")
 
 
 # --- the report of them ---------------------------------------------------------------------------
@@ -260,8 +256,6 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
     "recipe, says",
     [
         ({"gates": {"max_drop": 2}}, "must be as a recipe has it; got max_drop"),
-        ({"gates": {"colour": 2}}, "must be as a recipe has it; got colour"),
-        ({}, ""),
         ({"gates": None}, ""),
         (7, "must be keepmtp's own record; got keepmtp: Field required"),
     ],
@@ -296,12 +290,9 @@ def test_a_changed_record_is_no_other_gate(evidence):
     [
         ("evaluation.checkpoint.scores.0.value", 0.99),
         ("serve.checkpoint.runs.1.acceptance", 0.99),
-        ("serve.checkpoint.runs.3.partings.0.is_near_tie", False),
-        ("facts.num_bytes", 7),
         ("judgement.gates.max_drop", 0.9),
         ("verdict.says", "It is perfect."),
         ("identity.sha256", "0000000000000000000000000000000000000000000000000000000000000000"),
-        ("made_at", "2031-01-01 00:00:00 UTC"),
     ],
 )
 def test_a_number_altered_in_the_report_is_named(place, value, evidence):

@@ -168,7 +168,7 @@ def test_each_command_refuses_before_it_starts_a_server(cuda, smi, tmp_path, com
 @pytest.mark.full
 def test_another_vllm_is_named(monkeypatch, tmp_path):
     """The server of any version is measured, and every result says which."""
-    monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, vllm="0.99.1")))
+    monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, version="0.99.1")))
     command = f"serve-check {ROOT / GLM} --source none --out {tmp_path / 'out'} --json"
     done = keepmtp(command, status=0)
     assert "vLLM 0.99.1: keepmtp's rules were read from 0.29.0 to" in done.stderr

@@ -253,13 +253,6 @@ def test_a_name_that_the_hub_does_not_take_is_refused(name):
         publishing.check_name(name)
 
 
-def test_a_folder_of_the_same_name_is_not_checked_in_its_place(tmp_path, monkeypatch):
-    (tmp_path / REPO).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="must not be a folder here"):
-        publishing.check_name(REPO)
-
-
 def test_a_token_is_needed(publish_here, hub):
     publish_here(
         token="",
@@ -302,7 +295,7 @@ def out_of_the_folder(folder: Path, name: str) -> None:
     path.symlink_to(there)
 
 
-@pytest.mark.parametrize("name", [SHARD, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", [SHARD, "config.json"])
 def test_a_link_is_not_followed(publish_here, hub, folder, name):
     out_of_the_folder(folder, name)
     for more in ([], ["--dry-run"]):
@@ -314,7 +307,6 @@ def test_a_link_is_not_followed(publish_here, hub, folder, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "notes.txt",
         "id_ed25519",
         "sub/.env.json",
         "token.json",
@@ -534,7 +526,7 @@ def test_going_public_is_asked_before_and_done_after(hub, folder, answer):
     settings = next(
         number for number, line in enumerate(hub.requests) if line.endswith("/settings")
     )
-    assert any("/tree/" in line for line in hub.requests[:settings]) and hub.requests[
+    assert any("/revision/" in line for line in hub.requests[:settings]) and hub.requests[
         settings
     ].startswith("PUT")
     assert not any("/lfs/" in line for line in hub.requests[settings:])

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,9 +51,10 @@ from keepmtp.validate.report.base_model import (
 from keepmtp.validate.report.card import portable, shortened
 from keepmtp.validate.report.card_metadata import front_matter, metadata_of, read_front_matter
 from keepmtp.validate.report.card_page import MAX_COLUMNS, CardFacts, Metadata, page
+from keepmtp.validate.report.charts import Chart
 from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.markdown import Code, Table, code, inline, markdown
 from keepmtp.validate.report.provenance import gpus_of, groups_of, is_chat, recipe_text
-from keepmtp.validate.report.template import code, escaped, fenced, quoted, ticked
 from markdown_it import MarkdownIt
 from printed import printed
 
@@ -158,7 +160,7 @@ def test_a_card_with_every_part(made, tmp_path):
         report,
         record=record.model_copy(update={"recipe": recipe}),
         repository="a-long-organization/A-Long-Name-NVFP4A16-FP8-MTP",
-        plots={"acceptance.png": b"", "speed.png": b""},
+        plots=dict.fromkeys(("acceptance", "speed"), Chart(alt="what is drawn", png=b"")),
     )
     printed("card.md", text)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -215,11 +217,11 @@ def test_the_verdict_stands_on_top(kind, changed, says, made):
             {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
             "The gate of gsm8k neither passes nor fails (too few samples)",
         ),
-        ("calibrated", {"unmeasured": "no class."}, "measure acceptance: no class."),
+        ("calibrated", {"unmeasured": "no class."}, "No acceptance: no class."),
     ],
 )
 def test_limitations_follow_from_what_was_measured(kind, changed, says, made):
-    assert says in card_of(made, report_of(kind, changed)).partition("## Throughput")[2]
+    assert says in card_of(made, report_of(kind, changed)).partition("## Intended use")[2]
 
 
 def speed_card(made: Path, *, with_source: bool = True, device: str = "GPU", **own: object) -> str:
@@ -238,9 +240,7 @@ def test_where_drafting_is_slower_the_serve_line_does_not_draft(made):
     assert "This serves without drafting, as bench recommends for 1 at once" in text
 
 
-@pytest.mark.parametrize(
-    "changes, device", [(COPY, "GPU"), ({}, "CPU: x, 2 cores"), (COPY, "CPU: x, 2 cores")]
-)
+@pytest.mark.parametrize("changes, device", [(COPY, "GPU"), ({}, "CPU: x, 2 cores")])
 def test_a_copy_or_a_cpu_recommends_nothing_elsewhere(changes, device, made):
     text = speed_card(made, device=device, **changes)
     assert '"num_speculative_tokens":1' in text
@@ -262,12 +262,10 @@ def test_a_cell_that_failed_is_on_the_card(made):
 @pytest.mark.parametrize(
     "gib, says",
     [
-        (15, "1 x 4090 (24 GB): the fewest"),
         (
             100,
             "8 x 4090 (24 GB), 4 x L40S (48 GB), 2 x H100 (80 GB), 1 x H200 (141 GB): the fewest",
         ),
-        (400, "8 x H100 (80 GB), 4 x H200 (141 GB), 4 x B200 (180 GB): the fewest"),
         (2000, "more than 8 of any that keepmtp knows: the fewest"),
     ],
 )
@@ -323,20 +321,12 @@ def test_strings_of_strangers_are_text(make, made):
         recipe=f"a: b\n```\n{HOSTILE}",
         record=record.model_copy(update={"recipe": recipe, "source": source}),
     )
-    tokens = [
-        child
-        for token in MarkdownIt("commonmark").enable("table").parse(text)
-        for child in (token, *(token.children or []))
-    ]
-    html = {
-        token.content.strip() for token in tokens if token.type in ("html_block", "html_inline")
-    }
-    assert all(re.fullmatch(r"(</?(details|summary)>[\w.', -]*)+", part) for part in html), html
-    leading = [token for token in tokens if token.type in ("link_open", "image")]
-    links = {token.attrs.get("href") or token.attrs.get("src") for token in leading}
-    assert links == {"https://github.com/vllm-project/vllm"}
-    headings = [token for token in tokens if token.type == "heading_open"]
-    assert len(headings) == 11 + bool(report.closeness)
+    tokens = []
+    for token in PARSER.parse(text):
+        tokens += [token, *(token.children or ())]
+    types = Counter(token.type for token in tokens)
+    assert not types.keys() & {"html_block", "html_inline", "link_open", "image"}
+    assert types["heading_open"] == len(re.findall("^##? [A-Z<&]", text, re.MULTILINE))
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         bars = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
         assert len(set(bars)) == 1, table
@@ -501,13 +491,10 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
             make(own)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "file, old, new",
     [
         ("README.md", "88.33 %", "98.33 %"),
-        ("README.md", "| too few samples |", "| pass |"),
-        ("report.json", '"difference": 0.01', '"difference": 0.02'),
         ("report.html", "GSM8K", "GSM9K"),
     ],
 )
@@ -571,7 +558,8 @@ def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
     monkeypatch.setattr(extras, "version", absent)
     for make in (card.build, card.verified_files):
         with pytest.raises(
-            RecipeError, match=r"needs keepmtp's `report` extra; got no jinja2 and no matplotlib"
+            RecipeError,
+            match=r"needs keepmtp's `report` extra; got no markdown-it-py and no matplotlib",
         ):
             make(own)
 
@@ -641,7 +629,6 @@ def test_license_and_language_may_be_mended_by_hand(own):
     [
         ({"license": "mit\ntags: [x]"}, r"README\.md: license: must have the Hub's form"),
         ({"language": ["en", "x: y"]}, r"README\.md: language: must have"),
-        ({"license_name": "a\u202eb"}, r"README\.md: license_name: must have"),
         ({"license_link": "javascript:alert(1)"}, r"README\.md: license_link: must have"),
     ],
 )
@@ -660,7 +647,6 @@ def test_a_model_that_sees_has_another_task():
     "text",
     [
         "---\n- a\n---\n",
-        "---\na: [\n---\n",
         "ÿ",
     ],
 )
@@ -707,7 +693,6 @@ SOURCES = {
             "Stated by the author. What was read is the local folder `my-finetune`",
         ),
         ("own", "none", ["", False], "names no base model"),
-        ("shipped", None, ["", False], "comes with keepmtp"),
         ("shipped", "none", ["", False], "comes with keepmtp"),
     ],
 )
@@ -738,8 +723,6 @@ def read_from(folder: Path, name: str, revision: str, **more: object) -> Record:
     "name",
     [
         "GLM-4.7",
-        "../x",
-        "a/b/c",
         "a b/c",
     ],
 )
@@ -791,13 +774,14 @@ def test_all_asks_before_the_work(finetune, tmp_path):
 
 # --- Markdown -------------------------------------------------------------------------------------
 
+PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 TEXTS = """# a
 - a
 + a
 1. a
 12) a
 a_b _c_ *d*
-`a`
+a ` b
 [a](b) ![c](d)
 <b>a</b> & &amp; c
 a | b
@@ -812,26 +796,24 @@ https://a.b/c_d
 
 @pytest.mark.parametrize("text", TEXTS.splitlines())
 def test_escaped_text_reads_as_it_is_written(text):
-    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
-    table = "| x |\n|---|\n| {} |".format
-    for wrapped, kind in (
-        (f"- {escaped(text)}", "list_item_open"),
-        (table(escaped(text)), "table_open"),
-        (table(code(text)), "table_open"),
+    quoted = text.replace("`", "'")
+    for block, kind, says in (
+        (text, "paragraph_open", text),
+        ([text], "list_item_open", text),
+        (Table(columns=("x",), rows=[(text,)]), "table_open", text),
+        (Table(columns=("x",), rows=[(code(text),)]), "table_open", quoted),
     ):
-        tokens = parser.parse(wrapped)
+        tokens = PARSER.parse(markdown([block]))
         types = {token.type for token in tokens}
-        inline = [token for token in tokens if token.type == "inline"][-1].children or []
-        assert {child.type for child in inline} <= {"text", "code_inline", "text_special"}
-        assert "".join(child.content for child in inline) == " ".join(text.split())
+        shown = [token for token in tokens if token.type == "inline"][-1].children or []
+        assert {child.type for child in shown} <= {"text", "code_inline", "text_special"}
+        assert "".join(child.content for child in shown) == " ".join(says.split())
         assert kind in types and "heading_open" not in types
 
 
 def test_code_and_quotes():
-    assert (
-        ticked("Run `keepmtp eval A|B` or not_here_.") == "Run `keepmtp eval A\\|B` or not_here\\_."
-    )
-    assert ticked("one ` alone") == "one \\` alone"
-    assert quoted('a\n"b"') == '`"a\\n\\"b\\""`'
-    assert fenced("a\n```\nb\n", "yaml") == "````yaml\na\n```\nb\n````"
-    assert code("a`b") == "``a`b``" and code("`a") == "`` `a ``" and code("") == ""
+    said = inline("Run `keepmtp eval A|B` or not_here_.")
+    assert said == "Run `keepmtp eval A|B` or not_here\\_."
+    assert inline("one ` alone") == "one \\` alone" and code("a`b") == "`a'b`" and code("") == ""
+    block = Code(text="a\n```\nb\n", language="yaml")
+    assert markdown([block]) == "````yaml\na\n```\nb\n````\n"

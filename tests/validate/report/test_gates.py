@@ -141,7 +141,6 @@ NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
 @pytest.mark.parametrize(
     "check, gate, title, says",
     [
-        (checked(FINDING), "findings", "regression", "config.json: no num_nextn_predict_layers."),
         (checked(FINDING, FINDING), "findings", "regression", "layers. Errors in all: 2."),
         (
             checked(reports.WARNED),
@@ -225,13 +224,11 @@ def test_servers(serve, gate, title, says):
     "mine, theirs, of, title, says",
     [
         (9_000, 9_000, 10_000, "pass", "at least 99.21 % at 95 % confidence"),
-        (8_900, 9_000, 10_000, "pass", "That is 98.89 % of it, at least 98.09 %"),
         (8_730, 9_000, 10_000, "not measured", "so near the limit that no number of samples tells"),
         (8_600, 9_000, 10_000, "regression", "That is 95.56 % of it, at most 96.39 %"),
         (54, 57, 57, "too few samples", "at these figures it would be a regression with about"),
         # 0.05 ** (1 / 154) = 0.98074: what 154 of 154 prove, and 97 % takes 99 drafts
         (154, 154, 154, "pass", "at least 98.07 %"),
-        (99, 99, 99, "pass", "at least 97.01 %"),
         (98, 98, 98, "too few samples", "at these figures it would be a pass with about"),
     ],
 )
@@ -426,18 +423,10 @@ TWICE = {"k": 1, "rates": [2, 2]}
             "not measured",
             "k=1 is 1.01 times as fast as k=0, by the repetitions 0.99 to 1.04 times",
         ),
-        (
-            {"cells": [{"k": 0, "rates": [102, 103]}, {"k": 1, "rates": [99, 101]}]},
-            1.0,
-            "regression",
-            "0.96 to 0.99 times",
-        ),
         (COPIED, 1.0, "not measured", ON_A_GPU),
         ({"device": "CPU: x, 2 cores"}, 1.0, "not measured", ON_A_GPU),
-        ({"device": ""}, 1.0, "not measured", ON_A_GPU),
         ({"cells": [TWICE]}, 1.0, "not measured", BOTH),
         ({"cells": [PLAIN | {"concurrency": 8}, TWICE]}, 1.0, "not measured", BOTH),
-        ({"cells": [{"k": 0, "rates": [], "error": "x"}, TWICE]}, 1.0, "not measured", BOTH),
         ({"cells": [PLAIN, {"k": 1, "rates": [9]}]}, 1.0, "not measured", BOTH),
     ],
 )
