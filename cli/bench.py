@@ -71,7 +71,7 @@ def bench(
     """
     from ..checkpoints.source import view_of
     from ..validate.measure import bench as matrix
-    from ..validate.measure.harness import ks_up_to
+    from ..validate.measure.harness import ks_up_to, refuse_drafts
     from ..validate.measure.texts import read_prompts
 
     session = begin("bench", "bench", served, context.args, source or "none")
@@ -93,10 +93,10 @@ def bench(
     )
     # Before a server is started, which may take half an hour: a k that vLLM cannot draft, a prompt
     # that does not fit.
-    matrix.refuse_model(opened, plan, is_original=False)
+    refuse_drafts(opened, *ks, option="--k")
     num_checkpoints = 1
     if session.original is not None:
-        matrix.refuse_model(session.original, plan, is_original=True)
+        refuse_drafts(session.original, *ks, option="--k", is_original=True)
         num_checkpoints = 2
     if dry_run:
         would_do = counted(plan, num_checkpoints)

@@ -14,10 +14,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +49,7 @@ CONTEXT_TOKENS = 24
 WINDOW_SECONDS = 1800.0
 """How long one window may take: a server writes some ten thousand entries a second as JSON."""
 _MOST_SUM = 1.001
+_ARRAYS = ("ids", "logprobs", "following")
 
 
 @frozen
@@ -95,16 +95,11 @@ def measure(
         "vocabulary": vocabulary_of(source.source),
     }
     with setup.alone():
-        header = PredictedHeader(**asked, **setup.asked_of(source))
-        before = open_lines(setup.out, "closeness.source", header)
-        run = _Run(model=source, file=before, source=before, text=text, depth=depth)
+        first = PredictedHeader(**asked, **setup.asked_of(source))
+        before = open_lines(setup.out, "closeness.source", first)
         # Its last server was asked the same again once there was nothing more to ask.
-        is_done = False
-        for sitting in before.sittings.values():
-            if sitting.repeated is not None:
-                is_done = True
-        if not is_done:
-            answer_missing(source, [run.work], setup, watch)
+        if all(sitting.repeated is None for sitting in before.sittings.values()):
+            answer_missing(source, [_work(source, before, before, text, depth)], setup, watch)
         windows = windows_of(before)
         header = ComparedHeader(
             **asked,
@@ -116,15 +111,14 @@ def measure(
         )
         after = open_lines(setup.out, "closeness.checkpoint", header)
         if after.missing:
-            run = _Run(model=checkpoint, file=after, source=before, text=text, depth=depth)
-            answer_missing(checkpoint, [run.work], setup, watch)
-    of_source, of_checkpoint = figures.predicted(after)
-    of_source["servers"] = figures.servers(before)
+            work = _work(checkpoint, after, before, text, depth)
+            answer_missing(checkpoint, [work], setup, watch)
+    of_source, of_checkpoint = figures.predicted(after, before)
     return ClosenessFact(
         text=text.path,
         against=text.against,
-        source=PredictedFact(role="source", path=source.source.where, **of_source),
-        checkpoint=PredictedFact(role="checkpoint", path=checkpoint.source.where, **of_checkpoint),
+        source=PredictedFact(path=source.source.where, **of_source),
+        checkpoint=PredictedFact(path=checkpoint.source.where, **of_checkpoint),
         samples=after.path.name,
         samples_sha256=file_sha256(after.path),
         environment=setup.environment,
@@ -136,12 +130,9 @@ def vocabulary_of(source: Source) -> int:
     """Tokens that a model predicts."""
     size = source.text_config.get("vocab_size")
     if not isinstance(size, int) or size < 2:
-        raise RecipeError(
-            f"{source.where}: config.json",
-            "must have vocab_size",
-            got=repr(size),
-            cure="Restore the config.json of the release",
-        )
+        where = f"{source.where}: config.json"
+        cure = "Restore the config.json of the release"
+        raise RecipeError(where, "must have vocab_size", got=repr(size), cure=cure)
     return size
 
 
@@ -164,117 +155,90 @@ def cut_windows(
     before = tuple(tokenize(""))
     windows = list[tuple[int, ...]]()
     left = num_tokens
-    for each in text.texts:
-        ids = tuple(tokenize(each))
-        begin = ()
-        if len(before) < window_size - 1 and ids[: len(before)] == before:
-            begin = before
+    for ids in map(tuple, map(tokenize, text.texts)):
+        is_begun = len(before) < window_size - 1 and ids[: len(before)] == before
+        begin = before if is_begun else ()
         size = window_size - len(begin)
-        rest = ids[len(begin) :]
-        for at in range(0, len(rest), size):
-            window = (*begin, *rest[at : at + size])[:left]
+        for at in range(len(begin), len(ids), size):
+            window = (*begin, *ids[at : at + size])[:left]
             if len(window) < 2:
                 break
             windows.append(window)
             left -= len(window)
     if not windows:
-        raise RecipeError(
-            text.path,
-            "must hold text of some tokens",
-            got="none of two tokens",
-            cure="Name another file with --text, or raise --tokens",
-        )
+        cure = "Name another file with --text, or raise --tokens"
+        rule = "must hold text of some tokens"
+        raise RecipeError(text.path, rule, got="none of two tokens", cure=cure)
     return windows
 
 
-@frozen
-class _Run:
-    """What one model is asked: the source for its predictions, the checkpoint for those that are
-    compared with them.
-
-    Attributes:
-        file: of this model.
-        source: of the source.
-        windows: token ids of each, once there is a server.
-        again: the first window of this server, its predictions, and how to ask for them.
+def _work(
+    model: Model,
+    file: PredictedFile | ComparedFile,
+    source: PredictedFile,
+    text: HeldOut,
+    depth: Depth,
+) -> Work:
+    """The windows that a model's file lacks; then the first of them once more, alone. The source is
+    asked for its predictions, the checkpoint for those that are compared with them.
     """
-
-    model: Model
-    file: PredictedFile | ComparedFile
-    source: PredictedFile
-    text: HeldOut
-    depth: Depth
-    windows: list[tuple[int, ...]] = field(default_factory=list)
-    again: list[Any] = field(default_factory=list)
-
-    @property
-    def work(self) -> Work:
-        """The windows that are missing; then the first of them once more, alone."""
-        depth = self.depth
-        top = min(self.depth.top, vocabulary_of(self.model.source))
-        return Work(
-            name=f"closeness.{self.model.role}",
-            file=self.file,
-            missing=self.missing,
-            asking=self.asking,
-            title=lambda at: f"window {at + 1} of {len(self.windows)}",
-            # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
-            # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
-            # last bit with method=mtp and without. Without it a server starts faster and leaves
-            # more memory.
-            k=0,
-            max_model_len=depth.window + 1,
-            concurrency=depth.concurrency,
-            words=("--max-logprobs", str(top)),
-            repeated=self.repeated,
-            unit="window",
-        )
-
-    def missing(self) -> list[int]:
-        """Windows without a line, once there is a server that has cut the texts."""
-        return [at for at in range(len(self.windows)) if at not in self.file.lines]
+    is_source = file is source
+    header = source.header
+    windows = list[tuple[int, ...]]()
+    firsts = list[tuple[Predicted, Callable[[], Predicted]]]()
 
     @contextmanager
-    def asking(self, server: Server) -> Iterator[Ask]:
+    def asking(server: Server) -> Iterator[Ask]:
         """Predictions for a window, kept or compared."""
-        if self.file is self.source:
-            windows = cut_windows(
-                partial(tokens_of, server),
-                self.text,
-                num_tokens=self.depth.tokens,
-                window_size=self.depth.window,
-            )
-            self.windows.extend(windows)
+        if is_source:
+            tokenize = partial(tokens_of, server)
+            size = depth.window
+            windows[:] = cut_windows(tokenize, text, num_tokens=depth.tokens, window_size=size)
+            file.wanted = range(len(windows))
         else:
-            self.windows.extend(windows_of(self.source))
-        header = self.source.header
+            windows[:] = windows_of(source)
 
         def predict(number: int) -> Predicted:
-            return predictions(
-                server, self.windows[number], top=header.top, vocabulary=header.vocabulary
-            )
+            ids = windows[number]
+            return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
 
-        if self.file is self.source and 0 in self.file.lines:  # a run that goes on
-            self.again[:] = [0, kept(self.source, 0), predict]
+        if is_source and 0 in file.lines:  # a run that goes on
+            firsts.append((kept(source, 0), partial(predict, 0)))
 
         def ask(number: int) -> PredictedWindow | ComparedWindow:
             predicted = predict(number)
-            ids = self.windows[number]
-            if not self.again:
-                self.again.extend((number, predicted, predict))
-            if self.file is self.source:
-                keep(self.source, number, predicted)
-                return PredictedWindow(window=number, ids=ids)
-            return _compared(server, number, ids, kept(self.source, number), predicted)
+            if not firsts:
+                firsts.append((predicted, partial(predict, number)))
+            if is_source:
+                keep(source, number, predicted)
+                return PredictedWindow(window=number, ids=windows[number])
+            return _compared(server, number, windows[number], kept(source, number), predicted)
 
         yield ask
 
-    def repeated(self) -> float:
+    def repeated() -> float:
         """Nats a token between this server's first predictions, with others in flight, and the same
         alone.
         """
-        number, predicted, predict = self.again
-        return float(compare(predicted, predict(number)).nats.mean())
+        predicted, again = firsts[0]
+        return float(compare(predicted, again()).nats.mean())
+
+    return Work(
+        name=f"closeness.{model.role}",
+        file=file,
+        asking=asking,
+        title=lambda at: f"window {at + 1} of {len(windows)}",
+        # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
+        # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
+        # last bit with method=mtp and without. Without it a server starts faster and leaves more
+        # memory.
+        k=0,
+        max_model_len=depth.window + 1,
+        concurrency=depth.concurrency,
+        words=("--max-logprobs", str(min(depth.top, vocabulary_of(model.source)))),
+        repeated=repeated,
+        unit="window",
+    )
 
 
 def _path(file: PredictedFile, number: int) -> Path:
@@ -291,13 +255,8 @@ def keep(file: PredictedFile, number: int, predicted: "Predicted") -> None:
     try:
         refuse_strange(path.parent)
         path.parent.mkdir(exist_ok=True)
-        with making(path) as partial:
-            arrays = {
-                "ids": predicted.ids,
-                "logprobs": predicted.logprobs,
-                "following": predicted.following,
-            }
-            save_file(arrays, partial)
+        with making(path) as partial_file:
+            save_file({name: getattr(predicted, name) for name in _ARRAYS}, partial_file)
     except (OSError, SafetensorError) as error:
         raise unwritable(path, error) from error
 
@@ -311,17 +270,16 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
     path = _path(file, number)
     num = len(file.lines[number].ids) - 1
     try:
-        predicted = Predicted(**load_file(path), is_whole=file.header.top >= file.header.vocabulary)
-        if len(predicted.ids) != num:
-            raise ValueError(f"{len(predicted.ids)} positions")
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            path,
-            f"must be what the source predicts at {num} positions",
-            got=repr(error),
-            cure=f"Remove {file.path}, and the source is asked again",
-        ) from error
-    return predicted
+        arrays = load_file(path)
+        predicted = Predicted(**arrays, is_whole=file.header.top >= file.header.vocabulary)
+        if len(predicted.ids) == num:
+            return predicted
+        got = f"{len(predicted.ids)} positions"
+    except (OSError, SafetensorError, TypeError) as error:
+        got = repr(error)
+    rule = f"must be what the source predicts at {num} positions"
+    cure = f"Remove {file.path}, and the source is asked again"
+    raise CheckpointError(path, rule, got=got, cure=cure)
 
 
 def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
@@ -361,13 +319,11 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     reply = server.post(
         "/v1/completions", asked, PredictionsReply, tokens=num * width, timeout=WINDOW_SECONDS
     )
-    rows = []
-    for row, after in zip(reply.choices[0].prompt_logprobs[1:], ids[1:], strict=False):
-        if row and after in row and len(row) <= width:
-            rows.append(row)
+    (choice,) = reply.choices
+    pairs = zip(choice.prompt_logprobs[1:], ids[1:], strict=False)
+    rows = [row for row, after in pairs if row and after in row and len(row) <= width]
     if len(rows) != num:
-        words = f"predictions of {len(rows)} tokens for {num}"
-        raise ServerFailed(words, server.log)
+        raise ServerFailed(f"predictions of {len(rows)} tokens for {num}", server.log)
     names = np.full((num, width), NO_TOKEN, dtype=np.int32)
     logprobs = np.full((num, width), -np.inf, dtype=np.float32)
     following = np.empty(num, dtype=np.float32)
@@ -376,12 +332,9 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
         logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
         following[at] = row[after]["logprob"]
     if np.exp(logprobs.clip(max=1).astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
-        raise GateError(
-            "vllm serve",
-            "must give log-probabilities",
-            got="a row whose probabilities sum to more than 1",
-            cure="Leave out --logprobs-mode",
-        )
+        got = "a row whose probabilities sum to more than 1"
+        cure = "Leave out --logprobs-mode"
+        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
     return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=top >= vocabulary)
 
 
@@ -392,12 +345,13 @@ def _compared(
     apart = compare(source, checkpoint)
     at = int(apart.nats.argmax())
     mine, theirs = apart.choices[at].tolist()
+    after = at + 1
     worst = WorstFact(
         window=number,
-        at=at + 1,
+        at=after,
         nats=float(apart.nats[at]),
-        context=server.text_of(ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
-        token=server.text_of([ids[at + 1]]),
+        context=server.text_of(ids[max(0, after - CONTEXT_TOKENS) : after]),
+        token=server.text_of([ids[after]]),
         source=server.text_of([mine]),
         checkpoint=server.text_of([theirs]),
     )

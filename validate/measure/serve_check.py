@@ -81,7 +81,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
         k = drafted_by(model, k)
         if k not in works:
             works[k] = _work(model, k, setup, check)
-            if works[k].missing():
+            if works[k].file.missing:
                 missing.append(works[k])
     errors = dict[int, str]()
     how = Json()
@@ -155,7 +155,6 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
     return Work(
         name=name,
         file=file,
-        missing=lambda: file.missing,
         asking=asking,
         title=lambda place: f"prompt {place + 1} of {header.num}",
         k=k,

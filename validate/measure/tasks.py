@@ -125,7 +125,7 @@ def evaluate(
             for questions in tasks:
                 if _is_asked(model, questions):
                     work = work_of(model, questions, setup)
-                    if work.missing():
+                    if work.file.missing:
                         works.append(work)
             answer_missing(model, works, setup, watch)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
@@ -151,7 +151,6 @@ def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float 
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
         file=file,
-        missing=lambda: file.missing,
         asking=asking,
         title=lambda at: f"question {at + 1} of {len(prompts)}",
         k=drafted_by(model, protocol.k),
