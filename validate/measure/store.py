@@ -214,6 +214,11 @@ class PredictedHeader(Header):
     top: PositiveInt
     vocabulary: PositiveInt
 
+    @property
+    def is_whole(self) -> bool:
+        """The likeliest tokens are all that there are."""
+        return self.top >= self.vocabulary
+
 
 class ComparedHeader(PredictedHeader):
     """Of a checkpoint's predictions compared with the source's; `windows_sha256` is of all token

@@ -130,10 +130,6 @@ def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> lis
     return [prompt[number_of] for prompt in islice(cycle(order), number)]
 
 
-PROMPTS = tuple([prompt.text for prompt in read_prompts(None).items[:8]])
-"""What serve-check asks, unless the user brings prompts: every language model goes on with them."""
-
-
 # --- held-out texts -------------------------------------------------------------------------------
 
 
@@ -270,3 +266,7 @@ def _sum(content: Any) -> str:
     if not isinstance(content, str):
         content = json.dumps(content)
     return hashlib.sha256(content.strip().encode()).hexdigest()
+
+
+PROMPTS = tuple([prompt.text for prompt in read_prompts(None).items[:8]])
+"""What serve-check asks, unless the user brings prompts: every language model goes on with them."""

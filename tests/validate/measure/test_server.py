@@ -55,24 +55,6 @@ def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):
                 replace(server, name=name).complete("1 + 1?", max_tokens=4)
 
 
-def test_a_server_of_another_name_is_another_server(monkeypatch, vllm, tmp_path):
-    monkeypatch.setattr("secrets.token_hex", lambda _: "nobody")
-    folder = tmp_path / "other"
-    folder.mkdir()
-    python = stub_vllm(folder)
-    python.write_text(
-        python.read_text().replace(
-            "stub_vllm.main",
-            "sys.argv[:] = [w.replace('nobody', 'other') for w in sys.argv]; stub_vllm.main",
-        )
-    )
-    with (
-        pytest.raises(ServerFailed, match="got another server at http://127"),
-        serving(replace(vllm, python=python), tmp_path, k=1, log=tmp_path / "log", timeout=60),
-    ):
-        pass
-
-
 def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):
     """Nor is its engine left behind, which vLLM's front end alone would have ended."""
     with serving(vllm, tmp_path, k=1, log=tmp_path / "log", timeout=60) as server:
