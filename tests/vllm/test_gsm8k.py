@@ -298,7 +298,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     assert 50 <= len(samples.lines) < NUM and samples.sittings
 
     fact = tasks.evaluate(model, None, asked, **how)
-    wanted = sorted(item.prompt for each in asked for item in each.items)
+    wanted = sorted(item.prompt for each in asked for item in each.items * each.protocol.repeats)
     assert sorted(prompts) == wanted, "each was answered once"
     assert started[0] == started[1] and len(started) == 2, (
         "one server for all tasks, with room for the longest one"

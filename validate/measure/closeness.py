@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -246,7 +246,7 @@ def _work(
         alone.
         """
         rows, again = firsts[0]
-        return mean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
+        return fmean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
 
     return Work(
         name=f"closeness.{model.role}",
@@ -335,7 +335,8 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
             rows.append({token: entry["logprob"] for token, entry in row.items()})
     if len(rows) != num:
         raise ServerFailed(f"predictions of {len(rows)} tokens for {num}", server.log)
-    if max(map(_share, rows)) > _MOST_SUM:
+    # Logits of a raw mode may be any number.
+    if max([math.fsum([math.exp(min(1.0, p)) for p in row.values()]) for row in rows]) > _MOST_SUM:
         got = "a row whose probabilities sum to more than 1"
         cure = "Leave out --logprobs-mode"
         raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
@@ -381,14 +382,14 @@ def compare(source: Rows, checkpoint: Rows, *, is_whole: bool) -> list[Apart]:
     """
     places = []
     for p, q in zip(source, checkpoint, strict=True):
-        shared = p.keys() & q.keys()
-        nats = math.fsum([math.exp(p[token]) * (p[token] - q[token]) for token in shared])
+        shared = [(p[token], q[token]) for token in p.keys() & q.keys()]
+        nats = math.fsum([math.exp(one) * (one - other) for one, other in shared])
         outside = 0.0
         if not is_whole:
             # All tokens that not both name are one more outcome. To put outcomes together never
             # adds divergence (the data-processing inequality).
-            outside = max(_LEAST_REST, 1 - _share({token: p[token] for token in shared}))
-            rest = max(_LEAST_REST, 1 - _share({token: q[token] for token in shared}))
+            outside = max(_LEAST_REST, 1 - math.fsum([math.exp(one) for one, _ in shared]))
+            rest = max(_LEAST_REST, 1 - math.fsum([math.exp(other) for _, other in shared]))
             nats += outside * math.log(outside / rest)
         one = _first(p)
         other = _first(q)
@@ -401,11 +402,6 @@ def compare(source: Rows, checkpoint: Rows, *, is_whole: bool) -> list[Apart]:
             )
         )
     return places
-
-
-def _share(row: Mapping[int, float]) -> float:
-    """The probability of the tokens that a row names; logits of a raw mode count as 1 and more."""
-    return math.fsum([math.exp(min(1.0, value)) for value in row.values()])
 
 
 def _first(row: Mapping[int, float]) -> set[int]:

@@ -7,17 +7,18 @@ files of the answers.
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
 """
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from ...checkpoints.identity import file_sha256
-from ...checkpoints.source import Source, view_of
+from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
-from ..facts.vllm_env import VLLM
 from . import figures
 from .harness import (
     Model,
@@ -31,10 +32,11 @@ from .harness import (
     room_for,
     unwatched,
 )
-from .lm_eval_task import VERSIONS, Question, Questions, scores
+from .lm_eval_task import VERSIONS, Questions, scores
 from .server import Server
 from .store import Answer, AnswersHeader, Samples, open_lines
 
+_LEAST_SECONDS = 600.0
 MOST_STOPS = 4
 """vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has
 five.
@@ -63,25 +65,6 @@ def refuse_model(
         )
 
 
-def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
-    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state
-    back after a draft.
-
-    Raises:
-        RecipeError: prefix caching on a CPU, for a model with linear attention.
-    """
-    if not protocol.prefix_caching or vllm.build != "cpu":
-        return
-    if view_of(source).has_linear_attention:
-        raise RecipeError(
-            source.where,
-            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
-            "linear attention",
-            got="evaluation.prefix_caching",
-            cure="Use --no-prefix-caching",
-        )
-
-
 def evaluate(
     checkpoint: Model,
     source: Model | None,
@@ -107,7 +90,7 @@ def evaluate(
         watch: called with each step of progress.
 
     Raises:
-        RecipeError: another run is at work there, or a CPU that cannot cache prefixes.
+        RecipeError: another run is at work there.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
@@ -117,8 +100,6 @@ def evaluate(
         models = [source, checkpoint]
     if has_plain:  # what the checkpoint answers otherwise with MTP off, drafting has changed
         models.append(replace(checkpoint, role="plain"))
-    for questions in tasks:
-        refuse_prefix_caching(checkpoint.source, questions.protocol, setup.vllm)
     with setup.alone():
         for model in models:
             works = []
@@ -132,27 +113,16 @@ def evaluate(
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
-def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float = 0.0) -> Work:
-    """One task for one model.
-
-    Args:
-        timeout: seconds for one answer; 0: ten minutes, and a second for each of its tokens.
-    """
+def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
+    """One task for one model."""
     protocol = questions.protocol
     file = opened(model, questions, setup)
-    limit = timeout
-    if not limit:
-        limit = 600.0 + protocol.max_tokens
-    prompts = [each.sent for each in questions.items]
-
-    def asking(server: Server) -> nullcontext:
-        return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
-
+    prompts = [questions.sent(number) for number in range(len(questions.items))]
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
         file=file,
-        asking=asking,
-        title=lambda at: f"question {at + 1} of {len(prompts)}",
+        asking=lambda server: nullcontext(partial(_answer, server, questions)),
+        title=lambda at: f"question {at + 1} of {questions.num}",
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(prompts, model.source, max_tokens=protocol.max_tokens),
         concurrency=protocol.concurrency,
@@ -169,7 +139,7 @@ def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
         protocol=questions.protocol,
         dataset_sha256=questions.dataset_sha256,
         prompts_sha256=questions.prompts_sha256,
-        num=len(questions.items),
+        num=questions.num,
         **setup.asked_of(model),
     )
     return open_lines(setup.out, f"{questions.protocol.task}.{model.role}", header)
@@ -180,25 +150,30 @@ def _is_asked(model: Model, questions: Questions) -> bool:
     return model.role != "plain" or not questions.protocol.temperature
 
 
-def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Answer:
+def _answer(server: Server, questions: Questions, number: int) -> Answer:
     """One answer, ended at the stop words that the server was not given."""
+    protocol = questions.protocol
+    run, at = divmod(number, len(questions.items))
+    item = questions.items[at]
     asked = {
         "max_tokens": protocol.max_tokens,
         "temperature": protocol.temperature,
-        "seed": protocol.seed + item.run,
+        "seed": protocol.seed + run,
         "stop": list(item.stop[:MOST_STOPS]),
     }
     if protocol.top_p != 1.0:
         asked["top_p"] = protocol.top_p
-    text, reason, num_tokens = server.answer(item.sent, timeout=timeout, **asked)
+    # Ten minutes, and a second for each token.
+    timeout = _LEAST_SECONDS + protocol.max_tokens
+    text, reason, num_tokens = server.answer(questions.sent(number), timeout=timeout, **asked)
     # What follows a further stop word was generated, so its tokens count, and is no answer.
     for word in item.stop[MOST_STOPS:]:
         text, found, _ = text.partition(word)
         if found:
             reason = "stop"
     return Answer(
-        question=item.number,
-        prompt_sha256=item.sha256,
+        question=number,
+        prompt_sha256=hashlib.sha256(item.prompt.encode()).hexdigest(),
         text=text,
         finish_reason=reason,
         num_tokens=num_tokens,
@@ -213,15 +188,11 @@ def _task_fact(
     files = {}
     facts = {}
     pairs = []
-    drafted = None
     for model in models:
         if not _is_asked(model, questions):
             continue
         files[model.role] = samples = opened(model, questions, setup)
-        answers = {}
-        for number, answer in samples.lines.items():
-            answers[number] = answer.text
-        found, right = scores(questions, answers)
+        found, right = scores(questions, [answer.text for answer in samples.in_order()])
         figures.finish(samples, right)
         facts[model.role] = EvaluatedFact(
             path=model.source.where,
@@ -236,6 +207,7 @@ def _task_fact(
             before = figures.correct(files["source"], name)
             after = figures.correct(files["checkpoint"], name)
             pairs.append(paired(name, before, after, runs=protocol.repeats, confidence=confidence))
+    drafted = None
     if "plain" in files:
         drafted = figures.drafting(files["plain"], files["checkpoint"], filters)
     return TaskFact(

@@ -16,7 +16,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
-from keepmtp.validate.measure import harness
+from keepmtp.validate.measure import harness, tasks
 from keepmtp.validate.measure.figures import finish
 from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
@@ -71,14 +71,15 @@ def ask(monkeypatch, tmp_path):
         native = {"folder": GLM, "as_served": "native", "reason": ""}
         host = Host(model=MODEL, setup=setup, watch=watch, **native)
         if server is not None:
-            host.answer(work_of(MODEL, asked, setup, timeout=timeout))
+            monkeypatch.setattr(tasks, "_LEAST_SECONDS", timeout - asked.protocol.max_tokens)
+            host.answer(work_of(MODEL, asked, setup))
         return opened(MODEL, asked, setup)
 
     return answers
 
 
 def score(asked: Questions, samples: Samples) -> tuple[float, ...]:
-    facts, right = scores(asked, {number: answer.text for number, answer in samples.lines.items()})
+    facts, right = scores(asked, [answer.text for answer in samples.in_order()])
     finish(samples, right)
     return tuple(fact.value for fact in facts)
 
