@@ -267,7 +267,7 @@ def _work(
 
 
 def _path(file: PredictedFile, number: int) -> Path:
-    return file.path.with_suffix("") / f"{number:05}.json"
+    return file.path.with_suffix("") / f"{number:05}.window"
 
 
 def kept(file: PredictedFile, number: int) -> Rows:

@@ -29,7 +29,7 @@ from ..facts.served import AsServed, Drafts, Role, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
-from .room import named_options
+from .room import options_of
 from .serve_line import setting
 from .server import Server, ServerFailed, serving
 from .store import LineFile, Sitting
@@ -382,7 +382,7 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     Raises:
         CheckpointError: see `source.small_bytes`.
     """
-    if _TEMPLATES & {*source.companions} or _TEMPLATE_WORDS & {*named_options(further)}:
+    if _TEMPLATES & {*source.companions} or _TEMPLATE_WORDS & options_of(further).keys():
         return True
     return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
 

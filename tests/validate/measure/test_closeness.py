@@ -188,9 +188,9 @@ def test_what_a_kill_leaves_is_asked_again(toys, tmp_path):
 def test_a_damaged_file_of_the_source_is_named(toys, tmp_path):
     run(tmp_path)
     file_in(tmp_path).unlink()
-    (stored,) = tmp_path.glob("closeness.source.*/00002.json")
+    (stored,) = tmp_path.glob("closeness.source.*/00002.window")
     stored.write_text("[]")
-    with pytest.raises(CheckpointError, match=r"00002\.json: must be what the source predicts"):
+    with pytest.raises(CheckpointError, match=r"00002\.window: must be what the source predicts"):
         run(tmp_path)
 
 
