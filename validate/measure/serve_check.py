@@ -22,6 +22,7 @@ from .server import Server, ServerFailed
 from .store import Continuation, ContinuationHeader, LineFile, open_lines
 
 _WARM_UP_TOKENS = 32
+_OUTPUT = {*Output.model_fields}
 
 
 @frozen
@@ -75,19 +76,15 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    works = dict[int, Work]()
-    missing = []
-    for k in check.ks:
-        k = drafted_by(model, k)
-        if k not in works:
-            works[k] = _work(model, k, setup, check)
-            if works[k].file.missing:
-                missing.append(works[k])
-    errors = dict[int, str]()
+    works = [
+        _work(model, k, setup, check) for k in sorted({drafted_by(model, k) for k in check.ks})
+    ]
+    missing = [work for work in works if work.file.missing]
+    errors = {}
     how = Json()
     if missing:
         with hosting(model, setup, watch) as host:
-            how |= {"as_served": host.as_served, "reason": host.reason}
+            how = Json(as_served=host.as_served, reason=host.reason)
             for work in missing:
                 try:
                     host.answer(work)
@@ -96,7 +93,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
                     if not work.k:
                         break  # with method=mtp it would fail the same way, minutes later
     runs = list[Run]()
-    for work in works.values():
+    for work in works:
         log = str(setup.log(work.name))
         if work.k in errors:
             runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
@@ -110,13 +107,10 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
         if form == "plain":
             form = weight.weight.dtype
         sizes[form] += total_bytes(weight.parts.values())
-    dtype = "no weights"
-    if sizes:
-        dtype = ", ".join([form for form, _ in sizes.most_common()])
     return Served(
         role=model.whose,
         path=model.source.where,
-        dtype=dtype,
+        dtype=", ".join([form for form, _ in sizes.most_common()]) or "no weights",
         num_bytes=total_bytes(entries),
         runs=tuple(runs),
         **how,
@@ -171,16 +165,9 @@ def _run(
 ) -> Run:
     """What one server's file says, against the run without drafting."""
     sittings = list(file.sittings.values())
-    outputs = []
-    num_tokens = 0
-    seconds = 0.0
-    for line in file.in_order():
-        outputs.append(
-            Output(token_ids=line.token_ids, text=line.text, top_logprobs=line.top_logprobs)
-        )
-        num_tokens += line.num_tokens
-        seconds += line.seconds
-    rate = num_tokens / seconds
+    lines = file.in_order()
+    outputs = tuple([Output(**line.model_dump(include=_OUTPUT)) for line in lines])
+    rate = sum([line.num_tokens for line in lines]) / sum([line.seconds for line in lines])
     against = {}
     if before and before[0].tokens_per_second:
         speed_up = rate / before[0].tokens_per_second
@@ -190,7 +177,7 @@ def _run(
         loaded=True,
         seconds_to_health=sittings[-1].seconds_to_health,
         tokens_per_second=rate,
-        outputs=tuple(outputs),
+        outputs=outputs,
         is_repeatable=not any(sitting.repeated for sitting in sittings),
         log=log,
         **counters(total(sittings)),
