@@ -33,7 +33,6 @@ from .harness import (
     Ask,
     Model,
     Setup,
-    TextOrTurns,
     Watch,
     Work,
     answer_missing,
@@ -139,9 +138,6 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     checkpoint or the user's words have a chat template, else texts.
     """
     form: RequestForm = "chat" if has_template(model.source, setup.extra) else "completions"
-    prompts: list[TextOrTurns] = list(plan.sent(max(plan.concurrency), form))
-    if form == "chat":
-        prompts = [[{"content": str(text)}] for text in prompts]
     header = BenchHeader(
         form=form,
         prompts_sha256=plan.prompts.sha256,
@@ -149,7 +145,12 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
         output_tokens=plan.output_tokens,
         seed=plan.seed,
         max_num_seqs=max(plan.concurrency),
-        max_model_len=room_for(prompts, model.source, max_tokens=plan.output_tokens),
+        max_model_len=room_for(
+            plan.sent(max(plan.concurrency), form),
+            model.source,
+            is_chat=form == "chat",
+            max_tokens=plan.output_tokens,
+        ),
         **setup.asked_of(model),
     )
     return open_lines(setup.out, f"bench.{model.whose}", header)

@@ -298,8 +298,7 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
         if isinstance(text[0], int):
             return cast(tuple[int, ...], text)
         asked = {"messages": text, "add_generation_prompt": False}
-    # A token takes less than 16 bytes of the reply, and at least one of the text.
-    return server.post("/tokenize", asked, TokensReply, tokens=len(str(text)) // 16).tokens
+    return server.post("/tokenize", asked, TokensReply).tokens
 
 
 def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Rows:
@@ -325,9 +324,7 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     num = len(ids) - 1
     # vLLM adds the token that follows in the text to the likeliest ones.
     width = min(top + 1, vocabulary)
-    reply = server.post(
-        "/v1/completions", asked, PredictionsReply, tokens=num * width, timeout=WINDOW_SECONDS
-    )
+    reply = server.post("/v1/completions", asked, PredictionsReply, timeout=WINDOW_SECONDS)
     rows = []
     pairs = zip(reply.choices[0].prompt_logprobs[1:], ids[1:], strict=False)
     for row, after in pairs:

@@ -10,7 +10,7 @@ served again.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -43,15 +43,11 @@ NOTE_SECONDS = 2.0
 """How often it is noted how a server is doing while it is asked: what one that dies has counted
 since is lost.
 """
-CHAT_TOKENS = 2048
+CHAT_TOKENS = 2112
 """What a chat template adds to a conversation, at most: system prompts of releases."""
-TURN_TOKENS = 64
-"""The same to each message."""
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
-TextOrTurns = str | Sequence[Mapping[str, str]]
-"""A text, or messages for the model's chat template."""
 Watch = Callable[[Step], None]
 Ask = Callable[[Any], Any]
 """From a place to its line; None where a server has refused it. Called by several threads."""
@@ -387,17 +383,12 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
 
 
-def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int) -> int:
+def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_tokens: int) -> int:
     """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has
-    at least one byte.
+    at least one byte. Messages are in JSON, which is longer than what they become.
     """
-    longest = max_tokens + 16 + max(map(_most_tokens, prompts))
+    longest = max([len(prompt.encode()) for prompt in prompts]) + max_tokens + 16
+    if is_chat:
+        longest += CHAT_TOKENS
     most = source.text_config.get("max_position_embeddings")
     return min(longest, most) if isinstance(most, int) else longest
-
-
-def _most_tokens(prompt: TextOrTurns) -> int:
-    if isinstance(prompt, str):
-        return len(prompt.encode())
-    texts = "".join([turn["content"] for turn in prompt])
-    return CHAT_TOKENS + TURN_TOKENS * len(prompt) + len(texts.encode())

@@ -152,7 +152,9 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
         asking=asking,
         title=lambda place: f"prompt {place + 1} of {header.num}",
         k=k,
-        max_model_len=room_for(check.prompts, model.source, max_tokens=check.max_tokens),
+        max_model_len=room_for(
+            check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens
+        ),
         max_num_seqs=4,
         repeated=repeated,
         unit="prompt",

@@ -117,14 +117,18 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
     """One task for one model."""
     protocol = questions.protocol
     file = opened(model, questions, setup)
-    prompts = [questions.sent(number) for number in range(len(questions.items))]
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
         file=file,
         asking=lambda server: nullcontext(partial(_answer, server, questions)),
         title=lambda at: f"question {at + 1} of {questions.num}",
         k=drafted_by(model, protocol.k),
-        max_model_len=room_for(prompts, model.source, max_tokens=protocol.max_tokens),
+        max_model_len=room_for(
+            [item.prompt for item in questions.items],
+            model.source,
+            is_chat=protocol.api == "chat",
+            max_tokens=protocol.max_tokens,
+        ),
         concurrency=protocol.concurrency,
         words=("--enable-prefix-caching",) * protocol.prefix_caching,
         task=protocol.task,
