@@ -268,7 +268,6 @@ def _work(
         file=file,
         is_asked=lambda place: place.k == k,
         asking=asking,
-        title=lambda place: f"with k={k}, {place.concurrency} at once,",
         k=k,
         max_model_len=header.max_model_len,
         max_num_seqs=header.max_num_seqs,

@@ -252,7 +252,6 @@ def _work(
         name=f"closeness.{model.role}",
         file=file,
         asking=asking,
-        title=lambda at: f"window {at + 1} of {len(windows)}",
         # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
         # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
         # last bit with method=mtp and without. Without it a server starts faster and leaves more
@@ -260,7 +259,7 @@ def _work(
         k=0,
         max_model_len=depth.window + 1,
         concurrency=depth.concurrency,
-        words=("--max-logprobs", str(min(depth.top, vocabulary_of(model.source)))),
+        words=("--max-logprobs", str(min(header.top, header.vocabulary))),
         repeated=repeated,
         unit="window",
     )

@@ -28,7 +28,7 @@ from ...recipes.tasks import TASKS
 
 _UNREADABLE = (
     *(DatasetsError, HfHubHTTPError, HTTPError),
-    *(OSError, ValueError, TypeError, RuntimeError),
+    *(OSError, ValueError, TypeError, RuntimeError, KeyError),
 )
 
 Row = Raw
@@ -74,14 +74,12 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
     if protocol.dataset is None:
         splits = _hub_splits(protocol, (asked, shown))
         found = Rows(asked=splits[asked], shown=splits[shown], is_shared=asked == shown)
-    elif shown_by:
-        by_kind: dict[bool, list[Row]] = {True: [], False: []}
-        for row in _file_rows(protocol):
-            by_kind[bool(row[shown_by].strip())].append(row)
-        found = Rows(asked=by_kind[False], shown=by_kind[True], is_shared=False)
     else:
-        rows = _file_rows(protocol)
-        found = Rows(asked=rows, shown=rows, is_shared=True)
+        rows = shots = _file_rows(protocol)
+        if shown_by:
+            shots = [row for row in rows if row[shown_by].strip()]
+            rows = [row for row in rows if not row[shown_by].strip()]
+        found = Rows(asked=rows, shown=shots, is_shared=not shown_by)
     _refuse_few(protocol, found)
     return found
 
@@ -92,20 +90,18 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
     cure = f"Correct evaluation.dataset_revision, or name {_a_file(protocol.task)} (--dataset)"
     try:
         found: Any = datasets.load_dataset(where, subset, revision=protocol.dataset_revision)
+        splits = {name: found[name].to_list() for name in names}
     except _UNREADABLE as error:
         got = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         if "gated" in f"{error!r} {error.__cause__!r} {error.__context__!r}".lower():
             cure = f"Accept its terms on the Hub and set HF_TOKEN. {cure}"
         rule = "must be a dataset that can be read"
         raise RecipeError(where, rule, got=got or type(error).__name__, cure=cure) from error
-    splits = {}
-    for name in names:
-        if name not in found:
-            rule = f"must have the splits {' and '.join(dict.fromkeys(names))}"
-            raise RecipeError(where, rule, got=", ".join(map(str, found)), cure=cure)
-        rows = enumerate(found[name].to_list())
-        splits[name] = [_row(row, f"{where} {name} row {at}", protocol) for at, row in rows]
-    return splits
+    checked = {}
+    for name, rows in splits.items():
+        numbered = enumerate(rows)
+        checked[name] = [_row(row, f"{where} {name} row {at}", protocol) for at, row in numbered]
+    return checked
 
 
 def _a_file(task: str) -> str:

@@ -132,7 +132,6 @@ class Work:
         file: where answers go.
         is_asked: whether this server is asked a place of the file.
         asking: makes `Ask` of a healthy server.
-        title: a place in words.
         k: tokens drafted a step; 0 serves without method=mtp.
         max_model_len: tokens of prompt and answer together.
         concurrency: requests in flight.
@@ -145,7 +144,6 @@ class Work:
     name: str
     file: LineFile[Any, Any]
     asking: Callable[[Server], AbstractContextManager[Ask]]
-    title: Callable[[Any], str]
     k: int
     max_model_len: int
     concurrency: int = 1
@@ -276,10 +274,11 @@ class Host:
             note(server.drafts_now)
         place, failure = failures[0]
         left = len(file.missing)
+        at = f"{work.unit} {file.wanted.index(place) + 1} of {len(file.wanted)}"
         raise ServerFailed(
             failure.words,
             failure.log,
-            asked=f"{work.title(place)} for the {ARM_TITLES[self.model.role]}",
+            asked=f"{at} for the {ARM_TITLES[self.model.role]}",
             cure=f"nothing is lost: the same command asks only the {left} that are missing",
         ) from failure
 

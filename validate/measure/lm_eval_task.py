@@ -348,7 +348,6 @@ def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = T
     """Messages as they are: the server applies its template, and goes on where the last one is an
     assistant's.
     """
-    assert add_generation_prompt == (chat_history[-1]["role"] == "user")
     return json.dumps(chat_history)
 
 

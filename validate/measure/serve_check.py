@@ -150,7 +150,6 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
         name=name,
         file=file,
         asking=asking,
-        title=lambda place: f"prompt {place + 1} of {header.num}",
         k=k,
         max_model_len=room_for(
             check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens

@@ -121,7 +121,6 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         name=f"eval.{model.role}.{protocol.task}",
         file=file,
         asking=lambda server: nullcontext(partial(_answer, server, questions)),
-        title=lambda at: f"question {at + 1} of {questions.num}",
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(
             [item.prompt for item in questions.items],

@@ -116,8 +116,6 @@ def test_a_line_that_a_crash_cut_is_asked_again(cut, begun, tmp_path):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ({"question": 0}, "of a place that was asked for, and is there once; got 0"),
-        ({"question": 3}, "of a place that was asked for, and is there once; got 3"),
         (
             '{"question": 1}',
             "a line that keepmtp wrote (Answer); got prompt_sha256: Field required",
