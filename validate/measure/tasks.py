@@ -34,7 +34,7 @@ from .harness import (
 )
 from .lm_eval_task import VERSIONS, Questions, scores
 from .server import Server
-from .store import Answer, AnswersHeader, Samples, open_lines
+from .store import Answer, AnswersHeader, open_lines
 
 _LEAST_SECONDS = 600.0
 MOST_STOPS = 4
@@ -102,24 +102,28 @@ def evaluate(
         models.append(replace(checkpoint, role="plain"))
     with setup.alone():
         for model in models:
-            works = []
-            for questions in tasks:
-                if _is_asked(model, questions):
-                    work = work_of(model, questions, setup)
-                    if work.file.missing:
-                        works.append(work)
-            answer_missing(model, works, setup, watch)
+            asked = [questions for questions in tasks if _is_asked(model, questions)]
+            works = [work_of(model, questions, setup) for questions in asked]
+            answer_missing(model, [work for work in works if work.file.missing], setup, watch)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
 def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
-    """One task for one model."""
+    """One task for one model, with what is answered already."""
     protocol = questions.protocol
-    file = opened(model, questions, setup)
+    # Answers carry in their file's first line all that a score depends on; a run goes on with those
+    # that have exactly its own.
+    header = AnswersHeader(
+        protocol=protocol,
+        dataset_sha256=questions.dataset_sha256,
+        prompts_sha256=questions.prompts_sha256,
+        num=questions.num,
+        **setup.asked_of(model),
+    )
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
-        file=file,
+        file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
         asking=lambda server: nullcontext(partial(_answer, server, questions)),
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(
@@ -132,20 +136,6 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         words=("--enable-prefix-caching",) * protocol.prefix_caching,
         task=protocol.task,
     )
-
-
-def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
-    """The file of one model's answers to one task, with what is in it already."""
-    # Answers carry in their file's first line all that a score depends on; a run goes on with those
-    # that have exactly its own.
-    header = AnswersHeader(
-        protocol=questions.protocol,
-        dataset_sha256=questions.dataset_sha256,
-        prompts_sha256=questions.prompts_sha256,
-        num=questions.num,
-        **setup.asked_of(model),
-    )
-    return open_lines(setup.out, f"{questions.protocol.task}.{model.role}", header)
 
 
 def _is_asked(model: Model, questions: Questions) -> bool:
@@ -190,29 +180,29 @@ def _task_fact(
     protocol = questions.protocol
     files = {}
     facts = {}
-    pairs = []
+    rights = {}
     for model in models:
         if not _is_asked(model, questions):
             continue
-        files[model.role] = samples = opened(model, questions, setup)
-        found, right = scores(questions, [answer.text for answer in samples.in_order()])
-        figures.finish(samples, right)
-        facts[model.role] = EvaluatedFact(
+        role = model.role
+        files[role] = samples = work_of(model, questions, setup).file
+        found, rights[role] = scores(questions, [answer.text for answer in samples.in_order()])
+        figures.finish(samples, rights[role])
+        facts[role] = EvaluatedFact(
             path=model.source.where,
             scores=found,
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
             **figures.counted(samples),
         )
-    filters = facts["checkpoint"].filters
-    if "source" in files:
-        for name in filters:
-            before = figures.correct(files["source"], name)
-            after = figures.correct(files["checkpoint"], name)
-            pairs.append(paired(name, before, after, runs=protocol.repeats, confidence=confidence))
+    after = rights["checkpoint"]
+    pairs = []
+    for name, before in rights.get("source", {}).items():
+        how = {"runs": protocol.repeats, "confidence": confidence}
+        pairs.append(paired(name, before, after[name], **how))
     drafted = None
     if "plain" in files:
-        drafted = figures.drafting(files["plain"], files["checkpoint"], filters)
+        drafted = figures.drafting(files["plain"], files["checkpoint"], list(after))
     return TaskFact(
         protocol=protocol,
         dataset_sha256=questions.dataset_sha256,

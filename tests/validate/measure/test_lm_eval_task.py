@@ -286,32 +286,18 @@ def test_a_limit_asks_the_first_the_same_way(tmp_path):
     assert first.items == whole.items[:4] and first.dataset_sha256 != whole.dataset_sha256
 
 
-@pytest.mark.parametrize("task", ["gsm8k", "gsm8k_platinum"])
-@pytest.mark.parametrize(
-    "protocol",
-    [
-        {},
-        {"shots": 4},
-        {"shots": 4, "api": "chat"},
-        {"limit": 6},
-    ],
-)
-def test_scores_are_lm_evals(tmp_path, task, protocol, capfd):
-    """Right; right for one filter only; wrong; nothing."""
-    found = asked(task, tmp_path, ROWS, **protocol)
+@pytest.mark.parametrize("protocol", [{"shots": 4}, {"shots": 4, "api": "chat"}, {"limit": 6}])
+def test_shots_and_limits_change_no_score(tmp_path, protocol, capfd):
+    """Right; right for one filter only; wrong; nothing. The shots are drawn anew each time."""
+    found = asked("gsm8k", tmp_path, ROWS, **protocol)
     texts = [f" so it is {2 * n + 1}.\n#### {2 * n + 1}" for n in range(len(found.items))]
     texts[1:4] = " the answer is 3", "#### 77", ""
     facts, right = scores(found, texts)
-    assert list(right) == ["strict-match", "flexible-extract"] == [fact.filter for fact in facts]
     wrong = {"strict-match": {1, 2, 3}, "flexible-extract": {2, 3}}
-    for fact in facts:
-        assert {n for n, ok in enumerate(right[fact.filter]) if not ok} == wrong[fact.filter]
-        share = sum(right[fact.filter]) / len(found.items)
-        assert fact.value == pytest.approx(share) and fact.stderr == pytest.approx(
-            (share * (1 - share) / (len(found.items) - 1)) ** 0.5
-        )
-    again, _ = scores(found, texts)
-    assert again == facts, "the shots are drawn anew, and are the same"
+    assert wrong == {
+        name: {n for n, ok in enumerate(values) if not ok} for name, values in right.items()
+    }
+    assert scores(found, texts)[0] == facts
     printed = capfd.readouterr()
     assert printed.out == printed.err == "", "lm-eval's bars and warnings"
 

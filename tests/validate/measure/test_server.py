@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,17 +23,6 @@ ENGINE = "(EngineCore pid=6) ERROR 11-21 09:17:22 [core.py:1510] "
 def vllm(monkeypatch, tmp_path) -> VLLM:
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, start=0.5)))
     return find_vllm()
-
-
-def test_two_servers_at_once_never_answer_for_each_other(vllm, tmp_path):
-    folders = [tmp_path / f"checkpoint-{number}" for number in range(8)]
-
-    def text_of(folder: Path) -> str:
-        with serving(vllm, folder, k=1, log=folder.with_suffix(".log"), timeout=60) as server:
-            return server.complete("1 + 1?", max_tokens=4).text
-
-    with ThreadPoolExecutor(len(folders)) as pool:
-        assert list(pool.map(text_of, folders)) == [str(folder) for folder in folders]
 
 
 def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):

@@ -2,7 +2,6 @@
 twice.
 """
 
-import threading
 import time
 from collections import defaultdict
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
-from keepmtp.validate.measure.tasks import opened, work_of
+from keepmtp.validate.measure.tasks import work_of
 from task_rows import TASK_ROWS
 from vllms import H100
 
@@ -73,7 +72,7 @@ def ask(monkeypatch, tmp_path):
         if server is not None:
             monkeypatch.setattr(tasks, "_LEAST_SECONDS", timeout - asked.protocol.max_tokens)
             host.answer(work_of(MODEL, asked, setup))
-        return opened(MODEL, asked, setup)
+        return work_of(MODEL, asked, setup).file
 
     return answers
 
@@ -116,17 +115,6 @@ def test_every_question_is_asked_once_and_greedily(ask, asked, tmp_path):
     assert read_lines(samples.path, AnswersHeader).lines == samples.lines, "the file says the same"
 
 
-def test_chat_sends_messages(ask, tmp_path):
-    asked = built(tmp_path, api="chat", shots=2)
-    with answering(ANSWERS, tmp_path / "log") as (server, requests):
-        samples = ask(server, asked)
-    roles = ["user", "assistant", "user", "assistant", "user"]
-    for request in requests:
-        assert request["path"] == "/v1/chat/completions" and "prompt" not in request
-        assert [turn["role"] for turn in request["messages"]] == roles
-    assert score(asked, samples) == (27 / 30, 27 / 30)
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, ask, asked, tmp_path):
@@ -157,14 +145,6 @@ def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, ask, as
     assert sorted(request["question"] for request in later) == missing
     assert score(asked, again) == (27 / 30, 27 / 30) and list(again.sittings) == [1, 2]
     assert drafts_of(again).drafts == 3 * (len(requests) + len(later)), "counters of both sittings"
-
-
-def test_a_server_that_dies_is_quoted_from_its_log(ask, asked, tmp_path):
-    with answering(ANSWERS, tmp_path / "log", lambda number: "cut" * (number >= 7)) as (server, _):
-        threading.Timer(0.5, server.process.kill).start()
-        with pytest.raises(ServerFailed, match="CUDA out of memory"):
-            ask(server, asked)
-    assert len(ask(None, asked).lines) == 6
 
 
 def test_counters_survive_a_server_that_cannot_be_asked_any_more(ask, asked, tmp_path, monkeypatch):
