@@ -45,10 +45,9 @@ from .server import PLUGIN, Server, ServerFailed, last_error
 from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
 from .texts import Prompts, texts
 
+# Of each answer before a load is measured: kernels are compiled and graphs captured for its number
+# of requests.
 WARM_UP_TOKENS = 32
-"""Of each answer before a load is measured: kernels are compiled and graphs captured for its number
-of requests.
-"""
 _LEAST_REQUESTS = 16
 _REQUESTS_A_SLOT = 4
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"

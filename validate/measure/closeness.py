@@ -43,16 +43,15 @@ from .store import (
 )
 from .texts import HeldOut, Text
 
+# Tokens before a position that the result quotes.
 CONTEXT_TOKENS = 24
-"""Tokens before a position that the result quotes."""
+# How long one window may take: a server writes some ten thousand entries a second as JSON.
 WINDOW_SECONDS = 1800.0
-"""How long one window may take: a server writes some ten thousand entries a second as JSON."""
 _MOST_SUM = 1.001
 
+# What a model predicts after each token of a window but the last: log-probabilities, natural, by
+# token, of the likeliest ones and of the one that follows.
 Rows = tuple[dict[int, float], ...]
-"""What a model predicts after each token of a window but the last: log-probabilities, natural, by
-token, of the likeliest ones and of the one that follows.
-"""
 _ROWS = TypeAdapter(Rows)
 
 

@@ -23,10 +23,10 @@ from ..facts.paired import outcomes
 from ..facts.served import counters, total
 from .store import ComparedFile, LineFile, Samples
 
+# So many changed answers have their texts in the result.
 MOST_SHOWN = 5
-"""So many changed answers have their texts in the result."""
+# So many questions are named for each reading.
 MOST_NAMED = 20
-"""So many questions are named for each reading."""
 # Characters of a changed answer around the place where it parts.
 _BEFORE = 60
 _AFTER = 140

@@ -30,8 +30,8 @@ from .server import server_environment, started
 
 _WAIT_SECONDS = 0.2
 _STOP_SECONDS = 60.0
+# With fewer drafts, one odd answer may be all of them.
 ENOUGH_DRAFTS = 200
-"""With fewer drafts, one odd answer may be all of them."""
 # The least share of first tokens that is no reason for doubt, where nothing was measured before.
 _LEAST = 0.1
 _DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")

@@ -39,18 +39,17 @@ UNTRIED = (
     "only the rounding of its weights was tried: no kernel, no quantized activations, no "
     "quantization config"
 )
+# How often it is noted how a server is doing while it is asked: what one that dies has counted
+# since is lost.
 NOTE_SECONDS = 2.0
-"""How often it is noted how a server is doing while it is asked: what one that dies has counted
-since is lost.
-"""
+# What a chat template adds to a conversation, at most: system prompts of releases.
 CHAT_TOKENS = 2112
-"""What a chat template adds to a conversation, at most: system prompts of releases."""
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
 Watch = Callable[[Step], None]
+# From a place to its line; None where a server has refused it. Called by several threads.
 Ask = Callable[[Any], Any]
-"""From a place to its line; None where a server has refused it. Called by several threads."""
 
 
 def unwatched(step: Step) -> None:

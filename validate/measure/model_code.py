@@ -24,12 +24,12 @@ from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json
 
 WALL_SECONDS = 20.0
+# For the user, where `fence` is empty.
 OPEN = (
     "The model's programs run with your rights, files and network, because bubblewrap (bwrap) is "
     "not installed or may not run here. Install it, or run the evaluation in a container that "
     "holds nothing else: docker run --network none (docs/tasks.md)."
 )
-"""For the user, where `fence` is empty."""
 _FLAG = "--run-model-code"
 _CHILD = Path(__file__).with_name("model_code_child.py")
 _FENCE = (

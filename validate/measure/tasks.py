@@ -37,10 +37,8 @@ from .server import Server
 from .store import Answer, AnswersHeader, open_lines
 
 _LEAST_SECONDS = 600.0
+# vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five.
 MOST_STOPS = 4
-"""vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has
-five.
-"""
 
 
 def refuse_model(

@@ -29,14 +29,14 @@ from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path
 from ..facts.benched import RequestForm
 
+# Word problems that the shipped models were not trained on: short, and easy to draft.
 SHIPPED = "models/held_out.jsonl"
-"""Word problems that the shipped models were not trained on: short, and easy to draft."""
+# The text for a model that ships with keepmtp, by its name in the recipe.
 HELD_OUT: Mapping[str, str] = {
     "tiny-docs": "models/docs_held_out.jsonl",
     "tiny-glm4-moe": "models/held_out.jsonl",
     "tiny-qwen3_5": "models/held_out.jsonl",
 }
-"""The text for a model that ships with keepmtp, by its name in the recipe."""
 FORMS = (
     '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, '
     '{"messages": [...]} or {"tokens": [...]}'
@@ -50,10 +50,9 @@ _PROMPTS_CURE = (
 # prepare.py fetches it.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
+# Plain text; or messages, which go through the model's chat template; or tokens, which are sent as
+# they are.
 Text = str | tuple[Mapping[str, str], ...] | tuple[int, ...]
-"""Plain text; or messages, which go through the model's chat template; or tokens, which are sent as
-they are.
-"""
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -268,5 +267,5 @@ def _sum(content: Any) -> str:
     return hashlib.sha256(content.strip().encode()).hexdigest()
 
 
+# What serve-check asks, unless the user brings prompts: every language model goes on with them.
 PROMPTS = tuple([prompt.text for prompt in read_prompts(None).items[:8]])
-"""What serve-check asks, unless the user brings prompts: every language model goes on with them."""
