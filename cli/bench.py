@@ -7,6 +7,7 @@ repetitions, and the report made anew.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,7 +107,7 @@ def bench(
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, setup=replace(session.setup, watch=watch))
     session.keep(fact, checkpoint)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0

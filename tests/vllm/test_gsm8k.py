@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -287,7 +288,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
                     os.kill(process, signal.SIGKILL)
 
     with pytest.raises(ServerFailed) as caught:
-        tasks.evaluate(model, None, asked, **how, watch=kill)
+        tasks.evaluate(model, None, asked, **how | {"setup": replace(setup, watch=kill)})
     samples = samples_in(tmp_path, "gsm8k")
     message = str(caught.value)
     assert (

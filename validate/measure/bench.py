@@ -33,13 +33,11 @@ from .harness import (
     Ask,
     Model,
     Setup,
-    Watch,
     Work,
     answer_missing,
     drafted_by,
     has_template,
     room_for,
-    unwatched,
 )
 from .server import PLUGIN, Server, ServerFailed, last_error
 from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
@@ -98,7 +96,6 @@ def bench(
     plan: BenchPlan,
     *,
     setup: Setup,
-    watch: Watch = unwatched,
 ) -> BenchFact:
     """Measure what is missing of the source's matrix, then of the checkpoint's.
 
@@ -107,7 +104,6 @@ def bench(
         source: what it was made from; None leaves it out.
         plan: what to measure.
         setup: how to serve, and where to write.
-        watch: called with each step of progress.
 
     Raises:
         RecipeError: another run is at work there.
@@ -118,8 +114,8 @@ def bench(
     before = None
     with setup.alone():
         if source is not None:
-            before = _benched(source, plan, setup, watch)
-        after = _benched(checkpoint, plan, setup, watch)
+            before = _benched(source, plan, setup)
+        after = _benched(checkpoint, plan, setup)
     return BenchFact(
         checkpoint=after,
         source=before,
@@ -155,7 +151,7 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     return open_lines(setup.out, f"bench.{model.whose}", header)
 
 
-def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Benched:
+def _benched(model: Model, plan: BenchPlan, setup: Setup) -> Benched:
     """One checkpoint's whole matrix; servers are started only for what is missing."""
     file = open_matrix(model, plan, setup)
     header = file.header
@@ -164,7 +160,7 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
     asked = sorted({place.k for place in file.missing})
     errors = dict[tuple[int, int], str]()
     works = [_work(plan, setup, file, k, errors) for k in asked]
-    answer_missing(model, works, setup, watch)
+    answer_missing(model, works, setup)
     cells = []
     for concurrency, k in product(plan.concurrency, ks):
         error = errors.get((k, concurrency), "")

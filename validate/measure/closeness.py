@@ -29,7 +29,7 @@ from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, answer_missing, unwatched
+from .harness import Ask, Model, Setup, Work, answer_missing
 from .replies import PredictionsReply, TokensReply
 from .server import Server, ServerFailed
 from .store import (
@@ -79,7 +79,6 @@ def measure(
     *,
     setup: Setup,
     depth: Depth,
-    watch: Watch = unwatched,
 ) -> ClosenessFact:
     """Ask what is missing, the source first, and compare.
 
@@ -102,7 +101,7 @@ def measure(
         before = open_lines(setup.out, "closeness.source", first)
         # Its last server was asked the same again once there was nothing more to ask.
         if all(sitting.repeated is None for sitting in before.sittings.values()):
-            answer_missing(source, [_work(source, before, before, text, depth)], setup, watch)
+            answer_missing(source, [_work(source, before, before, text, depth)], setup)
         windows = windows_of(before)
         header = ComparedHeader(
             **asked,
@@ -115,7 +114,7 @@ def measure(
         after = open_lines(setup.out, "closeness.checkpoint", header)
         if after.missing:
             work = _work(checkpoint, after, before, text, depth)
-            answer_missing(checkpoint, [work], setup, watch)
+            answer_missing(checkpoint, [work], setup)
     of_source, of_checkpoint = figures.predicted(after, before)
     return ClosenessFact(
         text=text.path,

@@ -81,12 +81,14 @@ class Setup:
         out: evidence folder.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`.
+        watch: called with each step of progress.
     """
 
     vllm: VLLM
     out: Path
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
+    watch: Watch = unwatched
 
     @property
     def environment(self) -> dict[str, str]:
@@ -161,7 +163,6 @@ class Host:
     Attributes:
         folder: what is served.
         as_served, reason: whether it is a copy, and why.
-        watch: called with each step of progress.
     """
 
     model: Model
@@ -169,7 +170,6 @@ class Host:
     folder: Path
     as_served: AsServed
     reason: str
-    watch: Watch
 
     def answer(self, *works: Work) -> None:
         """Start one server for works that are served alike, and ask it what is missing.
@@ -191,7 +191,7 @@ class Host:
             log=self.setup.log(first.name),
             timeout=self.setup.timeout,
             extra=(*limits, *first.words, *self.setup.extra),
-            watch=lambda doing: self.watch(replace(step, doing=f"k={first.k}: {doing}")),
+            watch=lambda doing: self.setup.watch(replace(step, doing=f"k={first.k}: {doing}")),
         ) as server:
             for work in works:
                 with work.asking(server) as ask:
@@ -251,7 +251,7 @@ class Host:
                         note(server.drafts_now)
                 seconds = time.monotonic() - start
                 left = len(file.missing)
-                self.watch(
+                self.setup.watch(
                     Step(
                         role=self.model.role,
                         doing="",
@@ -283,7 +283,7 @@ class Host:
 
 
 @contextmanager
-def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
+def hosting(model: Model, setup: Setup) -> Iterator[Host]:
     """The servers of one checkpoint. A copy is gone with the context.
 
     Raises:
@@ -298,19 +298,18 @@ def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
         folder=source.folder.absolute(),
         as_served="native",
         reason=why_no_kernel(source, setup.vllm),
-        watch=watch,
     )
     if not host.reason:
         yield host
         return
     with ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out) as scratch:
-        watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
+        setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
         folder = write_copy(source, scratch / "copy").absolute()
         why = f"{host.reason}; {UNTRIED}"
         yield replace(host, folder=folder, as_served=COPY, reason=why)
 
 
-def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Watch) -> None:
+def answer_missing(model: Model, works: Iterable[Work], setup: Setup) -> None:
     """Ask one checkpoint what is missing: each of its servers once, and none where nothing is.
 
     Raises:
@@ -321,7 +320,7 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Wat
     for work in works:
         servers.setdefault((work.k, work.words), []).append(work)
     if servers:
-        with hosting(model, setup, watch) as host:
+        with hosting(model, setup) as host:
             for together in servers.values():
                 host.answer(*together)
 

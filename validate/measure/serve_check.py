@@ -17,7 +17,7 @@ from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import Json, frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, drafted_by, hosting, room_for, unwatched
+from .harness import Ask, Model, Setup, Work, drafted_by, hosting, room_for
 from .server import Server, ServerFailed
 from .store import Continuation, ContinuationHeader, LineFile, open_lines
 
@@ -40,7 +40,6 @@ def serve_check(
     *,
     setup: Setup,
     check: Check,
-    watch: Watch,
 ) -> ServeCheck:
     """Serve both and compare.
 
@@ -49,7 +48,6 @@ def serve_check(
         source: what it was made from; None leaves acceptance unjudged.
         setup: how to serve, and where to write.
         check: what to ask.
-        watch: called with each step of progress.
 
     Raises:
         RecipeError: another run is at work there.
@@ -60,8 +58,8 @@ def serve_check(
     original = None
     with setup.alone():
         if source is not None:
-            original = serve(source, setup=setup, check=check, watch=watch)
-        served = serve(checkpoint, setup=setup, check=check, watch=watch)
+            original = serve(source, setup=setup, check=check)
+        served = serve(checkpoint, setup=setup, check=check)
     return ServeCheck(
         source=original,
         checkpoint=served,
@@ -72,7 +70,7 @@ def serve_check(
     )
 
 
-def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched) -> Served:
+def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
@@ -83,7 +81,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
     errors = {}
     how = Json()
     if missing:
-        with hosting(model, setup, watch) as host:
+        with hosting(model, setup) as host:
             how = Json(as_served=host.as_served, reason=host.reason)
             for work in missing:
                 try:

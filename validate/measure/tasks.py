@@ -23,14 +23,12 @@ from . import figures
 from .harness import (
     Model,
     Setup,
-    Watch,
     Work,
     answer_missing,
     drafted_by,
     has_template,
     refuse_drafts,
     room_for,
-    unwatched,
 )
 from .lm_eval_task import VERSIONS, Questions, scores
 from .server import Server
@@ -71,7 +69,6 @@ def evaluate(
     setup: Setup,
     confidence: float,
     has_plain: bool = True,
-    watch: Watch = unwatched,
 ) -> EvaluationFact:
     """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval
     score all answers.
@@ -85,7 +82,6 @@ def evaluate(
         setup: how to serve, and where to write.
         confidence: of the interval around the paired difference.
         has_plain: ask the checkpoint with MTP off as well.
-        watch: called with each step of progress.
 
     Raises:
         RecipeError: another run is at work there.
@@ -102,7 +98,7 @@ def evaluate(
         for model in models:
             asked = [questions for questions in tasks if _is_asked(model, questions)]
             works = [work_of(model, questions, setup) for questions in asked]
-            answer_missing(model, [work for work in works if work.file.missing], setup, watch)
+            answer_missing(model, [work for work in works if work.file.missing], setup)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 

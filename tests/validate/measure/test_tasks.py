@@ -5,6 +5,7 @@ twice.
 import time
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def ask(monkeypatch, tmp_path):
     ) -> Samples:
         monkeypatch.setattr(harness, "serving", lambda *_, **__: nullcontext(server))
         native = {"folder": GLM, "as_served": "native", "reason": ""}
-        host = Host(model=MODEL, setup=setup, watch=watch, **native)
+        host = Host(model=MODEL, setup=replace(setup, watch=watch), **native)
         if server is not None:
             monkeypatch.setattr(tasks, "_LEAST_SECONDS", timeout - asked.protocol.max_tokens)
             host.answer(work_of(MODEL, asked, setup))
