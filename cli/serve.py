@@ -186,9 +186,6 @@ def _run(
     if best.versions:
         say(err, f"vLLM {vllm.version}; {best.versions}")
     say(err, shlex.join(line))
-    expected = None
-    if best.measured:
-        expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
     with ExitStack() as files:
         written = sys.stderr.fileno()
         if log is not None:
@@ -198,7 +195,8 @@ def _run(
             line[1:],
             k=best.k,
             address=address,
-            expected=expected,
+            expected=best.measured,
+            measured_by=best.measured_by,
             every=every,
             log=written,
             tell=partial(say, err),

@@ -82,14 +82,6 @@ class ServerLife(Drafts):
     doubt: str
 
 
-@frozen
-class Expected:
-    """Draft counters that were measured before, and the command that did so."""
-
-    drafts: Drafts
-    measured_by: str
-
-
 def refuse_our_words(extra: Sequence[str]) -> None:
     """Refuse words for `vllm serve` that keepmtp serve says itself.
 
@@ -123,7 +115,8 @@ def serve_until_stopped(
     *,
     k: int,
     address: Address,
-    expected: Expected | None,
+    expected: Drafts | None,
+    measured_by: str,
     every: float,
     log: IO[bytes] | int,
     tell: Say,
@@ -135,7 +128,7 @@ def serve_until_stopped(
         words: of the server, from "serve" on.
         k: tokens drafted a step, as `words` say it.
         address: where it listens, as `words` say it.
-        expected: what its drafts are compared with.
+        expected: what its drafts are compared with, and the command that measured it.
         every: seconds between two lines of acceptance.
         log: where everything goes that the server prints.
         tell: called when it is healthy, and with its acceptance where that has changed.
@@ -173,7 +166,7 @@ def serve_until_stopped(
                     tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
                     said = drafts
                     if not warning:
-                        warning = doubt(drafts, expected)
+                        warning = doubt(drafts, expected, measured_by)
                         if warning:
                             tell(f"warning: {warning}")
                 said_at = now
@@ -186,22 +179,21 @@ def serve_until_stopped(
         is_stopped=stop.is_set(),
         seconds=time.monotonic() - start,
         status=status,
-        doubt=doubt(drafts, expected),
+        doubt=doubt(drafts, expected, measured_by),
         **counters(drafts),
     )
 
 
-def doubt(drafts: Drafts, expected: Expected | None) -> str:
+def doubt(drafts: Drafts, expected: Drafts | None, measured_by: str) -> str:
     """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
     # The share of first tokens hardly depends on k, and a draft of garbage has next to none.
     share = first_share(drafts)
+    usual = first_share(expected) if expected else None
     least = _LEAST
     against = ""
-    if expected is not None:
-        usual = first_share(expected.drafts)
-        if usual is not None:
-            least = usual / 2
-            against = f"; {expected.measured_by} measured {usual:.1%}"
+    if usual is not None:
+        least = usual / 2
+        against = f"; {measured_by} measured {usual:.1%}"
     if share is None or drafts.drafts < ENOUGH_DRAFTS or share >= least:
         return ""
     found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"

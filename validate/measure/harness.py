@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -316,12 +318,11 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup) -> None:
         ServerFailed: see `Host.answer`.
         VLLMError, CheckpointError: see `hosting`.
     """
-    servers = dict[tuple[int, tuple[str, ...]], list[Work]]()
-    for work in works:
-        servers.setdefault((work.k, work.words), []).append(work)
+    alike = attrgetter("k", "words")
+    servers = sorted(works, key=alike)
     if servers:
         with hosting(model, setup) as host:
-            for together in servers.values():
+            for _, together in groupby(servers, key=alike):
                 host.answer(*together)
 
 
