@@ -22,7 +22,7 @@ from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.measure.closeness import Rows, compare, kept, windows_of
+from keepmtp.validate.measure.closeness import Predictions, compare, kept, windows_of
 from keepmtp.validate.measure.store import (
     ComparedHeader,
     PredictedFile,
@@ -97,7 +97,7 @@ def store(made, found) -> PredictedFile:
     return read_lines(path, PredictedHeader)
 
 
-def logprobs(model: torch.nn.Module, store: PredictedFile) -> list[Rows]:
+def logprobs(model: torch.nn.Module, store: PredictedFile) -> list[Predictions]:
     """What transformers predicts for each window in FP32."""
     predicted = []
     for ids in windows_of(store):
@@ -109,7 +109,7 @@ def logprobs(model: torch.nn.Module, store: PredictedFile) -> list[Rows]:
 
 
 @pytest.fixture(scope="module")
-def references(made, store) -> tuple[list[Rows], list[Rows]]:
+def references(made, store) -> tuple[list[Predictions], list[Predictions]]:
     """The source, and the checkpoint with the weights that compressed-tensors decompresses."""
     from transformers import AutoModelForCausalLM
 
@@ -125,7 +125,7 @@ def references(made, store) -> tuple[list[Rows], list[Rows]]:
     return before, logprobs(model, store)
 
 
-def mean(one: list[Rows], other: list[Rows]) -> float:
+def mean(one: list[Predictions], other: list[Predictions]) -> float:
     pairs = zip(one, other, strict=True)
     places = [place for a, b in pairs for place in compare(a, b, is_whole=True)]
     return float(np.mean([place.nats for place in places]))

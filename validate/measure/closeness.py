@@ -51,8 +51,8 @@ _MOST_SUM = 1.001
 
 # What a model predicts after each token of a window but the last: log-probabilities, natural, by
 # token, of the likeliest ones and of the one that follows.
-Rows = tuple[dict[int, float], ...]
-_ROWS = TypeAdapter(Rows)
+Predictions = tuple[dict[int, float], ...]
+_PREDICTIONS = TypeAdapter(Predictions)
 
 
 @frozen
@@ -187,7 +187,7 @@ def _work(
     is_source = file is source
     header = source.header
     windows = list[tuple[int, ...]]()
-    firsts = list[tuple[Rows, Callable[[], Rows]]]()
+    firsts = list[tuple[Predictions, Callable[[], Predictions]]]()
 
     @contextmanager
     def asking(server: Server) -> Iterator[Ask]:
@@ -200,7 +200,7 @@ def _work(
         else:
             windows[:] = windows_of(source)
 
-        def predict(number: int) -> Rows:
+        def predict(number: int) -> Predictions:
             ids = windows[number]
             return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
 
@@ -213,7 +213,7 @@ def _work(
             if not firsts:
                 firsts.append((rows, partial(predict, number)))
             if is_source:
-                write_whole(_path(source, number), _ROWS.dump_json(rows).decode())
+                write_whole(_path(source, number), _PREDICTIONS.dump_json(rows).decode())
                 return PredictedWindow(window=number, ids=ids)
             before = kept(source, number)
             places = compare(before, rows, is_whole=header.is_whole)
@@ -267,7 +267,7 @@ def _path(file: PredictedFile, number: int) -> Path:
     return file.path.with_suffix("") / f"{number:05}.window"
 
 
-def kept(file: PredictedFile, number: int) -> Rows:
+def kept(file: PredictedFile, number: int) -> Predictions:
     """The source's predictions for a window.
 
     Raises:
@@ -276,7 +276,7 @@ def kept(file: PredictedFile, number: int) -> Rows:
     path = _path(file, number)
     num = len(file.lines[number].ids) - 1
     try:
-        rows = _ROWS.validate_json(path.read_bytes())
+        rows = _PREDICTIONS.validate_json(path.read_bytes())
         got = f"{len(rows)} positions"
     except (OSError, ValidationError) as error:
         rows = ()
@@ -298,7 +298,7 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
     return server.post("/tokenize", asked, TokensReply).tokens
 
 
-def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Rows:
+def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Predictions:
     """What a server predicts after each token of a window but the last.
 
     Args:
@@ -337,7 +337,7 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     return tuple(rows)
 
 
-def _nll(rows: Rows, ids: Sequence[int]) -> float:
+def _nll(rows: Predictions, ids: Sequence[int]) -> float:
     return max(0.0, -math.fsum([row[after] for row, after in zip(rows, ids[1:], strict=True)]))
 
 
@@ -370,7 +370,7 @@ class Apart:
         return self.source != self.checkpoint
 
 
-def compare(source: Rows, checkpoint: Rows, *, is_whole: bool) -> list[Apart]:
+def compare(source: Predictions, checkpoint: Predictions, *, is_whole: bool) -> list[Apart]:
     """Compare two models' predictions on one window of the same tokens; `is_whole` where rows name
     the whole vocabulary.
     """

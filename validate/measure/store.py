@@ -254,7 +254,7 @@ class BenchHeader(Header):
 
 Head = TypeVar("Head", bound=Header)
 OneLine = TypeVar("OneLine", bound=Line)
-Form = TypeVar("Form", bound=Fact)
+KindOfLine = TypeVar("KindOfLine", bound=Fact)
 
 
 class LineFile(Generic[Head, OneLine]):
@@ -365,7 +365,7 @@ def _text(line: Fact) -> str:
     return line.model_dump_json(exclude=set(type(line).model_computed_fields)) + "\n"
 
 
-def _checked(kind: type[Form], row: Any, where: object) -> Form:
+def _checked(kind: type[KindOfLine], row: Any, where: object) -> KindOfLine:
     try:
         return kind.model_validate(row)
     except ValidationError as error:

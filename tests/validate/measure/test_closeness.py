@@ -22,7 +22,7 @@ from keepmtp.validate.facts.served import Drafts
 from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import closeness as measure
 from keepmtp.validate.measure import harness
-from keepmtp.validate.measure.closeness import Apart, Depth, Rows, compare, cut_windows
+from keepmtp.validate.measure.closeness import Apart, Depth, Predictions, compare, cut_windows
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.replies import Reply
 from keepmtp.validate.measure.server import ServerFailed
@@ -241,7 +241,7 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
 SIZE, POSITIONS = 300, 40
 
 
-def rows(logprobs: NDArray[np.float64], following: NDArray[np.int64], top: int) -> Rows:
+def rows(logprobs: NDArray[np.float64], following: NDArray[np.int64], top: int) -> Predictions:
     """As a server answers: the likeliest `top`, and the token that follows where it is not among
     them.
     """
