@@ -7,6 +7,7 @@ repetitions, and the report made anew.
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,7 +72,7 @@ def bench(
     """
     from ..checkpoints.source import view_of
     from ..validate.measure import bench as matrix
-    from ..validate.measure.harness import ks_up_to
+    from ..validate.measure.harness import ks_up_to, refuse_drafts
     from ..validate.measure.texts import read_prompts
 
     session = begin("bench", "bench", served, context.args, source or "none")
@@ -93,10 +94,10 @@ def bench(
     )
     # Before a server is started, which may take half an hour: a k that vLLM cannot draft, a prompt
     # that does not fit.
-    matrix.refuse_model(opened, plan, is_original=False)
+    refuse_drafts(opened, *ks, option="--k")
     num_checkpoints = 1
     if session.original is not None:
-        matrix.refuse_model(session.original, plan, is_original=True)
+        refuse_drafts(session.original, *ks, option="--k", is_original=True)
         num_checkpoints = 2
     if dry_run:
         would_do = counted(plan, num_checkpoints)
@@ -106,7 +107,7 @@ def bench(
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, setup=replace(session.setup, watch=watch))
     session.keep(fact, checkpoint)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0

@@ -6,6 +6,7 @@ closeness.json with the servers' logs in the same folder, and the report made an
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,7 +83,7 @@ def serve_check(
     original = session.source_of(checkpoint)
     with asking(session.err, as_json=served.as_json) as watch:
         found = measure.serve_check(
-            checkpoint, original, setup=session.setup, check=check, watch=watch
+            checkpoint, original, setup=replace(session.setup, watch=watch), check=check
         )
     source_opened = original and original.source
     # Next to the checkpoint's other results, or a folder of its own: then the report has a check of
@@ -204,7 +205,7 @@ def closeness(
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
     with asking(session.err, as_json=served.as_json) as watch:
         fact = measure.measure(
-            judged, before, compared_on, setup=session.setup, depth=depth, watch=watch
+            judged, before, compared_on, setup=replace(session.setup, watch=watch), depth=depth
         )
     judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
     reason = next((one for one in judgement.reasons if one.gate == "closeness"), None)

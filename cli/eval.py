@@ -6,7 +6,7 @@ gsm8k.json with the answers in the same folder, and the report made anew.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -152,10 +152,9 @@ def evaluate(
             judged,
             compared,
             questions,
-            setup=session.setup,
+            setup=replace(session.setup, watch=watch),
             confidence=gates.confidence,
             has_plain=plain,
-            watch=watch,
         )
     listed = [of_recipe.task for of_recipe in evaluations]
     judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=listed)

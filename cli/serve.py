@@ -86,14 +86,14 @@ def serve(
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
     from ..validate.measure import foreground
-    from ..validate.measure.room import tensor_parallel_size, value_of
+    from ..validate.measure.room import options_of, tensor_parallel_size
     from ..validate.measure.serve_line import refuse_settings
 
     err = Console(stderr=True)
     extra = tuple(context.args)
     refuse_stray_words("serve", extra)
     foreground.refuse_our_words(extra)
-    is_tls = value_of(extra, "--ssl-certfile") != ""
+    is_tls = "--ssl-certfile" in options_of(extra)
     address = foreground.Address(host=host, port=port, is_tls=is_tls)
     # Everything that can be known is refused before the server starts: it may load for half an
     # hour.
@@ -186,9 +186,6 @@ def _run(
     if best.versions:
         say(err, f"vLLM {vllm.version}; {best.versions}")
     say(err, shlex.join(line))
-    expected = None
-    if best.measured:
-        expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by)
     with ExitStack() as files:
         written = sys.stderr.fileno()
         if log is not None:
@@ -198,7 +195,8 @@ def _run(
             line[1:],
             k=best.k,
             address=address,
-            expected=expected,
+            expected=best.measured,
+            measured_by=best.measured_by,
             every=every,
             log=written,
             tell=partial(say, err),

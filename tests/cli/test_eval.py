@@ -2,8 +2,6 @@
 
 import io
 import shutil
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import measured
@@ -11,10 +9,9 @@ import pytest
 from commands import ROOT, keepmtp_without
 from evaluations import Answers, evaluation, several
 from json_files import put_json
-from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.eval import shown as parts
 from keepmtp.cli.main import app
-from keepmtp.recipes.errors import KeepMTPError, RecipeError
+from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.measure import tasks
 from keepmtp.validate.report.gates import judge
@@ -49,20 +46,6 @@ def refusal(*words: object) -> str:
     message = str(result.exception)
     assert "; got " in message and message.endswith((".", "?")) and "\n" not in message, message
     return message
-
-
-@cases
-def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_refused):
-    """Qwen3.5 has layers with linear attention, and vLLM no kernel on a CPU that puts their state
-    back.
-    """
-    source = open_source(str(GLM.with_name(f"tiny-{model}")))
-    vllm = replace(CPU, build=build)
-    cached = Evaluation(prefix_caching=True)
-    tasks.refuse_prefix_caching(source, Evaluation(), vllm)
-    says = "tiny-qwen3_5: on a CPU vLLM 0.32 cannot combine prefix caching with"
-    with pytest.raises(RecipeError, match=says) if is_refused else nullcontext():
-        tasks.refuse_prefix_caching(source, cached, vllm)
 
 
 @cases

@@ -29,7 +29,6 @@ from keepmtp.validate.facts.served import Drafts
 from keepmtp.validate.measure.foreground import (
     ENOUGH_DRAFTS,
     Address,
-    Expected,
     doubt,
     in_words,
     refuse_taken,
@@ -153,7 +152,7 @@ def test_an_address_that_is_taken():
         with pytest.raises(VLLMError, match=says):
             refuse_taken(Address(host="127.0.0.1", port=port))
     refuse_taken(Address(host="127.0.0.1", port=port))
-    with pytest.raises(VLLMError, match="Name an address of this machine"):
+    with pytest.raises(VLLMError, match="an address of this machine with --host"):
         refuse_taken(Address(host="203.0.113.7", port=port))
 
 
@@ -244,11 +243,11 @@ def drafts(number: int, *kept: int) -> Drafts:
 
 
 def test_a_doubt_needs_drafts_and_a_large_difference():
-    usual = Expected(drafts=drafts(1000, 800, 600, 500), measured_by="keepmtp eval")
-    assert doubt(drafts(199, 0, 0, 0), usual) == "" and doubt(drafts(200, 80, 1, 0), usual) == ""
+    usual = (drafts(1000, 800, 600, 500), "keepmtp eval")
+    assert doubt(drafts(199, 0, 0, 0), *usual) == "" and doubt(drafts(200, 80, 1, 0), *usual) == ""
     says = "only 39.5% of first drafted tokens are accepted, over 200 drafts; keepmtp eval measured"
-    assert f"{says} 80.0%" in doubt(drafts(200, 79), usual)
-    assert doubt(drafts(200, 20), None) == "" and doubt(drafts(200, 19), None)
+    assert f"{says} 80.0%" in doubt(drafts(200, 79), *usual)
+    assert doubt(drafts(200, 20), None, "") == "" and doubt(drafts(200, 19), None, "")
     says = "200 drafts, 60.0 % of their tokens accepted, 2.20 tokens a step; by position 80.0,"
     assert in_words(drafts(200, 160, 80)) == f"{says} 40.0 %"
 

@@ -42,14 +42,11 @@ def closeness(
             )
         )
     found.add(Sitting(sitting=1, as_served=as_served, reason="", seconds=12.5, repeated=0.0))
-    of_source, of_checkpoint = figures.predicted(found)
-    servers = {"servers": figures.servers(found)}
+    of_source, of_checkpoint = figures.predicted(found, found)
     return ClosenessFact(
         **FACTS["closeness"],
-        source=PredictedFact(role="source", path="/data/source", **of_source | servers),
-        checkpoint=PredictedFact(
-            role="checkpoint", path="/data/checkpoint", **of_checkpoint | servers
-        ),
+        source=PredictedFact(path="/data/source", **of_source),
+        checkpoint=PredictedFact(path="/data/checkpoint", **of_checkpoint),
         samples=path.name,
         samples_sha256=file_sha256(path),
         **figures.closeness(found),

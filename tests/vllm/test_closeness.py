@@ -22,7 +22,7 @@ from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.measure.closeness import Predicted, compare, kept, windows_of
+from keepmtp.validate.measure.closeness import Predictions, compare, kept, windows_of
 from keepmtp.validate.measure.store import (
     ComparedHeader,
     PredictedFile,
@@ -97,21 +97,19 @@ def store(made, found) -> PredictedFile:
     return read_lines(path, PredictedHeader)
 
 
-def logprobs(model: torch.nn.Module, store: PredictedFile) -> list[Predicted]:
+def logprobs(model: torch.nn.Module, store: PredictedFile) -> list[Predictions]:
     """What transformers predicts for each window in FP32."""
     predicted = []
     for ids in windows_of(store):
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, :-1].float()
-        values = logits.log_softmax(dim=-1).numpy()
-        names = np.broadcast_to(np.arange(VOCABULARY, dtype=np.int32), values.shape)
-        following = np.take_along_axis(values, np.array(ids[1:])[:, None], axis=1)[:, 0]
-        predicted.append(Predicted(ids=names, logprobs=values, following=following, is_whole=True))
+        values = logits.log_softmax(dim=-1).tolist()
+        predicted.append(tuple(dict(enumerate(row)) for row in values))
     return predicted
 
 
 @pytest.fixture(scope="module")
-def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
+def references(made, store) -> tuple[list[Predictions], list[Predictions]]:
     """The source, and the checkpoint with the weights that compressed-tensors decompresses."""
     from transformers import AutoModelForCausalLM
 
@@ -127,10 +125,10 @@ def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
     return before, logprobs(model, store)
 
 
-def mean(one: list[Predicted], other: list[Predicted]) -> float:
-    return float(
-        np.concatenate([compare(a, b).nats for a, b in zip(one, other, strict=True)]).mean()
-    )
+def mean(one: list[Predictions], other: list[Predictions]) -> float:
+    pairs = zip(one, other, strict=True)
+    places = [place for a, b in pairs for place in compare(a, b, is_whole=True)]
+    return float(np.mean([place.nats for place in places]))
 
 
 def test_the_command_finds_a_good_checkpoint_near(made, found):
@@ -165,7 +163,10 @@ def test_the_servers_agree_with_transformers(made, found, store, references):
         exact,
         rounding,
     )
-    nll = -np.concatenate([each.following for each in before]).mean()
+    texts = zip(before, windows_of(store), strict=True)
+    nll = -np.mean(
+        [row[after] for rows, ids in texts for row, after in zip(rows, ids[1:], strict=True)]
+    )
     assert fact["source"]["perplexity"] == pytest.approx(np.exp(nll), rel=0.01)
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -287,7 +288,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
                     os.kill(process, signal.SIGKILL)
 
     with pytest.raises(ServerFailed) as caught:
-        tasks.evaluate(model, None, asked, **how, watch=kill)
+        tasks.evaluate(model, None, asked, **how | {"setup": replace(setup, watch=kill)})
     samples = samples_in(tmp_path, "gsm8k")
     message = str(caught.value)
     assert (
@@ -298,7 +299,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     assert 50 <= len(samples.lines) < NUM and samples.sittings
 
     fact = tasks.evaluate(model, None, asked, **how)
-    wanted = sorted(item.prompt for each in asked for item in each.items)
+    wanted = sorted(item.prompt for each in asked for item in each.items * each.protocol.repeats)
     assert sorted(prompts) == wanted, "each was answered once"
     assert started[0] == started[1] and len(started) == 2, (
         "one server for all tasks, with room for the longest one"

@@ -16,13 +16,12 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from ...checkpoints.files import fresh
-from ...checkpoints.source import Source
 from ...quantize.run.child import Child
 from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
@@ -34,32 +33,22 @@ from .harness import (
     Ask,
     Model,
     Setup,
-    TextOrTurns,
-    Watch,
     Work,
     answer_missing,
     drafted_by,
     has_template,
-    refuse_drafts,
     room_for,
-    unwatched,
 )
 from .server import PLUGIN, Server, ServerFailed, last_error
 from .store import BenchFile, BenchHeader, MatrixPlace, Measured, open_lines
 from .texts import Prompts, texts
 
+# Of each answer before a load is measured: kernels are compiled and graphs captured for its number
+# of requests.
 WARM_UP_TOKENS = 32
-"""Of each answer before a load is measured: kernels are compiled and graphs captured for its number
-of requests.
-"""
 _LEAST_REQUESTS = 16
 _REQUESTS_A_SLOT = 4
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
-_ENDPOINTS = {
-    "chat": ("openai-chat", "/v1/chat/completions"),
-    "completions": ("openai", "/v1/completions"),
-}
-_TIMES = {"first_token": "ttft", "per_token": "tpot", "between": "itl"}
 _MAX_WORDS = 300
 
 
@@ -86,34 +75,19 @@ class BenchPlan:
 
     def places(self, k: int) -> list[MatrixPlace]:
         """Every repetition with one k, in the order of the run."""
-        places = []
         # All loads once before any again: a machine that becomes slower shows in each one's spread.
-        for number in range(self.repeat):
-            for concurrency in self.concurrency:
-                places.append(MatrixPlace(k, concurrency, number))
-        return places
+        turns = product(range(self.repeat), self.concurrency)
+        return [MatrixPlace(k, concurrency, number) for number, concurrency in turns]
 
     def num_requests(self, concurrency: int) -> int:
         """Of one repetition: four for each that is in flight, and sixteen at least, where the user
         names none.
         """
-        if self.requests:
-            return self.requests
-        return max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
+        return self.requests or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
 
     def sent(self, concurrency: int, form: RequestForm) -> list[str]:
         """What a load is asked."""
         return texts(self.prompts, self.num_requests(concurrency), seed=self.seed, form=form)
-
-
-def refuse_model(source: Source, plan: BenchPlan, *, is_original: bool = False) -> None:
-    """Refuse before anything is read at length or started.
-
-    Raises:
-        RecipeError: a k that the MTP block cannot draft.
-    """
-    for k in plan.ks:
-        refuse_drafts(source, k, option="--k", is_original=is_original)
 
 
 def bench(
@@ -122,7 +96,6 @@ def bench(
     plan: BenchPlan,
     *,
     setup: Setup,
-    watch: Watch = unwatched,
 ) -> BenchFact:
     """Measure what is missing of the source's matrix, then of the checkpoint's.
 
@@ -131,7 +104,6 @@ def bench(
         source: what it was made from; None leaves it out.
         plan: what to measure.
         setup: how to serve, and where to write.
-        watch: called with each step of progress.
 
     Raises:
         RecipeError: another run is at work there.
@@ -142,8 +114,8 @@ def bench(
     before = None
     with setup.alone():
         if source is not None:
-            before = _benched(source, plan, setup, watch)
-        after = _benched(checkpoint, plan, setup, watch)
+            before = _benched(source, plan, setup)
+        after = _benched(checkpoint, plan, setup)
     return BenchFact(
         checkpoint=after,
         source=before,
@@ -160,12 +132,7 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     """The file of one checkpoint's repetitions, with what is in it already: messages where the
     checkpoint or the user's words have a chat template, else texts.
     """
-    form: RequestForm = "completions"
-    if has_template(model.source, setup.extra):
-        form = "chat"
-    prompts: list[TextOrTurns] = list(plan.sent(max(plan.concurrency), form))
-    if form == "chat":
-        prompts = [[{"content": str(text)}] for text in prompts]
+    form: RequestForm = "chat" if has_template(model.source, setup.extra) else "completions"
     header = BenchHeader(
         form=form,
         prompts_sha256=plan.prompts.sha256,
@@ -173,36 +140,34 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
         output_tokens=plan.output_tokens,
         seed=plan.seed,
         max_num_seqs=max(plan.concurrency),
-        max_model_len=room_for(prompts, model.source, max_tokens=plan.output_tokens),
+        max_model_len=room_for(
+            plan.sent(max(plan.concurrency), form),
+            model.source,
+            is_chat=form == "chat",
+            max_tokens=plan.output_tokens,
+        ),
         **setup.asked_of(model),
     )
     return open_lines(setup.out, f"bench.{model.whose}", header)
 
 
-def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Benched:
+def _benched(model: Model, plan: BenchPlan, setup: Setup) -> Benched:
     """One checkpoint's whole matrix; servers are started only for what is missing."""
     file = open_matrix(model, plan, setup)
     header = file.header
     ks = sorted({drafted_by(model, k) for k in plan.ks})  # a source may have no block to draft with
-    works = []
+    file.wanted = list(chain.from_iterable(map(plan.places, ks)))
+    asked = sorted({place.k for place in file.missing})
     errors = dict[tuple[int, int], str]()
-    left = 0
-    for k in reversed(ks):  # so that each knows what those after it are asked
-        missing = [place for place in plan.places(k) if place not in file.lines]
-        if missing:
-            works.insert(0, _work(plan, setup, file, k, missing, errors, left))
-            left += len(missing)
-    answer_missing(model, works, setup, watch)
+    works = [_work(plan, setup, file, k, errors) for k in asked]
+    answer_missing(model, works, setup)
     cells = []
-    for concurrency in plan.concurrency:
-        for k in ks:
-            error = errors.get((k, concurrency), "")
-            found = []
-            for number in range(plan.repeat):
-                if not error:
-                    found.append(file.lines[MatrixPlace(k, concurrency, number)].repetition)
-            cell = BenchCell(k=k, concurrency=concurrency, repetitions=tuple(found), error=error)
-            cells.append(cell)
+    for concurrency, k in product(plan.concurrency, ks):
+        error = errors.get((k, concurrency), "")
+        numbers = range(0 if error else plan.repeat)
+        lines = [file.lines[MatrixPlace(k, concurrency, number)] for number in numbers]
+        repetitions = tuple([line.repetition for line in lines])
+        cells.append(BenchCell(k=k, concurrency=concurrency, repetitions=repetitions, error=error))
     served = figures.served(file)
     if served["as_served"] != "native":
         served["reason"] += f"; {_SPEED_OF_A_COPY}"
@@ -219,36 +184,33 @@ def _benched(model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> Bench
 
 
 def _work(
-    plan: BenchPlan,
-    setup: Setup,
-    file: BenchFile,
-    k: int,
-    missing: Sequence[MatrixPlace],
-    errors: dict[tuple[int, int], str],
-    left: int,
+    plan: BenchPlan, setup: Setup, file: BenchFile, k: int, errors: dict[tuple[int, int], str]
 ) -> Work:
     """One server's part of the matrix; of a load that failed once, nothing more is asked.
 
     Args:
-        missing: repetitions with this k.
         errors: gets a sentence for each (k, requests in flight) that failed.
-        left: repetitions that later servers are asked.
     """
     header = file.header
-    name = f"bench.{file.header.role}.k{k}"
+    name = f"bench.{header.role}.k{k}"
 
     @contextmanager
     def asking(server: Server) -> Iterator[Ask]:
         log = setup.log(f"{name}.client")
         warm = set[int]()
 
-        def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Repetition | None:
+        def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Measured | None:
             before = server.drafts()
             began = datetime.now(UTC).strftime(TIME)
-            asked = _asked(server, header.form, place.concurrency)
-            is_chat = header.form == "chat"
             found = answered(
-                {"texts": sent, "is_chat": is_chat, "output_tokens": most, "asked": asked}
+                {
+                    "texts": sent,
+                    "is_chat": header.form == "chat",
+                    "output_tokens": most,
+                    "concurrency": place.concurrency,
+                    "address": str(server.client.base_url),
+                    "model": server.name,
+                }
             )
             drafted = counters(server.drafts(before))  # a server that died says so here
             if found is None:
@@ -258,47 +220,40 @@ def _work(
                 # vLLM's benchmark counts a failed request and goes on, and its figures are then
                 # those of a smaller load. Here it leaves no figure, only the sentence that says
                 # why.
-                said = "no reason given"
-                for words in found["errors"]:
-                    if words:
-                        said = words.strip().splitlines()[-1][:_MAX_WORDS]
-                        break
-                errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {said}"
+                said = next(filter(None, found["errors"]), "no reason given")
+                words = said.strip().splitlines()[-1][:_MAX_WORDS]
+                errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {words}"
                 return None
-            times = {}
             try:
-                for field, short in _TIMES.items():
-                    median = found[f"median_{short}_ms"]
-                    times[field] = Latency(median_ms=median, p99_ms=found[f"p99_{short}_ms"])
-                return Repetition(
+                repetition = Repetition(
                     number=place.number,
                     at=began,
                     seconds=found["duration"],
                     requests=found["completed"],
                     input_tokens=found["total_input_tokens"],
                     output_tokens=found["total_output_tokens"],
-                    **times,
+                    first_token=_latency(found, "ttft"),
+                    per_token=_latency(found, "tpot"),
+                    between=_latency(found, "itl"),
                     **drafted,
                 )
             except ValidationError as error:
                 words = f"figures that nobody could have measured ({first_fault(error)})"
                 raise ServerFailed(words, log) from error
+            return Measured(k=k, concurrency=place.concurrency, repetition=repetition)
 
         def ask(place: MatrixPlace) -> Measured | None:
             """A warm-up, once a load, whose answers are short and which no file holds; then the
             repetition.
             """
             load = place.concurrency
-            found = None
             sent = plan.sent(load, header.form)
             if load not in warm:
                 warm.add(load)
                 measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
-            if (k, load) not in errors:
-                found = measured(place, sent, plan.output_tokens)
-            if found is None:
+            if (k, load) in errors:
                 return None
-            return Measured(k=k, concurrency=load, repetition=found)
+            return measured(place, sent, plan.output_tokens)
 
         with _client(setup, server, log) as answered:
             yield ask
@@ -306,20 +261,22 @@ def _work(
     return Work(
         name=name,
         file=file,
-        missing=lambda: missing,
+        is_asked=lambda place: place.k == k,
         asking=asking,
-        title=lambda place: f"with k={k}, {place.concurrency} at once,",
         k=k,
         max_model_len=header.max_model_len,
         max_num_seqs=header.max_num_seqs,
-        others=left,
         unit="repetition",
         task=f"k={k}",
     )
 
 
+def _latency(found: Json, name: str) -> Latency:
+    return Latency(median_ms=found[f"median_{name}_ms"], p99_ms=found[f"p99_{name}_ms"])
+
+
 @contextmanager
-def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any], Any]]:
+def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Json], Json | None]]:
     """vLLM's benchmark in a process of its own: from what is asked to what it found; None where it
     has ended.
     """
@@ -334,30 +291,10 @@ def _client(setup: Setup, server: Server, log: Path) -> Iterator[Callable[[Any],
         said = child.process.stdout
         assert given and said
 
-        def answered(asked: Any) -> Any:
+        def answered(asked: Json) -> Json | None:
             with suppress(BrokenPipeError):  # the next line is empty then
                 given.write(json.dumps(asked) + "\n")
                 given.flush()
-            line = said.readline()
-            if not line:
-                return None
-            return json.loads(line)
+            return json.loads(said.readline() or "null")
 
         yield answered
-
-
-def _asked(server: Server, form: RequestForm, concurrency: int) -> Json:
-    """Parameters of vLLM's `benchmark`."""
-    address = str(server.client.base_url)
-    backend, endpoint = _ENDPOINTS[form]
-    return {
-        "endpoint_type": backend,
-        "api_url": f"{address}{endpoint}",
-        "base_url": address,
-        "model_id": server.name,
-        "model_name": server.name,
-        "max_concurrency": concurrency,
-        # Greedy. Answers end by themselves: a model that is made to write on after its end repeats
-        # itself, and a draft guesses that too easily.
-        "extra_body": {"temperature": 0},
-    }

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...checkpoints.companions import inside
-from ...checkpoints.files import nearest_folder, within
+from ...checkpoints.files import refuse_small_disk, within
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import INDEX, Source
 from ...checkpoints.stored import KV_SCALE_LEAVES, StoredWeight, stored_weights
-from ...recipes.errors import CheckpointError, VLLMError
+from ...recipes.errors import CheckpointError
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import without
 from ...recipes.schemes import num_bytes
@@ -67,7 +67,7 @@ def write_copy(source: Source, folder: Path) -> Path:
 
     Raises:
         CheckpointError: a weight is stored in a form that cannot be read.
-        VLLMError: too little room on the disk of `folder`.
+        RecipeError: too little room on the disk of `folder`.
     """
     # Here, so that a check needs no torch where nothing has to be copied.
     from safetensors.torch import save_file
@@ -77,12 +77,9 @@ def write_copy(source: Source, folder: Path) -> Path:
 
     assert source.folder is not None, "download() first"
     needed = refuse_full_disk(source, folder)
-    weights, others = _held(source)
     shards: dict[str, list[StoredWeight | Entry]] = defaultdict(list)
-    for weight in weights:
-        shards[weight.weight.file].append(weight)
-    for entry in others:
-        shards[entry.file].append(entry)
+    for each in _held(source):
+        shards[each.file if isinstance(each, Entry) else each.weight.file].append(each)
     folder.mkdir(parents=True)
     weight_map = {}
     for file, held in sorted(shards.items()):
@@ -113,25 +110,20 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
     them.
 
     Raises:
-        VLLMError: it has not.
+        RecipeError: it has not.
         CheckpointError: a weight is stored in a form that cannot be read.
     """
-    weights, others = _held(source)
-    needed = total_bytes(others)
-    for weight in weights:
-        needed += num_bytes("BF16", weight.shape)
-    free = shutil.disk_usage(nearest_folder(folder)).free
-    if needed > free:
-        raise VLLMError(
-            folder,
-            f"a BF16 copy of {source.where} needs {needed / 2**30:.1f} GiB of disk",
-            got=f"{free / 2**30:.1f} GiB",
-            cure="Choose another --out, or serve it on a GPU, where no copy is needed",
-        )
+    needed = 0
+    for each in _held(source):
+        is_entry = isinstance(each, Entry)
+        needed += total_bytes([each]) if is_entry else num_bytes("BF16", each.shape)
+    on_gpu = "serve it on a GPU, where no copy is needed"
+    cure = f"A BF16 copy of {source.where} is served: choose another --out, or {on_gpu}"
+    refuse_small_disk(folder, needed, cure=cure)
     return needed
 
 
-def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
+def _held(source: Source) -> list[StoredWeight | Entry]:
     """Weights that become BF16, and entries that are carried over as they are.
 
     Raises:
@@ -139,11 +131,12 @@ def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
     """
     stored, others = stored_weights(source.entries.values())
     # Scales of the KV cache have no place in a model without a quantization config.
-    kept = [entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES]
-    weights = []
+    held: list[StoredWeight | Entry] = [
+        entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES
+    ]
     for weight in stored.values():
         if weight.form == "plain":
-            kept.append(weight.weight)
+            held.append(weight.weight)
             continue
         has_order = not weight.parts.keys().isdisjoint(("weight_g_idx", "weight_zero_point"))
         if has_order or weight.form in (*NOT_COMPUTED, "fp8_sliced"):
@@ -153,5 +146,5 @@ def _held(source: Source) -> tuple[list[StoredWeight], list[Entry]]:
                 got=f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}",
                 cure="Run `keepmtp check` on it, or serve it on a GPU",
             )
-        weights.append(weight)
-    return weights, kept
+        held.append(weight)
+    return held

@@ -12,26 +12,24 @@ exact.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from statistics import fmean
+from typing import cast
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from pydantic import TypeAdapter, ValidationError
 
-from ...checkpoints.files import making, refuse_strange, unwritable
+from ...checkpoints.files import write_whole
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, answer_missing, unwatched
+from .harness import Ask, Model, Setup, Work, answer_missing
 from .replies import PredictionsReply, TokensReply
 from .server import Server, ServerFailed
 from .store import (
@@ -45,11 +43,16 @@ from .store import (
 )
 from .texts import HeldOut, Text
 
+# Tokens before a position that the result quotes.
 CONTEXT_TOKENS = 24
-"""Tokens before a position that the result quotes."""
+# How long one window may take: a server writes some ten thousand entries a second as JSON.
 WINDOW_SECONDS = 1800.0
-"""How long one window may take: a server writes some ten thousand entries a second as JSON."""
 _MOST_SUM = 1.001
+
+# What a model predicts after each token of a window but the last: log-probabilities, natural, by
+# token, of the likeliest ones and of the one that follows.
+Predictions = tuple[dict[int, float], ...]
+_PREDICTIONS = TypeAdapter(Predictions)
 
 
 @frozen
@@ -76,7 +79,6 @@ def measure(
     *,
     setup: Setup,
     depth: Depth,
-    watch: Watch = unwatched,
 ) -> ClosenessFact:
     """Ask what is missing, the source first, and compare.
 
@@ -95,16 +97,11 @@ def measure(
         "vocabulary": vocabulary_of(source.source),
     }
     with setup.alone():
-        header = PredictedHeader(**asked, **setup.asked_of(source))
-        before = open_lines(setup.out, "closeness.source", header)
-        run = _Run(model=source, file=before, source=before, text=text, depth=depth)
+        first = PredictedHeader(**asked, **setup.asked_of(source))
+        before = open_lines(setup.out, "closeness.source", first)
         # Its last server was asked the same again once there was nothing more to ask.
-        is_done = False
-        for sitting in before.sittings.values():
-            if sitting.repeated is not None:
-                is_done = True
-        if not is_done:
-            answer_missing(source, [run.work], setup, watch)
+        if all(sitting.repeated is None for sitting in before.sittings.values()):
+            answer_missing(source, [_work(source, before, before, text, depth)], setup)
         windows = windows_of(before)
         header = ComparedHeader(
             **asked,
@@ -116,15 +113,14 @@ def measure(
         )
         after = open_lines(setup.out, "closeness.checkpoint", header)
         if after.missing:
-            run = _Run(model=checkpoint, file=after, source=before, text=text, depth=depth)
-            answer_missing(checkpoint, [run.work], setup, watch)
-    of_source, of_checkpoint = figures.predicted(after)
-    of_source["servers"] = figures.servers(before)
+            work = _work(checkpoint, after, before, text, depth)
+            answer_missing(checkpoint, [work], setup)
+    of_source, of_checkpoint = figures.predicted(after, before)
     return ClosenessFact(
         text=text.path,
         against=text.against,
-        source=PredictedFact(role="source", path=source.source.where, **of_source),
-        checkpoint=PredictedFact(role="checkpoint", path=checkpoint.source.where, **of_checkpoint),
+        source=PredictedFact(path=source.source.where, **of_source),
+        checkpoint=PredictedFact(path=checkpoint.source.where, **of_checkpoint),
         samples=after.path.name,
         samples_sha256=file_sha256(after.path),
         environment=setup.environment,
@@ -136,12 +132,9 @@ def vocabulary_of(source: Source) -> int:
     """Tokens that a model predicts."""
     size = source.text_config.get("vocab_size")
     if not isinstance(size, int) or size < 2:
-        raise RecipeError(
-            f"{source.where}: config.json",
-            "must have vocab_size",
-            got=repr(size),
-            cure="Restore the config.json of the release",
-        )
+        where = f"{source.where}: config.json"
+        cure = "Restore the config.json of the release"
+        raise RecipeError(where, "must have vocab_size", got=repr(size), cure=cure)
     return size
 
 
@@ -164,145 +157,117 @@ def cut_windows(
     before = tuple(tokenize(""))
     windows = list[tuple[int, ...]]()
     left = num_tokens
-    for each in text.texts:
-        ids = tuple(tokenize(each))
-        begin = ()
-        if len(before) < window_size - 1 and ids[: len(before)] == before:
-            begin = before
+    for ids in map(tuple, map(tokenize, text.texts)):
+        is_begun = len(before) < window_size - 1 and ids[: len(before)] == before
+        begin = before if is_begun else ()
         size = window_size - len(begin)
-        rest = ids[len(begin) :]
-        for at in range(0, len(rest), size):
-            window = (*begin, *rest[at : at + size])[:left]
+        for at in range(len(begin), len(ids), size):
+            window = (*begin, *ids[at : at + size])[:left]
             if len(window) < 2:
                 break
             windows.append(window)
             left -= len(window)
     if not windows:
-        raise RecipeError(
-            text.path,
-            "must hold text of some tokens",
-            got="none of two tokens",
-            cure="Name another file with --text, or raise --tokens",
-        )
+        cure = "Name another file with --text, or raise --tokens"
+        rule = "must hold text of some tokens"
+        raise RecipeError(text.path, rule, got="none of two tokens", cure=cure)
     return windows
 
 
-@frozen
-class _Run:
-    """What one model is asked: the source for its predictions, the checkpoint for those that are
-    compared with them.
-
-    Attributes:
-        file: of this model.
-        source: of the source.
-        windows: token ids of each, once there is a server.
-        again: the first window of this server, its predictions, and how to ask for them.
+def _work(
+    model: Model,
+    file: PredictedFile | ComparedFile,
+    source: PredictedFile,
+    text: HeldOut,
+    depth: Depth,
+) -> Work:
+    """The windows that a model's file lacks; then the first of them once more, alone. The source is
+    asked for its predictions, the checkpoint for those that are compared with them.
     """
-
-    model: Model
-    file: PredictedFile | ComparedFile
-    source: PredictedFile
-    text: HeldOut
-    depth: Depth
-    windows: list[tuple[int, ...]] = field(default_factory=list)
-    again: list[Any] = field(default_factory=list)
-
-    @property
-    def work(self) -> Work:
-        """The windows that are missing; then the first of them once more, alone."""
-        depth = self.depth
-        top = min(self.depth.top, vocabulary_of(self.model.source))
-        return Work(
-            name=f"closeness.{self.model.role}",
-            file=self.file,
-            missing=self.missing,
-            asking=self.asking,
-            title=lambda at: f"window {at + 1} of {len(self.windows)}",
-            # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
-            # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
-            # last bit with method=mtp and without. Without it a server starts faster and leaves
-            # more memory.
-            k=0,
-            max_model_len=depth.window + 1,
-            concurrency=depth.concurrency,
-            words=("--max-logprobs", str(top)),
-            repeated=self.repeated,
-            unit="window",
-        )
-
-    def missing(self) -> list[int]:
-        """Windows without a line, once there is a server that has cut the texts."""
-        return [at for at in range(len(self.windows)) if at not in self.file.lines]
+    is_source = file is source
+    header = source.header
+    windows = list[tuple[int, ...]]()
+    firsts = list[tuple[Predictions, Callable[[], Predictions]]]()
 
     @contextmanager
-    def asking(self, server: Server) -> Iterator[Ask]:
+    def asking(server: Server) -> Iterator[Ask]:
         """Predictions for a window, kept or compared."""
-        if self.file is self.source:
-            windows = cut_windows(
-                partial(tokens_of, server),
-                self.text,
-                num_tokens=self.depth.tokens,
-                window_size=self.depth.window,
-            )
-            self.windows.extend(windows)
+        if is_source:
+            tokenize = partial(tokens_of, server)
+            size = depth.window
+            windows[:] = cut_windows(tokenize, text, num_tokens=depth.tokens, window_size=size)
+            file.wanted = range(len(windows))
         else:
-            self.windows.extend(windows_of(self.source))
-        header = self.source.header
+            windows[:] = windows_of(source)
 
-        def predict(number: int) -> Predicted:
-            return predictions(
-                server, self.windows[number], top=header.top, vocabulary=header.vocabulary
-            )
+        def predict(number: int) -> Predictions:
+            ids = windows[number]
+            return predictions(server, ids, top=header.top, vocabulary=header.vocabulary)
 
-        if self.file is self.source and 0 in self.file.lines:  # a run that goes on
-            self.again[:] = [0, kept(self.source, 0), predict]
+        if is_source and 0 in file.lines:  # a run that goes on
+            firsts.append((kept(source, 0), partial(predict, 0)))
 
         def ask(number: int) -> PredictedWindow | ComparedWindow:
-            predicted = predict(number)
-            ids = self.windows[number]
-            if not self.again:
-                self.again.extend((number, predicted, predict))
-            if self.file is self.source:
-                keep(self.source, number, predicted)
+            rows = predict(number)
+            ids = windows[number]
+            if not firsts:
+                firsts.append((rows, partial(predict, number)))
+            if is_source:
+                write_whole(_path(source, number), _PREDICTIONS.dump_json(rows).decode())
                 return PredictedWindow(window=number, ids=ids)
-            return _compared(server, number, ids, kept(self.source, number), predicted)
+            before = kept(source, number)
+            places = compare(before, rows, is_whole=header.is_whole)
+            at = max(range(len(places)), key=lambda at: places[at].nats)
+            after = at + 1
+            return ComparedWindow(
+                window=number,
+                nats=tuple([place.nats for place in places]),
+                flips=tuple([at for at, place in enumerate(places) if place.is_flip]),
+                outside=tuple([place.outside for place in places]),
+                source_nll=_nll(before, ids),
+                checkpoint_nll=_nll(rows, ids),
+                worst=WorstFact(
+                    window=number,
+                    at=after,
+                    nats=places[at].nats,
+                    context=server.text_of(ids[max(0, after - CONTEXT_TOKENS) : after]),
+                    token=server.text_of([ids[after]]),
+                    source=server.text_of([places[at].source]),
+                    checkpoint=server.text_of([places[at].checkpoint]),
+                ),
+            )
 
         yield ask
 
-    def repeated(self) -> float:
+    def repeated() -> float:
         """Nats a token between this server's first predictions, with others in flight, and the same
         alone.
         """
-        number, predicted, predict = self.again
-        return float(compare(predicted, predict(number)).nats.mean())
+        rows, again = firsts[0]
+        return fmean([place.nats for place in compare(rows, again(), is_whole=header.is_whole)])
+
+    return Work(
+        name=f"closeness.{model.role}",
+        file=file,
+        asking=asking,
+        # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
+        # (v1/worker/gpu_model_runner.py, `_get_prompt_logprobs_dict`), and gave the same to the
+        # last bit with method=mtp and without. Without it a server starts faster and leaves more
+        # memory.
+        k=0,
+        max_model_len=depth.window + 1,
+        concurrency=depth.concurrency,
+        words=("--max-logprobs", str(min(header.top, header.vocabulary))),
+        repeated=repeated,
+        unit="window",
+    )
 
 
 def _path(file: PredictedFile, number: int) -> Path:
-    return file.path.with_suffix("") / f"{number:05}.safetensors"
+    return file.path.with_suffix("") / f"{number:05}.window"
 
 
-def keep(file: PredictedFile, number: int, predicted: "Predicted") -> None:
-    """Write the source's predictions for a window; they are on the disk when this returns.
-
-    Raises:
-        CheckpointError: the disk does not take them.
-    """
-    path = _path(file, number)
-    try:
-        refuse_strange(path.parent)
-        path.parent.mkdir(exist_ok=True)
-        with making(path) as partial:
-            arrays = {
-                "ids": predicted.ids,
-                "logprobs": predicted.logprobs,
-                "following": predicted.following,
-            }
-            save_file(arrays, partial)
-    except (OSError, SafetensorError) as error:
-        raise unwritable(path, error) from error
-
-
-def kept(file: PredictedFile, number: int) -> "Predicted":
+def kept(file: PredictedFile, number: int) -> Predictions:
     """The source's predictions for a window.
 
     Raises:
@@ -311,17 +276,16 @@ def kept(file: PredictedFile, number: int) -> "Predicted":
     path = _path(file, number)
     num = len(file.lines[number].ids) - 1
     try:
-        predicted = Predicted(**load_file(path), is_whole=file.header.top >= file.header.vocabulary)
-        if len(predicted.ids) != num:
-            raise ValueError(f"{len(predicted.ids)} positions")
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            path,
-            f"must be what the source predicts at {num} positions",
-            got=repr(error),
-            cure=f"Remove {file.path}, and the source is asked again",
-        ) from error
-    return predicted
+        rows = _PREDICTIONS.validate_json(path.read_bytes())
+        got = f"{len(rows)} positions"
+    except (OSError, ValidationError) as error:
+        rows = ()
+        got = repr(error)
+    if len(rows) == num:
+        return rows
+    rule = f"must be what the source predicts at {num} positions"
+    cure = f"Remove {file.path}, and the source is asked again"
+    raise CheckpointError(path, rule, got=got, cure=cure)
 
 
 def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
@@ -331,11 +295,10 @@ def tokens_of(server: Server, text: Text) -> tuple[int, ...]:
         if isinstance(text[0], int):
             return cast(tuple[int, ...], text)
         asked = {"messages": text, "add_generation_prompt": False}
-    # A token takes less than 16 bytes of the reply, and at least one of the text.
-    return server.post("/tokenize", asked, TokensReply, tokens=len(str(text)) // 16).tokens
+    return server.post("/tokenize", asked, TokensReply).tokens
 
 
-def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> "Predicted":
+def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int) -> Predictions:
     """What a server predicts after each token of a window but the last.
 
     Args:
@@ -358,62 +321,24 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
     num = len(ids) - 1
     # vLLM adds the token that follows in the text to the likeliest ones.
     width = min(top + 1, vocabulary)
-    reply = server.post(
-        "/v1/completions", asked, PredictionsReply, tokens=num * width, timeout=WINDOW_SECONDS
-    )
+    reply = server.post("/v1/completions", asked, PredictionsReply, timeout=WINDOW_SECONDS)
     rows = []
-    for row, after in zip(reply.choices[0].prompt_logprobs[1:], ids[1:], strict=False):
+    pairs = zip(reply.choices[0].prompt_logprobs[1:], ids[1:], strict=False)
+    for row, after in pairs:
         if row and after in row and len(row) <= width:
-            rows.append(row)
+            rows.append({token: entry["logprob"] for token, entry in row.items()})
     if len(rows) != num:
-        words = f"predictions of {len(rows)} tokens for {num}"
-        raise ServerFailed(words, server.log)
-    names = np.full((num, width), NO_TOKEN, dtype=np.int32)
-    logprobs = np.full((num, width), -np.inf, dtype=np.float32)
-    following = np.empty(num, dtype=np.float32)
-    for at, (row, after) in enumerate(zip(rows, ids[1:], strict=True)):
-        names[at, : len(row)] = list(row)
-        logprobs[at, : len(row)] = [entry["logprob"] for entry in row.values()]
-        following[at] = row[after]["logprob"]
-    if np.exp(logprobs.clip(max=1).astype(np.float64)).sum(axis=1).max() > _MOST_SUM:
-        raise GateError(
-            "vllm serve",
-            "must give log-probabilities",
-            got="a row whose probabilities sum to more than 1",
-            cure="Leave out --logprobs-mode",
-        )
-    return Predicted(ids=names, logprobs=logprobs, following=following, is_whole=top >= vocabulary)
+        raise ServerFailed(f"predictions of {len(rows)} tokens for {num}", server.log)
+    # Logits of a raw mode may be any number.
+    if max([math.fsum([math.exp(min(1.0, p)) for p in row.values()]) for row in rows]) > _MOST_SUM:
+        got = "a row whose probabilities sum to more than 1"
+        cure = "Leave out --logprobs-mode"
+        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
+    return tuple(rows)
 
 
-def _compared(
-    server: Server, number: int, ids: Sequence[int], source: "Predicted", checkpoint: "Predicted"
-) -> ComparedWindow:
-    """One window compared, with the text around its worst position."""
-    apart = compare(source, checkpoint)
-    at = int(apart.nats.argmax())
-    mine, theirs = apart.choices[at].tolist()
-    worst = WorstFact(
-        window=number,
-        at=at + 1,
-        nats=float(apart.nats[at]),
-        context=server.text_of(ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1]),
-        token=server.text_of([ids[at + 1]]),
-        source=server.text_of([mine]),
-        checkpoint=server.text_of([theirs]),
-    )
-    return ComparedWindow(
-        window=number,
-        nats=tuple(apart.nats.tolist()),
-        flips=tuple(np.flatnonzero(apart.is_flip).tolist()),
-        outside=tuple(apart.outside.tolist()),
-        source_nll=_nll(source),
-        checkpoint_nll=_nll(checkpoint),
-        worst=worst,
-    )
-
-
-def _nll(predicted: "Predicted") -> float:
-    return max(0.0, -float(predicted.following.astype(np.float64).sum()))
+def _nll(rows: Predictions, ids: Sequence[int]) -> float:
+    return max(0.0, -math.fsum([row[after] for row, after in zip(rows, ids[1:], strict=True)]))
 
 
 # --- divergence, position by position -------------------------------------------------------------
@@ -421,75 +346,59 @@ def _nll(predicted: "Predicted") -> float:
 # Probability of the rest, at least: log-probabilities in FP32 over a vocabulary sum to one up to
 # about so much.
 _LEAST_REST = 1e-6
-NO_TOKEN = -1
-
-
-@frozen
-class Predicted:
-    """What a model predicts after each token of a window but the last.
-
-    Attributes:
-        ids: [T-1, K+1] int32, the likeliest K tokens and the one that follows; NO_TOKEN where a row
-            is shorter.
-        logprobs: [T-1, K+1] float32, natural; minus infinity for NO_TOKEN.
-        following: [T-1] float32, of the token that follows in the text.
-        is_whole: the rows name the whole vocabulary.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    following: NDArray[np.float32]
-    is_whole: bool
-
-    def first(self, at: int) -> set[int]:
-        """The likeliest tokens at a position: more than one where BF16 makes them equal."""
-        logprobs = self.logprobs[at]
-        return set(self.ids[at][logprobs == logprobs.max()].tolist())
 
 
 @frozen
 class Apart:
-    """A window's predictions compared.
+    """Two predictions of one token, compared.
 
     Attributes:
-        nats: [T-1] float64, divergence of the checkpoint's prediction from the source's.
-        is_flip: [T-1] bool, the first choice is another; a tie with the source's first choice is
-            none.
-        outside: [T-1] float64, the source's probability of all tokens that were not compared one by
-            one.
-        choices: [T-1, 2] int32, the first choice of the source, and of the checkpoint.
+        nats: divergence of the checkpoint's from the source's.
+        outside: the source's probability of all tokens that were not compared one by one.
+        source, checkpoint: the first choice of each; the same where they share one of several that
+            are equal.
     """
 
-    nats: NDArray[np.float64]
-    is_flip: NDArray[np.bool_]
-    outside: NDArray[np.float64]
-    choices: NDArray[np.int32]
+    nats: float
+    outside: float
+    source: int
+    checkpoint: int
+
+    @property
+    def is_flip(self) -> bool:
+        """The first choice is another."""
+        return self.source != self.checkpoint
 
 
-def compare(source: Predicted, checkpoint: Predicted) -> Apart:
-    """Compare two models' predictions on one window of the same tokens."""
-    num = len(source.ids)
-    assert num == len(checkpoint.ids), "one window"
-    nats = np.zeros(num)
-    outside = np.zeros(num)
-    choices = np.zeros((num, 2), np.int32)
-    for at in range(num):
-        shared, mine, theirs = np.intersect1d(
-            source.ids[at], checkpoint.ids[at], return_indices=True
-        )
-        is_token = shared != NO_TOKEN
-        log_p = source.logprobs[at][mine[is_token]].astype(np.float64)
-        log_q = checkpoint.logprobs[at][theirs[is_token]].astype(np.float64)
-        p = np.exp(log_p)
-        nats[at] = (p * (log_p - log_q))[p > 0].sum()
-        if not (source.is_whole and checkpoint.is_whole):
+def compare(source: Predictions, checkpoint: Predictions, *, is_whole: bool) -> list[Apart]:
+    """Compare two models' predictions on one window of the same tokens; `is_whole` where rows name
+    the whole vocabulary.
+    """
+    places = []
+    for p, q in zip(source, checkpoint, strict=True):
+        shared = [(p[token], q[token]) for token in p.keys() & q.keys()]
+        nats = math.fsum([math.exp(one) * (one - other) for one, other in shared])
+        outside = 0.0
+        if not is_whole:
             # All tokens that not both name are one more outcome. To put outcomes together never
             # adds divergence (the data-processing inequality).
-            outside[at] = max(_LEAST_REST, 1 - p.sum())
-            rest = max(_LEAST_REST, 1 - np.exp(log_q).sum())
-            nats[at] += outside[at] * np.log(outside[at] / rest)
-        one = source.first(at)
-        other = checkpoint.first(at)
-        choices[at] = min(one & other or one), min(one & other or other)
-    is_flip = choices[:, 0] != choices[:, 1]
-    return Apart(nats=nats.clip(min=0), is_flip=is_flip, outside=outside, choices=choices)
+            outside = max(_LEAST_REST, 1 - math.fsum([math.exp(one) for one, _ in shared]))
+            rest = max(_LEAST_REST, 1 - math.fsum([math.exp(other) for _, other in shared]))
+            nats += outside * math.log(outside / rest)
+        one = _first(p)
+        other = _first(q)
+        places.append(
+            Apart(
+                nats=max(0.0, nats),
+                outside=outside,
+                source=min(one & other or one),
+                checkpoint=min(one & other or other),
+            )
+        )
+    return places
+
+
+def _first(row: Mapping[int, float]) -> set[int]:
+    """The likeliest tokens: more than one where BF16 makes them equal."""
+    most = max(row.values())
+    return {token for token, value in row.items() if value == most}

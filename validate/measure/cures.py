@@ -33,7 +33,7 @@ def switched_on(source: Source, version: str) -> tuple[str, ...]:
     """Those that the user names in KEEPMTP_CURES ("0" for none, "1" for all), else those that are
     needed.
     """
-    named = os.environ.get(CURES, "")
+    named = os.environ.get(CURES)
     if not named:
         return needed(source, version)
     return tuple([name for name in named.split(",") if name != "0"])
@@ -59,9 +59,7 @@ def by_version(source: Source) -> list[str]:
     for cure, those in versions.items():
         span = " to ".join(dict.fromkeys((those[0], those[-1])))
         later = KNOWN[KNOWN.index(those[-1]) + 1 :]
-        end = "the newest known"
-        if later:
-            end = f"no more from {later[0]} on"
+        end = f"no more from {later[0]} on" if later else "the newest known"
         found.append(f"`{cure}` in vLLM {span}, {end}")
     return found
 
@@ -71,11 +69,15 @@ def install(folder: Path) -> None:
     keepmtp that is installed next to it, so that nothing is mended twice.
     """
     (folder / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
-    info = folder / f"keepmtp-{__version__}.dist-info"
+    distribution(folder, "keepmtp", __version__, plugin=_PACKAGE.name)
+
+
+def distribution(folder: Path, name: str, version: str, *, plugin: str) -> None:
+    """Metadata of a distribution whose module `plugin` is one of vLLM's general plugins."""
+    info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: keepmtp\nVersion: {__version__}\n"
-    (info / "METADATA").write_text(metadata)
-    points = "[vllm.general_plugins]\nkeepmtp_cures = keepmtp_cures:register\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    points = f"[vllm.general_plugins]\n{plugin} = {plugin}:register\n"
     (info / "entry_points.txt").write_text(points)
 
 

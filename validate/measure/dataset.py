@@ -28,7 +28,7 @@ from ...recipes.tasks import TASKS
 
 _UNREADABLE = (
     *(DatasetsError, HfHubHTTPError, HTTPError),
-    *(OSError, ValueError, TypeError, RuntimeError),
+    *(OSError, ValueError, TypeError, RuntimeError, KeyError),
 )
 
 Row = Raw
@@ -74,14 +74,12 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
     if protocol.dataset is None:
         splits = _hub_splits(protocol, (asked, shown))
         found = Rows(asked=splits[asked], shown=splits[shown], is_shared=asked == shown)
-    elif shown_by:
-        by_kind: dict[bool, list[Row]] = {True: [], False: []}
-        for row in _file_rows(protocol):
-            by_kind[bool(row[shown_by].strip())].append(row)
-        found = Rows(asked=by_kind[False], shown=by_kind[True], is_shared=False)
     else:
-        rows = _file_rows(protocol)
-        found = Rows(asked=rows, shown=rows, is_shared=True)
+        rows = shots = _file_rows(protocol)
+        if shown_by:
+            shots = [row for row in rows if row[shown_by].strip()]
+            rows = [row for row in rows if not row[shown_by].strip()]
+        found = Rows(asked=rows, shown=shots, is_shared=not shown_by)
     _refuse_few(protocol, found)
     return found
 
@@ -92,28 +90,18 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
     cure = f"Correct evaluation.dataset_revision, or name {_a_file(protocol.task)} (--dataset)"
     try:
         found: Any = datasets.load_dataset(where, subset, revision=protocol.dataset_revision)
+        splits = {name: found[name].to_list() for name in names}
     except _UNREADABLE as error:
-        got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300]
+        got = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         if "gated" in f"{error!r} {error.__cause__!r} {error.__context__!r}".lower():
             cure = f"Accept its terms on the Hub and set HF_TOKEN. {cure}"
-        if not got:
-            got = type(error).__name__
-        raise RecipeError(
-            where, "must be a dataset that can be read", got=got, cure=cure
-        ) from error
-    splits = {}
-    for name in names:
-        if name not in found:
-            raise RecipeError(
-                where,
-                f"must have the splits {' and '.join(dict.fromkeys(names))}",
-                got=", ".join([str(split) for split in found]),
-                cure=cure,
-            )
-        splits[name] = rows = []
-        for at, row in enumerate(found[name].to_list()):
-            rows.append(_row(row, f"{where} {name} row {at}", protocol))
-    return splits
+        rule = "must be a dataset that can be read"
+        raise RecipeError(where, rule, got=got or type(error).__name__, cure=cure) from error
+    checked = {}
+    for name, rows in splits.items():
+        numbered = enumerate(rows)
+        checked[name] = [_row(row, f"{where} {name} row {at}", protocol) for at, row in numbered]
+    return checked
 
 
 def _a_file(task: str) -> str:
@@ -125,12 +113,8 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
     path = find_path(str(protocol.dataset))
     cure = f"Name {_a_file(protocol.task)} in each row"
     if path is None or not path.is_file():
-        raise RecipeError(
-            f"evaluation.dataset {protocol.dataset}",
-            "must be a file",
-            got="no such file",
-            cure=cure,
-        )
+        where = f"evaluation.dataset {protocol.dataset}"
+        raise RecipeError(where, "must be a file", got="no such file", cure=cure)
     if path.suffix == ".jsonl":
         values = read_lines(path, cure=cure)
     else:
@@ -139,9 +123,7 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
         except (pyarrow.ArrowException, OSError) as error:
             raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
         values = [(f"{path}: row {number}", row) for number, row in enumerate(table, 1)]
-    rows = []
-    for where, row in values:
-        rows.append(_row(row, where, protocol))
+    rows = [_row(row, where, protocol) for where, row in values]
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows
@@ -154,21 +136,17 @@ def _row(row: object, where: str, protocol: Evaluation) -> Row:
     cure = "Mend the row, or name another dataset"
     form = TASKS[protocol.task].fields
     if not isinstance(row, Mapping):
-        raise RecipeError(
-            where, f"must be an object with {' and '.join(form)}", got=_short(row), cure=cure
-        )
+        rule = f"must be an object with {' and '.join(form)}"
+        raise RecipeError(where, rule, got=repr(row), cure=cure)
     for field, kind in form.items():
         if field not in row:
-            got = "no field"
-            if row:
-                got = ", ".join([str(name) for name in row])
+            got = ", ".join(map(str, row)) or "no field"
             raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
         if kind == "solution" and protocol.dataset is not None:
             kind = "whole solution"
         if not _matches(row[field], kind):
-            raise RecipeError(
-                where, f"{field} must {_KINDS[kind][1]}", got=_short(row[field]), cure=cure
-            )
+            rule = f"{field} must {_KINDS[kind][1]}"
+            raise RecipeError(where, rule, got=repr(row[field]), cure=cure)
     return {field: row[field] for field in form}
 
 
@@ -176,9 +154,8 @@ def _matches(value: Any, kind: str) -> bool:
     if kind == "raw":
         return True
     if kind == "texts":
-        if not isinstance(value, list) or not value:
-            return False
-        return all(_matches(text, "text") for text in value)
+        texts = value if isinstance(value, list) else []
+        return len(texts) > 0 and all(_matches(text, "text") for text in texts)
     is_one = isinstance(value, str) and kind != "number"
     if type(value) is int:  # a truth is an int to Python, and no number of a dataset
         is_one = "number" in kind
@@ -186,18 +163,24 @@ def _matches(value: Any, kind: str) -> bool:
 
 
 def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
+    num_asked = min(len(rows.asked), protocol.limit or len(rows.asked))
+    if num_asked < 2:
+        raise RecipeError(
+            f"evaluation.dataset {protocol.dataset_name}",
+            "must be asked two questions or more, to have a standard error",
+            got=min(num_asked, 1),
+            cure="Raise --limit, or name a longer dataset",
+        )
     row = TASKS[protocol.task]
-    num_asked = len(rows.asked)
-    most = len(rows.shown) - rows.is_shared
-    of = ""  # no question is its own example
-    if row.max_shots is not None:
-        most = row.max_shots
-    elif row.group:
-        shown = Counter([example[row.group] for example in rows.shown])
-        for group in sorted({question[row.group] for question in rows.asked}, reverse=True):
-            if shown[group] <= most:
-                most = shown[group]
-                of = f" of {group}"
+    of = ""
+    most = row.max_shots
+    if most is None:
+        most = len(rows.shown) - rows.is_shared  # no question is its own example
+        if row.group:
+            shown = Counter([example[row.group] for example in rows.shown])
+            groups = sorted({question[row.group] for question in rows.asked})
+            most, group = min([(shown[group], group) for group in groups])
+            of = f" of {group}"
     if protocol.shots > most:
         raise RecipeError(
             "evaluation.shots",
@@ -205,17 +188,3 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
             got=protocol.shots,
             cure=f"Use --shots {most}, or a longer dataset",
         )
-    if min(num_asked, protocol.limit or num_asked) < 2:
-        raise RecipeError(
-            f"evaluation.dataset {protocol.dataset_name}",
-            "must be asked two questions or more, to have a standard error",
-            got=min(num_asked, 1),
-            cure="Raise --limit, or name a longer dataset",
-        )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    if len(text) <= 60:
-        return text
-    return f"{text[:28]}...{text[-28:]}"

@@ -9,7 +9,9 @@ text are not independent, so every error is taken over windows.
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -21,10 +23,10 @@ from ..facts.paired import outcomes
 from ..facts.served import counters, total
 from .store import ComparedFile, LineFile, Samples
 
+# So many changed answers have their texts in the result.
 MOST_SHOWN = 5
-"""So many changed answers have their texts in the result."""
+# So many questions are named for each reading.
 MOST_NAMED = 20
-"""So many questions are named for each reading."""
 # Characters of a changed answer around the place where it parts.
 _BEFORE = 60
 _AFTER = 140
@@ -36,9 +38,7 @@ _AFTER = 140
 def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
     """Put the lines in order, with what each filter says of every answer."""
     for number, answer in samples.lines.items():
-        by_filter = {}
-        for name, values in right.items():
-            by_filter[name] = values[number]
+        by_filter = {name: values[number] for name, values in right.items()}
         samples.lines[number] = answer.model_copy(update={"correct": by_filter})
     samples.put_in_order()
 
@@ -50,23 +50,15 @@ def correct(samples: Samples, name: str) -> tuple[bool, ...]:
 
 def counted(samples: Samples) -> Json:
     """Fields of an `EvaluatedFact`."""
-    num_truncated = 0
-    num_empty = 0
-    num_tokens = 0
-    for answer in samples.lines.values():
-        num_tokens += answer.num_tokens
-        if answer.finish_reason == "length":
-            num_truncated += 1
-        if not answer.text.strip():
-            num_empty += 1
+    answers = samples.lines.values()
     sittings = list(samples.sittings.values())
     return {
         "role": samples.header.role,
         "sha256": samples.header.checkpoint_sha256,
-        "num_questions": len(samples.lines),
-        "num_truncated": num_truncated,
-        "num_empty": num_empty,
-        "num_tokens": num_tokens,
+        "num_questions": len(answers),
+        "num_truncated": sum([answer.finish_reason == "length" for answer in answers]),
+        "num_empty": sum([not answer.text.strip() for answer in answers]),
+        "num_tokens": sum([answer.num_tokens for answer in answers]),
         "seconds": sum([sitting.seconds for sitting in sittings]),
         "sittings": len(sittings),
         **counters(total(sittings)),
@@ -76,14 +68,11 @@ def counted(samples: Samples) -> Json:
 
 def served(file: LineFile[Any, Any]) -> Json:
     """How the servers were served, as fields of a fact."""
-    fullest = None
-    for number in sorted(file.sittings):
-        sitting = file.sittings[number]
-        # One that drafts may have applied more cures than the last, and its reason names them.
-        if fullest is None or len(sitting.reason) >= len(fullest.reason):
-            fullest = sitting
-    if fullest is None:
+    # One that drafts may have applied more cures than the others, and its reason names them.
+    sittings = sorted(file.sittings.values(), key=attrgetter("sitting"), reverse=True)
+    if not sittings:
         return {}
+    fullest = max(sittings, key=lambda sitting: len(sitting.reason))
     return {"as_served": fullest.as_served, "reason": fullest.reason}
 
 
@@ -98,30 +87,26 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     # A fault is one way of serving that is right more often than chance gives. vLLM issue 43559:
     # 20 % fewer right answers with prefix caching; issue 43650: 18 of 39 against 39 of 39, many
     # answers empty.
-    switches = []
-    for name in filters:
-        switches.append(_switch(name, correct(plain, name), correct(drafted, name)))
+    switches = [_switch(name, correct(plain, name), correct(drafted, name)) for name in filters]
     switches.append(_switch(NOT_EMPTY, _has_text(plain), _has_text(drafted)))
     # Greedy decoding promises the same text, but only up to rounding: a step of one token and a
     # step of several are computed by other kernels, and where two tokens are nearly as likely, the
     # last digit decides. So another text is counted and shown, and is no fault by itself.
-    num_changed = 0
+    pairs = zip(plain.in_order(), drafted.in_order(), strict=True)
+    changed = [pair for pair in pairs if pair[0].text != pair[1].text]
     shown = []
-    for before, after in zip(plain.in_order(), drafted.in_order(), strict=True):
-        if before.text == after.text:
-            continue
-        num_changed += 1
-        if len(shown) < MOST_SHOWN:
-            at = 0
-            while before.text[at : at + 1] == after.text[at : at + 1]:
-                at += 1
-            changed = ChangedAnswer(
+    for before, after in changed[:MOST_SHOWN]:
+        at = 0
+        while before.text[at : at + 1] == after.text[at : at + 1]:
+            at += 1
+        shown.append(
+            ChangedAnswer(
                 question=before.question,
                 plain=_around(before.text, at),
                 drafting=_around(after.text, at),
             )
-            shown.append(changed)
-    return DraftingFact(switches=tuple(switches), num_changed=num_changed, changed=tuple(shown))
+        )
+    return DraftingFact(switches=tuple(switches), num_changed=len(changed), changed=tuple(shown))
 
 
 def _has_text(samples: Samples) -> list[bool]:
@@ -132,10 +117,8 @@ def _has_text(samples: Samples) -> list[bool]:
 def _switch(name: str, plain: Sequence[bool], drafted: Sequence[bool]) -> SwitchFact:
     """One reading of the answers with MTP off and on."""
     both, only_plain, only_drafting, neither = outcomes(plain, drafted)
-    parted = []
-    for number, (off, on) in enumerate(zip(plain, drafted, strict=True)):
-        if off != on:
-            parted.append(number)
+    pairs = enumerate(zip(plain, drafted, strict=True))
+    parted = [number for number, (off, on) in pairs if off != on]
     return SwitchFact(
         reads=name,
         both=both,
@@ -151,12 +134,7 @@ def _around(text: str, at: int) -> str:
     """A text from a little before a place to a little after it."""
     start = max(0, at - _BEFORE)
     end = at + _AFTER
-    part = text[start:end]
-    if start:
-        part = f"...{part}"
-    if len(text) > end:
-        part = f"{part}..."
-    return part
+    return f"{'...' if start else ''}{text[start:end]}{'...' if text[end:] else ''}"
 
 
 # --- closeness ------------------------------------------------------------------------------------
@@ -164,69 +142,60 @@ def _around(text: str, at: int) -> str:
 
 def closeness(file: ComparedFile) -> Json:
     """Fields of a `ClosenessFact`."""
-    sizes = []
-    flips = []
-    sums = []
-    ordered = list[float]()
-    outside = list[float]()
-    worst = []
-    for line in file.in_order():
-        sizes.append(len(line.nats))
-        flips.append(len(line.flips))
-        sums.append(math.fsum(line.nats))
-        ordered += line.nats
-        outside += line.outside
-        worst.append(line.worst)
-    ordered.sort()
-    worst.sort(key=attrgetter("nats"), reverse=True)  # of equal ones the first window stays first
-    num = len(ordered)
-    histogram = [0] * (len(HISTOGRAM_EDGES) + 1)
-    for value in ordered:
-        histogram[bisect_right(HISTOGRAM_EDGES, value)] += 1
+    lines = file.in_order()
+    sizes = [len(line.nats) for line in lines]
+    flips = [len(line.flips) for line in lines]
+    sums = [math.fsum(line.nats) for line in lines]
+    nats = sorted(chain.from_iterable(line.nats for line in lines))
+    outside = chain.from_iterable(line.outside for line in lines)
+    num = len(nats)
+    bins = Counter(bisect_right(HISTOGRAM_EDGES, value) for value in nats)
+    worst = sorted([line.worst for line in lines], key=attrgetter("nats"), reverse=True)
     asked = file.header.model_dump(include={"text_sha256", "window", "top", "vocabulary"})
     return asked | {
         "texts": file.header.num_texts,
-        "windows": len(sizes),
+        "windows": len(lines),
         "tokens": num,
         "outside": min(1.0, math.fsum(outside) / num),
-        "divergence": math.fsum(ordered) / num,
+        "divergence": math.fsum(nats) / num,
         "stderr": _stderr(sums, sizes),
-        "median": ordered[math.ceil(0.5 * num) - 1],
-        "percentile_99": ordered[math.ceil(0.99 * num) - 1],
+        "median": nats[math.ceil(0.5 * num) - 1],
+        "percentile_99": nats[math.ceil(0.99 * num) - 1],
         "flips": sum(flips),
         "effective_tokens": _effective(flips, sizes),
-        "histogram": tuple(histogram),
-        "worst": tuple(worst[:NUM_WORST]),
+        "histogram": tuple([bins[place] for place in range(len(HISTOGRAM_EDGES) + 1)]),
+        "worst": tuple(worst[:NUM_WORST]),  # of equal ones the first window stays first
     }
 
 
-def predicted(file: ComparedFile) -> tuple[Json, Json]:
-    """What the lines give of the source's `PredictedFact` and of the checkpoint's: bytes, and
-    perplexity per token of the text.
-    """
+def predicted(file: ComparedFile, source: LineFile[Any, Any]) -> tuple[Json, Json]:
+    """Fields of the source's `PredictedFact` and of the checkpoint's; `source` is its own file."""
+    lines = file.in_order()
+    num = sum([len(line.nats) for line in lines])
+    before = math.fsum([line.source_nll for line in lines])
+    after = math.fsum([line.checkpoint_nll for line in lines])
     header = file.header
-    num = 0
-    of_source = []
-    of_checkpoint = []
-    for line in file.lines.values():
-        num += len(line.nats)
-        of_source.append(line.source_nll)
-        of_checkpoint.append(line.checkpoint_nll)
-    before = math.exp(math.fsum(of_source) / num)
-    after = math.exp(math.fsum(of_checkpoint) / num)
     return (
-        {"sha256": header.source_sha256, "perplexity": before},
-        {"sha256": header.checkpoint_sha256, "perplexity": after, "servers": servers(file)},
+        {
+            "role": "source",
+            "sha256": header.source_sha256,
+            "perplexity": math.exp(before / num),
+            "servers": _servers(source),
+        },
+        {
+            "role": "checkpoint",
+            "sha256": header.checkpoint_sha256,
+            "perplexity": math.exp(after / num),
+            "servers": _servers(file),
+        },
     )
 
 
-def servers(file: LineFile[Any, Any]) -> tuple[SourceSitting, ...]:
+def _servers(file: LineFile[Any, Any]) -> tuple[SourceSitting, ...]:
     """Each server that was asked."""
     fields = set(SourceSitting.model_fields)
-    found = []
-    for sitting in file.sittings.values():
-        found.append(SourceSitting(**sitting.model_dump(include=fields)))
-    return tuple(found)
+    sittings = file.sittings.values()
+    return tuple([SourceSitting(**sitting.model_dump(include=fields)) for sitting in sittings])
 
 
 def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:
@@ -237,13 +206,11 @@ def _stderr(sums: Sequence[float], sizes: Sequence[int]) -> float | None:
     (W. G. Cochran, Sampling Techniques, 1977, 2.11).
     """
     num = len(sizes)
-    size = sum(sizes)
     if num < 2:
         return None
+    size = sum(sizes)
     mean = math.fsum(sums) / size
-    squares = []
-    for one, of in zip(sums, sizes, strict=True):
-        squares.append((one - mean * of) ** 2)
+    squares = [(one - mean * of) ** 2 for one, of in zip(sums, sizes, strict=True)]
     return math.sqrt(num / (num - 1) * math.fsum(squares)) / size
 
 

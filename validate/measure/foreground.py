@@ -7,7 +7,6 @@ Easy to get wrong: acceptance depends on what is asked, so a server is doubted o
 lower than it was.
 """
 
-import errno
 import os
 import signal
 import socket
@@ -21,20 +20,18 @@ import httpx
 
 from ...checkpoints.fact import Figure, NumDrafts
 from ...checkpoints.files import ScratchFolder
-from ...quantize.run.child import Child
 from ...recipes.errors import VLLMError
 from ...recipes.frozen import Say, frozen
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
 from .replies import fetched, read_counters
-from .room import refuse_options, value_of
+from .room import refuse_options
 from .server import server_environment, started
 
-_POLL_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
 _STOP_SECONDS = 60.0
+# With fewer drafts, one odd answer may be all of them.
 ENOUGH_DRAFTS = 200
-"""With fewer drafts, one odd answer may be all of them."""
 # The least share of first tokens that is no reason for doubt, where nothing was measured before.
 _LEAST = 0.1
 _DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
@@ -62,9 +59,7 @@ class Address:
         host = any_address.get(self.host, self.host)
         if ":" in host:
             host = f"[{host}]"
-        if self.is_tls:
-            return f"https://{host}:{self.port}"
-        return f"http://{host}:{self.port}"
+        return f"http{'s' * self.is_tls}://{host}:{self.port}"
 
 
 class ServerLife(Drafts):
@@ -87,14 +82,6 @@ class ServerLife(Drafts):
     doubt: str
 
 
-@frozen
-class Expected:
-    """Draft counters that were measured before, and the command that did so."""
-
-    drafts: Drafts
-    measured_by: str
-
-
 def refuse_our_words(extra: Sequence[str]) -> None:
     """Refuse words for `vllm serve` that keepmtp serve says itself.
 
@@ -112,23 +99,14 @@ def refuse_taken(address: Address) -> None:
     Raises:
         VLLMError: another program listens there, or this machine does not have that address.
     """
-    family = socket.AF_INET
-    if ":" in address.host:
-        family = socket.AF_INET6
-    with socket.socket(family) as tried:
-        # A server that has just ended is no reason.
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((address.host, address.port))
-        except OSError as error:
-            where = f"{address.host}:{address.port}"
-            got = str(error)
-            if error.strerror:
-                got = error.strerror
-            cure = "Name an address of this machine with --host"
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                cure = f"Choose another --port, such as {address.port % 60_000 + 1024}"
-            raise VLLMError(where, "must be free for the server", got=got, cure=cure) from error
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError as error:
+        where = f"{address.host}:{address.port}"
+        cure = "Choose another --port, or an address of this machine with --host"
+        got = error.strerror or str(error)
+        raise VLLMError(where, "must be free for the server", got=got, cure=cure) from error
 
 
 def serve_until_stopped(
@@ -137,7 +115,8 @@ def serve_until_stopped(
     *,
     k: int,
     address: Address,
-    expected: Expected | None,
+    expected: Drafts | None,
+    measured_by: str,
     every: float,
     log: IO[bytes] | int,
     tell: Say,
@@ -149,38 +128,48 @@ def serve_until_stopped(
         words: of the server, from "serve" on.
         k: tokens drafted a step, as `words` say it.
         address: where it listens, as `words` say it.
-        expected: what its drafts are compared with.
+        expected: what its drafts are compared with, and the command that measured it.
         every: seconds between two lines of acceptance.
         log: where everything goes that the server prints.
         tell: called when it is healthy, and with its acceptance where that has changed.
     """
-    start = time.monotonic()
-    grace = _STOP_SECONDS
-    shutdown = value_of(words, "--shutdown-timeout")
-    if shutdown.replace(".", "", 1).isdigit():  # what is no number is for vLLM to refuse
-        grace += float(shutdown)
-    is_healthy = False
-    drafts = Drafts()
-    with ScratchFolder("keepmtp-server-") as private:
+    start = said_at = time.monotonic()
+    drafts = said = Drafts()
+    is_healthy = is_over = False
+    warning = ""
+    with ScratchFolder("keepmtp-server-") as private, _stop_asked() as stop:
         variables = server_environment(vllm, private)
         key = os.environ.get("VLLM_API_KEY")
         if key:
             variables["VLLM_API_KEY"] = key  # without it, the server would answer everybody
         with (
-            started(vllm, words, variables, log=log, grace_seconds=grace) as child,
+            started(vllm, words, variables, log=log, grace_seconds=_STOP_SECONDS) as child,
             httpx.Client(
                 base_url=address.url,
                 trust_env=False,
                 verify=False,  # noqa: S501 - ours
             ) as client,
         ):
-            with _stop_asked() as stop:
-                is_healthy = _wait(client, child, stop, start, tell)
-                if is_healthy and not k:
-                    every = 0.0  # nothing is drafted
-                if is_healthy:
-                    drafts = _watch(client, child, stop, expected, every, tell)
-            child.end()
+            while not is_over:
+                is_over = child.process.poll() is not None or stop.wait(_WAIT_SECONDS)
+                now = time.monotonic()
+                if not is_healthy and not is_over and _get(client, "/health") is not None:
+                    is_healthy = True
+                    tell(f"serves {client.base_url} after {now - start:.0f} s; Ctrl-C stops it")
+                # The counters are gone with the server: they are read before it is stopped, too.
+                if not (k and is_healthy and (is_over or now - said_at >= every)):
+                    continue
+                content = _get(client, "/metrics")
+                with suppress(ValueError):  # no counters are no answer
+                    drafts = read_counters(content) if content is not None else drafts
+                if drafts != said and not is_over:
+                    tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
+                    said = drafts
+                    if not warning:
+                        warning = doubt(drafts, expected, measured_by)
+                        if warning:
+                            tell(f"warning: {warning}")
+                said_at = now
     status = child.process.returncode
     if status < 0:  # a signal ended it
         status = 128 - status
@@ -190,22 +179,21 @@ def serve_until_stopped(
         is_stopped=stop.is_set(),
         seconds=time.monotonic() - start,
         status=status,
-        doubt=doubt(drafts, expected),
+        doubt=doubt(drafts, expected, measured_by),
         **counters(drafts),
     )
 
 
-def doubt(drafts: Drafts, expected: Expected | None) -> str:
+def doubt(drafts: Drafts, expected: Drafts | None, measured_by: str) -> str:
     """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
     # The share of first tokens hardly depends on k, and a draft of garbage has next to none.
     share = first_share(drafts)
+    usual = first_share(expected) if expected else None
     least = _LEAST
     against = ""
-    if expected is not None:
-        usual = first_share(expected.drafts)
-        if usual is not None:
-            least = usual / 2
-            against = f"; {expected.measured_by} measured {usual:.1%}"
+    if usual is not None:
+        least = usual / 2
+        against = f"; {measured_by} measured {usual:.1%}"
     if share is None or drafts.drafts < ENOUGH_DRAFTS or share >= least:
         return ""
     found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"
@@ -239,64 +227,17 @@ def _get(client: httpx.Client, path: str) -> bytes | None:
     return None
 
 
-def _wait(
-    client: httpx.Client, child: Child, stop: threading.Event, start: float, tell: Say
-) -> bool:
-    """Whether it came up, before it ended or was asked to."""
-    while _get(client, "/health") is None:
-        if child.process.poll() is not None or stop.wait(_WAIT_SECONDS):
-            return False
-    seconds = time.monotonic() - start
-    tell(f"serves {client.base_url} after {seconds:.0f} s; Ctrl-C stops it")
-    return True
-
-
-def _watch(
-    client: httpx.Client,
-    child: Child,
-    stop: threading.Event,
-    expected: Expected | None,
-    every: float,
-    tell: Say,
-) -> Drafts:
-    """Its last counters, once it has ended or was asked to; `every` is 0 where nothing is
-    drafted.
-    """
-    said_at = asked_at = time.monotonic()
-    drafts = Drafts()
-    said = Drafts()
-    doubted = ""
-    while True:
-        is_over = child.process.poll() is not None or stop.wait(_WAIT_SECONDS)
-        now = time.monotonic()
-        if every and (is_over or now - asked_at >= min(_POLL_SECONDS, every)):
-            asked_at = now
-            content = _get(client, "/metrics")
-            if content is not None:
-                with suppress(ValueError):  # no counters are no answer
-                    drafts = read_counters(content)
-        if is_over:  # the counters are gone with the server, so they were read before it is stopped
-            return drafts
-        if drafts != said and now - said_at >= every:
-            tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
-            said = drafts
-            said_at = now
-            if not doubted:
-                doubted = doubt(drafts, expected)
-                if doubted:
-                    tell(f"warning: {doubted}")
-
-
 @contextmanager
 def _stop_asked() -> Iterator[threading.Event]:
-    """An event that Ctrl-C, SIGTERM and SIGHUP set, instead of what they do otherwise. A second
-    Ctrl-C is usual again once the context is left, and then ends by force.
+    """An event that Ctrl-C, SIGTERM and SIGHUP set, instead of what they do otherwise; the second
+    one does that, and ends by force.
     """
     asked = threading.Event()
     usual = {}
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _: object) -> None:
         asked.set()
+        signal.signal(number, usual[number])
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:

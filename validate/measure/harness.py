@@ -10,10 +10,12 @@ served again.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
-from .room import named_options
+from .room import options_of
 from .serve_line import setting
 from .server import Server, ServerFailed, serving
 from .store import LineFile, Sitting
@@ -38,22 +40,17 @@ UNTRIED = (
     "only the rounding of its weights was tried: no kernel, no quantized activations, no "
     "quantization config"
 )
+# How often it is noted how a server is doing while it is asked: what one that dies has counted
+# since is lost.
 NOTE_SECONDS = 2.0
-"""How often it is noted how a server is doing while it is asked: what one that dies has counted
-since is lost.
-"""
-CHAT_TOKENS = 2048
-"""What a chat template adds to a conversation, at most: system prompts of releases."""
-TURN_TOKENS = 64
-"""The same to each message."""
+# What a chat template adds to a conversation, at most: system prompts of releases.
+CHAT_TOKENS = 2112
 _TEMPLATES = {"chat_template.jinja", "chat_template.json"}
 _TEMPLATE_WORDS = {"--chat-template", "--tokenizer-mode"}
 
-TextOrTurns = str | Sequence[Mapping[str, str]]
-"""A text, or messages for the model's chat template."""
 Watch = Callable[[Step], None]
+# From a place to its line; None where a server has refused it. Called by several threads.
 Ask = Callable[[Any], Any]
-"""From a place to its line; None where a server has refused it. Called by several threads."""
 
 
 def unwatched(step: Step) -> None:
@@ -85,12 +82,14 @@ class Setup:
         out: evidence folder.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`.
+        watch: called with each step of progress.
     """
 
     vllm: VLLM
     out: Path
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
+    watch: Watch = unwatched
 
     @property
     def environment(self) -> dict[str, str]:
@@ -133,30 +132,26 @@ class Work:
     Attributes:
         name: of the server's log, and of its checkpoint's part.
         file: where answers go.
-        missing: the places that have no answer yet, once a server is there.
+        is_asked: whether this server is asked a place of the file.
         asking: makes `Ask` of a healthy server.
-        title: a place in words.
         k: tokens drafted a step; 0 serves without method=mtp.
         max_model_len: tokens of prompt and answer together.
         concurrency: requests in flight.
         max_num_seqs: requests that are computed at once; 0: as many as are in flight.
         words: for `vllm serve`, before the user's own.
-        others: places that other servers have answered, and will be asked, of the same file.
         repeated: see `Sitting`, once everything is asked.
         unit, task: see `Step`.
     """
 
     name: str
     file: LineFile[Any, Any]
-    missing: Callable[[], Sequence[Any]]
     asking: Callable[[Server], AbstractContextManager[Ask]]
-    title: Callable[[Any], str]
     k: int
     max_model_len: int
     concurrency: int = 1
     max_num_seqs: int = 0
     words: tuple[str, ...] = ()
-    others: int = 0
+    is_asked: Callable[[Any], bool] = lambda _: True
     repeated: Callable[[], float | None] = lambda: None
     unit: str = "question"
     task: str = ""
@@ -169,7 +164,6 @@ class Host:
     Attributes:
         folder: what is served.
         as_served, reason: whether it is a copy, and why.
-        watch: called with each step of progress.
     """
 
     model: Model
@@ -177,7 +171,6 @@ class Host:
     folder: Path
     as_served: AsServed
     reason: str
-    watch: Watch
 
     def answer(self, *works: Work) -> None:
         """Start one server for works that are served alike, and ask it what is missing.
@@ -187,11 +180,8 @@ class Host:
                 answered is kept.
         """
         first = works[0]
-        room = 0
-        at_once = 0
-        for work in works:
-            room = max(room, work.max_model_len)
-            at_once = max(at_once, work.max_num_seqs or work.concurrency)
+        room = max(work.max_model_len for work in works)
+        at_once = max(work.max_num_seqs or work.concurrency for work in works)
         limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
         step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
         cures = curing.switched_on(self.model.source, self.setup.vllm.version)
@@ -202,7 +192,7 @@ class Host:
             log=self.setup.log(first.name),
             timeout=self.setup.timeout,
             extra=(*limits, *first.words, *self.setup.extra),
-            watch=lambda doing: self.watch(replace(step, doing=f"k={first.k}: {doing}")),
+            watch=lambda doing: self.setup.watch(replace(step, doing=f"k={first.k}: {doing}")),
         ) as server:
             for work in works:
                 with work.asking(server) as ask:
@@ -210,18 +200,12 @@ class Host:
 
     def _ask(self, work: Work, server: Server, ask: Ask) -> None:
         """Ask what one work lacks, several at once, and write each answer down as it comes."""
-        missing = work.missing()
         file = work.file
         before = server.drafts()
         number = len(file.sittings) + 1
-        waiting = iter(missing)
-        flying = dict[Future[Any], Any]()
-        done = num_tokens = 0
-        failed: tuple[Any, ServerFailed] | None = None
-        reason = self.reason
-        cured = curing.in_words(server.log)
-        if cured:
-            reason = f"{reason}; {cured}" if reason else cured
+        clauses = (self.reason, curing.in_words(server.log))
+        reason = "; ".join(filter(None, clauses))
+        failures = list[tuple[Any, ServerFailed]]()
 
         def note(read: Callable[[Drafts], Drafts], repeated: float | None = None) -> float:
             """Write down how the server is doing, and return when."""
@@ -238,45 +222,42 @@ class Host:
             )
             return time.monotonic()
 
+        def answer(place: Any) -> Any:
+            # The first failure ends the asking. What is in flight is waited for and kept, so that
+            # something is asked again only if its answer never came.
+            if failures:
+                return None
+            try:
+                return ask(place)
+            except ServerFailed as failure:
+                failures.append((place, failure))
+                return None
+
         start = time.monotonic()
         noted = note(server.drafts_now)
+        done = num_tokens = 0
         pool = ThreadPoolExecutor(work.concurrency)
         try:
-            while True:
-                while failed is None and len(flying) < work.concurrency:
-                    try:
-                        place = next(waiting)
-                    except StopIteration:
-                        break
-                    flying[pool.submit(ask, place)] = place
-                if not flying:
-                    break
-                future = wait(flying, return_when=FIRST_COMPLETED).done.pop()
-                place = flying.pop(future)
-                try:
-                    line = future.result()
-                except ServerFailed as failure:
-                    # The first failure ends the asking. What is in flight is waited for and kept,
-                    # so that something is asked again only if its answer never came.
-                    if failed is None:
-                        failed = place, failure
+            places = filter(work.is_asked, file.missing)
+            for future in as_completed([pool.submit(answer, place) for place in places]):
+                line = future.result()
+                if line is None:
                     continue
+                file.add(line)
                 done += 1
-                if line is not None:
-                    file.add(line)
-                    num_tokens += line.num_tokens
+                num_tokens += line.num_tokens
                 if time.monotonic() - noted > NOTE_SECONDS:
                     noted = time.monotonic()
                     with suppress(ServerFailed):  # one that dies fails an answer, which says more
                         note(server.drafts_now)
                 seconds = time.monotonic() - start
-                left = len(missing) - done + work.others
-                self.watch(
+                left = len(file.missing)
+                self.setup.watch(
                     Step(
                         role=self.model.role,
                         doing="",
-                        done=len(file.lines),
-                        total=len(file.lines) + left,
+                        done=len(file.wanted) - left,
+                        total=len(file.wanted),
                         tokens_per_second=num_tokens / seconds,
                         eta_seconds=left * seconds / done,
                         unit=work.unit,
@@ -285,24 +266,25 @@ class Host:
                 )
         finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
             pool.shutdown(wait=False, cancel_futures=True)
-        if failed is None:
+        if not failures:
             # The last counts come a moment after the last answer.
             note(server.drafts, work.repeated())
             return
         with suppress(ServerFailed):
             note(server.drafts_now)
-        place, failure = failed
-        left = len(missing) - done + work.others
+        place, failure = failures[0]
+        left = len(file.missing)
+        at = f"{work.unit} {file.wanted.index(place) + 1} of {len(file.wanted)}"
         raise ServerFailed(
             failure.words,
             failure.log,
-            asked=f"{work.title(place)} for the {ARM_TITLES[self.model.role]}",
+            asked=f"{at} for the {ARM_TITLES[self.model.role]}",
             cure=f"nothing is lost: the same command asks only the {left} that are missing",
         ) from failure
 
 
 @contextmanager
-def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
+def hosting(model: Model, setup: Setup) -> Iterator[Host]:
     """The servers of one checkpoint. A copy is gone with the context.
 
     Raises:
@@ -311,31 +293,35 @@ def hosting(model: Model, setup: Setup, watch: Watch) -> Iterator[Host]:
     """
     source = model.source
     assert source.folder is not None, "download() first"
-    fields = {"model": model, "setup": setup, "watch": watch}
-    reason = why_no_kernel(source, setup.vllm)
-    if not reason:
-        yield Host(**fields, folder=source.folder.absolute(), as_served="native", reason="")
+    host = Host(
+        model=model,
+        setup=setup,
+        folder=source.folder.absolute(),
+        as_served="native",
+        reason=why_no_kernel(source, setup.vllm),
+    )
+    if not host.reason:
+        yield host
         return
     with ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out) as scratch:
-        watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
+        setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
         folder = write_copy(source, scratch / "copy").absolute()
-        why = f"{reason}; {UNTRIED}"
-        yield Host(**fields, folder=folder, as_served=COPY, reason=why)
+        why = f"{host.reason}; {UNTRIED}"
+        yield replace(host, folder=folder, as_served=COPY, reason=why)
 
 
-def answer_missing(model: Model, works: Iterable[Work], setup: Setup, watch: Watch) -> None:
+def answer_missing(model: Model, works: Iterable[Work], setup: Setup) -> None:
     """Ask one checkpoint what is missing: each of its servers once, and none where nothing is.
 
     Raises:
         ServerFailed: see `Host.answer`.
         VLLMError, CheckpointError: see `hosting`.
     """
-    servers = dict[tuple[int, tuple[str, ...]], list[Work]]()
-    for work in works:
-        servers.setdefault((work.k, work.words), []).append(work)
+    alike = attrgetter("k", "words")
+    servers = sorted(works, key=alike)
     if servers:
-        with hosting(model, setup, watch) as host:
-            for together in servers.values():
+        with hosting(model, setup) as host:
+            for _, together in groupby(servers, key=alike):
                 host.answer(*together)
 
 
@@ -349,12 +335,12 @@ def drafted_by(model: Model, k: int) -> int:
     return k
 
 
-def refuse_drafts(source: Source, k: int, *, option: str, is_original: bool = False) -> None:
-    """Refuse a number of drafted tokens that the MTP block cannot draft.
+def refuse_drafts(source: Source, *ks: int, option: str, is_original: bool = False) -> None:
+    """Refuse numbers of drafted tokens a step that the MTP block cannot draft.
 
     Args:
         source: the checkpoint.
-        k: drafted tokens a step.
+        ks: drafted tokens a step.
         option: what the user names k with.
         is_original: what is judged was made from it; without a block it is served with MTP off.
 
@@ -364,20 +350,14 @@ def refuse_drafts(source: Source, k: int, *, option: str, is_original: bool = Fa
     if is_original and not has_mtp(source):
         return
     num_layers = view_of(source).num_mtp_layers
-    if k and not num_layers:
-        raise RecipeError(
-            source.where,
-            "must have an MTP block to draft with",
-            got="none",
-            cure="Draft nothing, or name another",
-        )
-    if k not in ks_up_to(k, num_layers):
-        raise RecipeError(
-            option,
-            f"with {num_layers} MTP layers vLLM drafts a multiple of them",
-            got=k,
-            cure=f"Use {option} {num_layers}",
-        )
+    for k in ks:
+        if k and not num_layers:
+            rule = "must have an MTP block to draft with"
+            cure = "Draft nothing, or name another"
+            raise RecipeError(source.where, rule, got="none", cure=cure)
+        if k not in ks_up_to(k, num_layers):
+            rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
+            raise RecipeError(option, rule, got=k, cure=f"Use {option} {num_layers}")
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:
@@ -395,28 +375,17 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     Raises:
         CheckpointError: see `source.small_bytes`.
     """
-    if not _TEMPLATES.isdisjoint(source.companions):
-        return True
-    if not _TEMPLATE_WORDS.isdisjoint(named_options(further)):
+    if _TEMPLATES & {*source.companions} or _TEMPLATE_WORDS & options_of(further).keys():
         return True
     return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
 
 
-def room_for(prompts: Iterable[TextOrTurns], source: Source, *, max_tokens: int) -> int:
+def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_tokens: int) -> int:
     """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has
-    at least one byte.
+    at least one byte. Messages are in JSON, which is longer than what they become.
     """
-    longest = 0
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            size = len(prompt.encode())
-        else:
-            size = CHAT_TOKENS
-            for turn in prompt:
-                size += TURN_TOKENS + len(turn["content"].encode())
-        longest = max(longest, size)
-    longest += max_tokens + 16
+    longest = max([len(prompt.encode()) for prompt in prompts]) + max_tokens + 16
+    if is_chat:
+        longest += CHAT_TOKENS
     most = source.text_config.get("max_position_embeddings")
-    if isinstance(most, int):
-        return min(longest, most)
-    return longest
+    return min(longest, most) if isinstance(most, int) else longest

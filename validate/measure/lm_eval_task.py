@@ -17,10 +17,11 @@ import io
 import json
 import logging
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.metadata import version
-from itertools import zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +42,6 @@ from . import model_code
 from .dataset import Row, Rows, read_rows
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
-Tasks = Mapping[str, ConfigurableTask]
 
 _CURE = "Mend the row, or name another dataset"
 _UNSCORED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -52,37 +52,22 @@ class Question:
     """One request.
 
     Attributes:
-        number: from 0: a run's questions in the dataset's order, run after run.
-        run: from 0.
         prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to
             be continued.
-        is_chat: which of both.
-        sha256: of the prompt.
         stop: words that end an answer.
     """
 
-    number: int
-    run: int
     prompt: str
-    is_chat: bool
-    sha256: str
     stop: tuple[str, ...]
-
-    @property
-    def sent(self) -> str | list[dict[str, str]]:
-        """The text, or the messages."""
-        if self.is_chat:
-            return json.loads(self.prompt)
-        return self.prompt
 
 
 @frozen
 class Questions:
-    """All requests of a protocol.
+    """All requests of a protocol. A run asks them in the dataset's order; runs go on counting.
 
     Attributes:
         protocol: that they are of.
-        items: by number.
+        items: of one run; further runs ask the same.
         dataset_sha256: of questions and reference answers, in order.
         tasks: lm-eval's.
     """
@@ -90,22 +75,24 @@ class Questions:
     protocol: Evaluation
     items: tuple[Question, ...]
     dataset_sha256: str
-    tasks: Tasks
+    tasks: Sequence[ConfigurableTask]
 
     @property
-    def num_asked(self) -> int:
-        """Questions of one run."""
-        return len(self.items) // self.protocol.repeats
+    def num(self) -> int:
+        """Requests of all runs."""
+        return len(self.items) * self.protocol.repeats
 
     @property
     def prompts_sha256(self) -> str:
         """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the
         same question.
         """
-        sent = []
-        for item in self.items[: self.num_asked]:  # other runs send the same
-            sent.append(json.dumps([item.prompt, item.stop]))
-        return _sum("\n".join(sent))
+        return _sum("\n".join([json.dumps([item.prompt, item.stop]) for item in self.items]))
+
+    def sent(self, number: int) -> str | list[dict[str, str]]:
+        """The text, or the messages, of a request."""
+        prompt = self.items[number % len(self.items)].prompt
+        return json.loads(prompt) if self.protocol.api == "chat" else prompt
 
 
 def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
@@ -131,35 +118,20 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
                 got=str(error).rstrip("."),
                 cure=f"Run {install_command('evaluate')}",
             ) from error
-        limit = protocol.limit
-        if row.group:
-            limit = None  # sub-tasks' rows are cut before
-        for task in tasks.values():
+        for task in tasks:
             task.build_all_requests(
-                limit=limit,
+                limit=None if row.group else protocol.limit,  # sub-tasks' rows are cut before
                 apply_chat_template=protocol.api == "chat",
                 fewshot_as_multiturn=True,
                 chat_template=_as_json,
             )
         if not row.runs_code:
             _refuse_unscored(protocol, tasks)
-    one_run = list[Any]()
-    for task in tasks.values():
-        one_run += task.instances
+    requests: list[Any] = [*chain.from_iterable(task.instances for task in tasks)]
     items = []
-    for run in range(protocol.repeats):
-        for request in one_run:
-            prompt, given = request.args
-            items.append(
-                Question(
-                    number=len(items),
-                    run=run,
-                    prompt=prompt,
-                    is_chat=protocol.api == "chat",
-                    sha256=_sum(prompt),
-                    stop=tuple(given["until"]),
-                )
-            )
+    for request in requests:
+        prompt, given = request.args
+        items.append(Question(prompt=prompt, stop=tuple(given["until"])))
     dataset = [json.dumps([*row.values()]) for row in rows]
     return Questions(
         protocol=protocol,
@@ -170,43 +142,37 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
 
 
 def scores(
-    asked: Questions, answers: Mapping[int, str]
-) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[bool, ...]]]:
+    asked: Questions, answers: Sequence[str]
+) -> tuple[tuple[ScoreFact, ...], dict[str, list[bool]]]:
     """lm-eval's scores of the answers.
 
     Args:
         asked: from `questions`.
-        answers: text by number, for every question of every run.
+        answers: texts, for every question of every run.
 
     Returns: each of the task's scores, the mean over questions and runs; and by its name what each
-        answer gets, by number.
+        answer gets.
     """
     row = TASKS[asked.protocol.task]
-    num = asked.num_asked
+    num = len(asked.items)
     right: dict[str, list[bool]] = {name: [] for name in row.scores}
-    requests = []
-    for task in asked.tasks.values():
-        for request in task.instances:
-            requests.append((task, request))
     # lm-eval's own repeats are not used: most of its filters keep the first answer alone. Here each
     # run is scored by itself.
     for run in range(asked.protocol.repeats):
-        for number, (_, request) in enumerate(requests, run * num):
-            request.resps = [answers[number]]
-        with _quiet():
-            for task in asked.tasks.values():
+        texts = iter(answers[run * num :])
+        for task in asked.tasks:
+            for request in task.instances:
+                request.resps = [next(texts)]
+            with _quiet():
                 task.apply_filters()
-            for task, request in requests:
-                for name, (metric, each) in row.scores.items():
+                for request, (name, (metric, each)) in product(task.instances, row.scores.items()):
                     found = task.process_results(request.doc, [request.filtered_resps[each]])
                     right[name].append(bool(found[metric]))
     facts = []
-    by_answer = {}
     for name, values in right.items():
         value, stderr = mean_of_questions(values, num)
         facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
-        by_answer[name] = tuple(values)
-    return tuple(facts), by_answer
+    return tuple(facts), right
 
 
 def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
@@ -235,8 +201,8 @@ def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
             ) from error
 
 
-def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
-    """lm-eval's tasks with the protocol's rows, by name, and the rows that are asked, in the order
+def _open_tasks(protocol: Evaluation) -> tuple[list[ConfigurableTask], list[Row]]:
+    """lm-eval's tasks with the protocol's rows, and the rows that are asked, in the order
     of the questions.
 
     With a limit, a task of sub-tasks gets so many rows in all, in turn from each, because a dataset
@@ -246,31 +212,25 @@ def _open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
     if not row.group:
         config = _config(protocol)
         split = config.get("test_split") or config["validation_split"]
-        shown = config.get("fewshot_split") or split
-        rows = read_rows(protocol, asked=split, shown=shown)
-        tasks = {protocol.task: _task(protocol, config, rows)}
-        return tasks, list(rows.asked[: protocol.limit])
+        rows = read_rows(protocol, asked=split, shown=config.get("fewshot_split") or split)
+        return [_task(protocol, config, rows)], list(rows.asked[: protocol.limit])
     rows = read_rows(protocol, asked="test", shown="validation")
-    mixed = []
-    for turn in zip_longest(*_by_group(row.group, rows.asked).values()):
-        for question in turn:
-            if question is not None:
-                mixed.append(question)
-    tasks = {}
+    turns = chain.from_iterable(zip_longest(*_by_group(row.group, rows.asked).values()))
+    mixed = [question for question in turns if question is not None]
+    shown = _by_group(row.group, rows.shown)
+    tasks = []
     in_order = []
     for group, asked in _by_group(row.group, mixed[: protocol.limit]).items():
-        of_group = Rows(
-            asked=asked, shown=_by_group(row.group, rows.shown).get(group, []), is_shared=False
-        )
-        tasks[group] = _task(protocol, _config(protocol, group), of_group)
+        of_group = Rows(asked=asked, shown=shown.get(group, []), is_shared=False)
+        tasks.append(_task(protocol, _config(protocol, group), of_group))
         in_order += asked
     return tasks, in_order
 
 
-def _by_group(column: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    groups = dict[str, list[Row]]()
+def _by_group(column: str, rows: Sequence[Row]) -> Mapping[str, list[Row]]:
+    groups = defaultdict[str, list[Row]](list)
     for row in rows:
-        groups.setdefault(str(row[column]), []).append(row)
+        groups[str(row[column])].append(row)
     return groups
 
 
@@ -323,23 +283,20 @@ def _task(protocol: Evaluation, config: Json, rows: Rows) -> ConfigurableTask:
     # It leaves a question out of its own shots only where both are of one split.
     if rows.shown and not rows.is_shared:
         shown = _dataset(protocol, rows.shown, process)
-    fewshot_split = "shown"
-    if rows.is_shared:
-        fewshot_split = "asked"
+    split = "asked" if rows.is_shared else "shown"
     if TASKS[protocol.task].max_shots is not None:
-        fewshot_split = None  # its shots are in its own file
-    kept = without(config, "tag", "group")
+        split = None  # its shots are in its own file
     replaced = {
         "custom_dataset": lambda **_: {"asked": asked, "shown": shown},
         "test_split": "asked",
         "validation_split": None,
         "training_split": None,
-        "fewshot_split": fewshot_split,
+        "fewshot_split": split,
         "num_fewshot": protocol.shots,
         "repeats": 1,
         "process_docs": None,
     }
-    task = ConfigurableTask(config=kept | replaced)
+    task = ConfigurableTask(config=without(config, "tag", "group") | replaced)
     task.set_fewshot_seed(protocol.seed)
     return task
 
@@ -369,17 +326,18 @@ def _dataset(
         random.setstate(state)
 
 
-def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
+def _refuse_unscored(protocol: Evaluation, tasks: Sequence[ConfigurableTask]) -> None:
     """Score an empty answer to each question: what lm-eval cannot read of a row fails now, not
     after all answers.
     """
-    for name, task in tasks.items():
+    for task in tasks:
         for number, request in enumerate(task.instances, 1):
             try:
                 task.process_results(request.doc, [""])
             except _UNSCORED as error:
                 raise RecipeError(
-                    f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}",
+                    f"evaluation.dataset {protocol.dataset_name}: question {number} of "
+                    f"{task.config.task}",
                     "must be one that lm-eval can score",
                     got=" ".join(f"{type(error).__name__}: {error}".split()).rstrip("."),
                     cure=_CURE,
@@ -390,7 +348,6 @@ def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = T
     """Messages as they are: the server applies its template, and goes on where the last one is an
     assistant's.
     """
-    assert add_generation_prompt == (chat_history[-1]["role"] == "user")
     return json.dumps(chat_history)
 
 

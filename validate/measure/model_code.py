@@ -24,12 +24,12 @@ from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json
 
 WALL_SECONDS = 20.0
+# For the user, where `fence` is empty.
 OPEN = (
     "The model's programs run with your rights, files and network, because bubblewrap (bwrap) is "
     "not installed or may not run here. Install it, or run the evaluation in a container that "
     "holds nothing else: docker run --network none (docs/tasks.md)."
 )
-"""For the user, where `fence` is empty."""
 _FLAG = "--run-model-code"
 _CHILD = Path(__file__).with_name("model_code_child.py")
 _FENCE = (
@@ -61,27 +61,15 @@ def load(name: str) -> SimpleNamespace:
 
 @cache
 def fence() -> tuple[str, ...]:
-    """bubblewrap's words, where it works on this machine; else none.
-
-    Raises:
-        RecipeError: no program can be run at all.
-    """
+    """bubblewrap's words, where it works on this machine; else none."""
     bwrap = shutil.which("bwrap")
-    if bwrap:
-        words = [bwrap, *_FENCE]
-        for path in _READ:
-            words += ("--ro-bind-try", path, path)
-        words += ("--remount-ro", "/")
-        if _works(words):
-            return tuple(words)
-    if _works(()):
+    if not bwrap:
         return ()
-    raise RecipeError(
-        _FLAG,
-        "this Python must be able to run a program",
-        got=f"{sys.executable} cannot",
-        cure="Use another Python, or leave the task out",
-    )
+    words = [bwrap, *_FENCE]
+    for path in _READ:
+        words += ("--ro-bind-try", path, path)
+    words += ("--remount-ro", "/")
+    return tuple(words) if _works(words) else ()
 
 
 def _works(words: Sequence[str]) -> bool:

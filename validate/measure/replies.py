@@ -5,7 +5,9 @@ In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Re
 Easy to get wrong: a number that nobody could have measured is no answer.
 """
 
+import re
 import time
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -15,7 +17,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from ..facts.served import Drafts
 
 MOST_BYTES = 2**24
-_COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
+_COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+)_total(.*) (.*)$", re.MULTILINE)
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenName = Annotated[str, Field(pattern=r"^token_id:[0-9]{1,9}$")]
 _Logprob = Annotated[float, Field(ge=-1e6, le=1e6)]  # logits of --logprobs-mode pass, NaN does not
@@ -131,24 +133,20 @@ def read_counters(content: bytes) -> Drafts:
     Raises:
         ValueError: no text, or a counter that nobody could have counted.
     """
-    totals = dict[str, int]()
-    by_position = dict[int, int]()
-    for line in content.decode().splitlines():
-        name, total, rest = line.partition("_total")
-        if not (total and name.startswith(_COUNTERS)):
-            continue
-        labels, _, number = rest.rpartition(" ")
+    totals = Counter[str]()
+    by_position = Counter[int]()
+    for name, labels, number in _COUNTER.findall(content.decode()):
         count = float(number)
         if not 0 <= count < 2**63:
             raise ValueError(f"{name}: {number}")
-        name = name.removeprefix(_COUNTERS)
-        totals[name] = totals.get(name, 0) + int(count)
         if name == "accepted_tokens_per_pos":
-            place = int(labels.partition('position="')[2].partition('"')[0])
-            by_position[place] = by_position.get(place, 0) + int(count)
+            place = labels.partition('position="')[2].partition('"')[0]
+            by_position[int(place)] += int(count)
+        else:
+            totals[name] += int(count)
     return Drafts(
-        drafts=totals.get("drafts", 0),
-        draft_tokens=totals.get("draft_tokens", 0),
-        accepted_tokens=totals.get("accepted_tokens", 0),
-        accepted_per_position=tuple(by_position[place] for place in sorted(by_position)),
+        drafts=totals["drafts"],
+        draft_tokens=totals["draft_tokens"],
+        accepted_tokens=totals["accepted_tokens"],
+        accepted_per_position=tuple([by_position[place] for place in sorted(by_position)]),
     )

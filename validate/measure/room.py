@@ -6,6 +6,7 @@ serve`. Out: nothing, or a refusal that says what would fit.
 Easy to get wrong: a checkpoint that fits on no single GPU may fit on eight.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,9 +49,7 @@ def refuse_no_room(
         CheckpointError: a copy is needed and a weight cannot be read.
     """
     remove_left("keepmtp-", out)
-    for source in sources:
-        if source is None:
-            continue
+    for source in filter(None, sources):
         if why_no_kernel(source, vllm):
             refuse_full_disk(source, out)
         refuse_full_gpus(source, vllm, extra)
@@ -64,33 +63,29 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         VLLMError: too little memory on the GPUs, or too few of them.
     """
     gpus = _known_gpus(vllm)
-    if not gpus or _ELSEWHERE & {*named_options(extra)}:
+    options = options_of(extra)
+    if not gpus or _ELSEWHERE & options.keys():
         return
-    # vLLM splits weights over tensor-parallel and pipeline-parallel ranks.
-    ranks = _number(value_of(extra, *_TENSOR)) * _number(value_of(extra, *_PIPELINE))
+    # vLLM splits weights over tensor-parallel and pipeline-parallel ranks. What is no number is for
+    # vLLM to refuse.
+    counts = [options.get(name, "") for name in (*_TENSOR, *_PIPELINE)]
+    ranks = math.prod([int(count) for count in counts if count.isdigit()]) or 1
     if ranks > len(gpus):
-        raise VLLMError(
-            "vllm serve",
-            f"{ranks} ranks need as many GPUs",
-            got=len(gpus),
-            cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES",
-        )
-    share = _share(extra)
+        rule = f"{ranks} ranks need as many GPUs"
+        cure = "Ask for fewer, or set CUDA_VISIBLE_DEVICES"
+        raise VLLMError("vllm serve", rule, got=len(gpus), cure=cure)
     needed = total_bytes(source.entries.values()) / 2**30 / ranks
-    usable = min(_usable(gpus[:ranks], share))
+    usable = _usable(gpus[:ranks], options)
     if needed > usable:
-        size = _fewest(source, _usable(gpus[:1], share) * _SIZES[-1])
+        size = _fewest(source, _usable(gpus[:1], options), _SIZES[-1])
         cure = "Use GPUs with more memory"
         if size is not None:
             cure = f"Add -- --tensor-parallel-size {size}"
             if size > len(gpus):
                 cure += f", on a machine with {size} GPUs"
-        raise VLLMError(
-            source.where,
-            f"its weights need {needed:.0f} GiB on each of {ranks} GPUs",
-            got=f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}",
-            cure=cure,
-        )
+        rule = f"its weights need {needed:.0f} GiB on each of {ranks} GPUs"
+        got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
+        raise VLLMError(source.where, rule, got=got, cure=cure)
 
 
 def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
@@ -100,32 +95,29 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
     1 where the user's own words say how, where nothing is known of the GPUs, and where no number
     fits.
     """
-    if {*_TENSOR, *_PIPELINE, *_ELSEWHERE} & {*named_options(extra)}:
+    options = options_of(extra)
+    gpus = _known_gpus(vllm)
+    if not gpus or {*_TENSOR, *_PIPELINE, *_ELSEWHERE} & options.keys():
         return 1
-    return _fewest(source, _usable(_known_gpus(vllm), _share(extra))) or 1
+    return _fewest(source, _usable(gpus, options), len(gpus)) or 1
 
 
 def least_gpus(source: Source, memory_bytes: int, num_bytes: int | None = None) -> int | None:
     """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16
     are too few. `num_bytes` of weights, where they will be other than the source's.
     """
-    return _fewest(source, [_SHARE * memory_bytes / 2**30] * _SIZES[-1], num_bytes)
+    return _fewest(source, _SHARE * memory_bytes / 2**30, _SIZES[-1], num_bytes)
 
 
-def value_of(words: Sequence[str], *names: str) -> str:
-    """The value of an option among words, with or without an equals sign; "" if it is not there."""
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    """The options among words for `vllm serve`, spelled with hyphens, and their values, with or
+    without an equals sign.
+    """
+    options = {}
     for word, after in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") in names:
-            if equals:
-                return value
-            return after
-    return ""
-
-
-def named_options(words: Sequence[str]) -> list[str]:
-    """The options among words for `vllm serve`, spelled with hyphens and without their values."""
-    return [word.partition("=")[0].replace("_", "-") for word in words]
+        options[name.replace("_", "-")] = value if equals else after
+    return options
 
 
 def refuse_options(
@@ -142,56 +134,40 @@ def refuse_options(
     Raises:
         RecipeError: names the first such option.
     """
-    for name in named_options(words):
+    for name in options_of(words):
         if name in refused:
             raise RecipeError(where, rule, got=name, cure=refused[name])
 
 
-def _fewest(source: Source, usable: Sequence[float], num_bytes: int | None = None) -> int | None:
+def _fewest(source: Source, usable: float, most: int, num_bytes: int | None = None) -> int | None:
     """The least tensor-parallel size with which the weights fit, and a KV cache, on GPUs of so many
-    GiB.
+    usable GiB, at most `most`.
 
     It divides the attention heads: vLLM refuses others.
     """
     heads = source.text_config.get("num_attention_heads")
     gib = (num_bytes or total_bytes(source.entries.values())) / 2**30
-    for size in _SIZES[: len(usable).bit_length()]:
+    for size in _SIZES:
         is_split = not isinstance(heads, int) or heads % size == 0
-        if is_split and gib / size <= _WEIGHTS_SHARE * min(usable[:size]):
+        if size <= most and is_split and gib / size <= _WEIGHTS_SHARE * usable:
             return size
     return None
 
 
-def _usable(gpus: Sequence[GPU], share: float) -> list[float]:
+def _usable(gpus: Sequence[GPU], options: Mapping[str, str]) -> float:
     """What vLLM may take of each of these GPUs, in GiB."""
     # It takes a share of each GPU's whole memory, not of what is free.
-    return [min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus]
-
-
-def _share(extra: Sequence[str]) -> float:
-    return float(value_of(extra, "--gpu-memory-utilization") or _SHARE)
+    share = float(options.get("--gpu-memory-utilization") or _SHARE)
+    return min([min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus])
 
 
 def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
     """The GPUs that vLLM would use, if something is known of all: those that CUDA_VISIBLE_DEVICES
     names by number.
     """
-    if vllm.build != "cuda":
-        return ()
-    gpus = []
-    for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","):
-        if not number.strip().isdigit() or int(number) >= len(vllm.gpus):
-            gpus = list(vllm.gpus)  # unset, or names that only CUDA knows
-            break
-        gpus.append(vllm.gpus[int(number)])
-    for gpu in gpus:
-        if not gpu.memory_gib:
-            return ()
-    return gpus
-
-
-def _number(word: str) -> int:
-    """A count of ranks; what is no number is for vLLM to refuse."""
-    if not word.isdigit():
-        return 1
-    return max(1, int(word))
+    gpus = vllm.gpus
+    numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):
+        gpus = [gpus[int(number)] for number in numbers]
+    is_known = vllm.build == "cuda" and all(gpu.memory_gib for gpu in gpus)
+    return gpus if is_known else ()

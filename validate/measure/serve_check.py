@@ -17,11 +17,12 @@ from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import Json, frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
 from . import figures
-from .harness import Ask, Model, Setup, Watch, Work, drafted_by, hosting, room_for, unwatched
+from .harness import Ask, Model, Setup, Work, drafted_by, hosting, room_for
 from .server import Server, ServerFailed
 from .store import Continuation, ContinuationHeader, LineFile, open_lines
 
 _WARM_UP_TOKENS = 32
+_OUTPUT = {*Output.model_fields}
 
 
 @frozen
@@ -39,7 +40,6 @@ def serve_check(
     *,
     setup: Setup,
     check: Check,
-    watch: Watch,
 ) -> ServeCheck:
     """Serve both and compare.
 
@@ -48,7 +48,6 @@ def serve_check(
         source: what it was made from; None leaves acceptance unjudged.
         setup: how to serve, and where to write.
         check: what to ask.
-        watch: called with each step of progress.
 
     Raises:
         RecipeError: another run is at work there.
@@ -59,8 +58,8 @@ def serve_check(
     original = None
     with setup.alone():
         if source is not None:
-            original = serve(source, setup=setup, check=check, watch=watch)
-        served = serve(checkpoint, setup=setup, check=check, watch=watch)
+            original = serve(source, setup=setup, check=check)
+        served = serve(checkpoint, setup=setup, check=check)
     return ServeCheck(
         source=original,
         checkpoint=served,
@@ -71,23 +70,19 @@ def serve_check(
     )
 
 
-def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched) -> Served:
+def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    works = dict[int, Work]()
-    missing = []
-    for k in check.ks:
-        k = drafted_by(model, k)
-        if k not in works:
-            works[k] = _work(model, k, setup, check)
-            if works[k].missing():
-                missing.append(works[k])
-    errors = dict[int, str]()
+    works = [
+        _work(model, k, setup, check) for k in sorted({drafted_by(model, k) for k in check.ks})
+    ]
+    missing = [work for work in works if work.file.missing]
+    errors = {}
     how = Json()
     if missing:
-        with hosting(model, setup, watch) as host:
-            how |= {"as_served": host.as_served, "reason": host.reason}
+        with hosting(model, setup) as host:
+            how = Json(as_served=host.as_served, reason=host.reason)
             for work in missing:
                 try:
                     host.answer(work)
@@ -96,7 +91,7 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
                     if not work.k:
                         break  # with method=mtp it would fail the same way, minutes later
     runs = list[Run]()
-    for work in works.values():
+    for work in works:
         log = str(setup.log(work.name))
         if work.k in errors:
             runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
@@ -110,13 +105,10 @@ def serve(model: Model, *, setup: Setup, check: Check, watch: Watch = unwatched)
         if form == "plain":
             form = weight.weight.dtype
         sizes[form] += total_bytes(weight.parts.values())
-    dtype = "no weights"
-    if sizes:
-        dtype = ", ".join([form for form, _ in sizes.most_common()])
     return Served(
         role=model.whose,
         path=model.source.where,
-        dtype=dtype,
+        dtype=", ".join([form for form, _ in sizes.most_common()]) or "no weights",
         num_bytes=total_bytes(entries),
         runs=tuple(runs),
         **how,
@@ -155,11 +147,11 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
     return Work(
         name=name,
         file=file,
-        missing=lambda: file.missing,
         asking=asking,
-        title=lambda place: f"prompt {place + 1} of {header.num}",
         k=k,
-        max_model_len=room_for(check.prompts, model.source, max_tokens=check.max_tokens),
+        max_model_len=room_for(
+            check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens
+        ),
         max_num_seqs=4,
         repeated=repeated,
         unit="prompt",
@@ -172,16 +164,9 @@ def _run(
 ) -> Run:
     """What one server's file says, against the run without drafting."""
     sittings = list(file.sittings.values())
-    outputs = []
-    num_tokens = 0
-    seconds = 0.0
-    for line in file.in_order():
-        outputs.append(
-            Output(token_ids=line.token_ids, text=line.text, top_logprobs=line.top_logprobs)
-        )
-        num_tokens += line.num_tokens
-        seconds += line.seconds
-    rate = num_tokens / seconds
+    lines = file.in_order()
+    outputs = tuple([Output(**line.model_dump(include=_OUTPUT)) for line in lines])
+    rate = sum([line.num_tokens for line in lines]) / sum([line.seconds for line in lines])
     against = {}
     if before and before[0].tokens_per_second:
         speed_up = rate / before[0].tokens_per_second
@@ -191,7 +176,7 @@ def _run(
         loaded=True,
         seconds_to_health=sittings[-1].seconds_to_health,
         tokens_per_second=rate,
-        outputs=tuple(outputs),
+        outputs=outputs,
         is_repeatable=not any(sitting.repeated for sitting in sittings),
         log=log,
         **counters(total(sittings)),

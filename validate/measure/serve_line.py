@@ -125,16 +125,9 @@ def docker_words(
         shell = ("-c", f'{install} && exec vllm serve "$@"', "vllm")
         mount = ("-v", f"./{_WHEEL}:/{_WHEEL}:ro", "-e", setting(cures))
         image = (*mount, "--entrypoint", "sh", *image, *shell)
-    if not Path(model).is_absolute():
-        return *_DOCKER, *_DOWNLOADS, *_SHARED, *image, model, *draft_words(k, further)
-    name = ("--served-model-name", Path(model).name)
-    return (
-        *_DOCKER,
-        "-v",
-        f"{model}:{_IN_IMAGE}:ro",
-        *_SHARED,
-        *image,
-        _IN_IMAGE,
-        *name,
-        *draft_words(k, further),
-    )
+    mounts = _DOWNLOADS
+    served = (model,)
+    if Path(model).is_absolute():
+        mounts = ("-v", f"{model}:{_IN_IMAGE}:ro")
+        served = (_IN_IMAGE, "--served-model-name", Path(model).name)
+    return *_DOCKER, *mounts, *_SHARED, *image, *served, *draft_words(k, further)

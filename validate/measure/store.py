@@ -17,15 +17,15 @@ Easy to get wrong: lines under another header say nothing under this one.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, PositiveInt, ValidationError
 
+from ...checkpoints import json_file
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 from ...checkpoints.files import refuse_strange, unwritable, write_whole
-from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..facts.benched import Repetition, RequestForm
@@ -47,7 +47,18 @@ class Sitting(Drafts, SourceSitting):
     seconds_to_health: Figure = 0.0
 
 
-class Answer(Fact):
+class Line(Fact):
+    """What a server was asked once; `key` is the field that says in which place."""
+
+    key: ClassVar[str]
+
+    @property
+    def place(self) -> Any:
+        """Among what was asked."""
+        return getattr(self, self.key)
+
+
+class Answer(Line):
     """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut
     (length).
 
@@ -56,6 +67,8 @@ class Answer(Fact):
         correct: by filter.
     """
 
+    key = "question"
+
     question: Count
     prompt_sha256: str
     text: str
@@ -63,14 +76,11 @@ class Answer(Fact):
     num_tokens: Count
     correct: Mapping[str, bool] = Field(default_factory=dict)
 
-    @property
-    def place(self) -> int:
-        """Among the questions."""
-        return self.question
 
-
-class Continuation(Fact):
+class Continuation(Line):
     """What a server wrote after one prompt, greedily, and how long it took; see `Output`."""
+
+    key = "prompt"
 
     prompt: Count
     seconds: Figure
@@ -79,30 +89,17 @@ class Continuation(Fact):
     top_logprobs: tuple[Mapping[int, float], ...]
 
     @property
-    def place(self) -> int:
-        """Among the prompts."""
-        return self.prompt
-
-    @property
     def num_tokens(self) -> int:
         """That were generated."""
         return len(self.token_ids)
 
 
-class _Window(Fact):
-    """A window of text, by its number."""
-
-    window: Count
-
-    @property
-    def place(self) -> int:
-        """Among the windows."""
-        return self.window
-
-
-class PredictedWindow(_Window):
+class PredictedWindow(Line):
     """A window of text whose predictions by the source are in a file of their own."""
 
+    key = "window"
+
+    window: Count
     ids: tuple[Count, ...]
 
     @property
@@ -111,11 +108,14 @@ class PredictedWindow(_Window):
         return len(self.ids)
 
 
-class ComparedWindow(_Window):
+class ComparedWindow(Line):
     """One window: `nats` and `outside` by position, `flips` the positions themselves, `worst` the
     one farthest off.
     """
 
+    key = "window"
+
+    window: Count
     nats: Annotated[tuple[Figure, ...], Field(min_length=1)]
     flips: tuple[Count, ...]
     outside: tuple[Figure, ...]
@@ -137,7 +137,7 @@ class MatrixPlace(NamedTuple):
     number: int
 
 
-class Measured(Fact):
+class Measured(Line):
     """One repetition, with which k and how many requests in flight."""
 
     num_tokens: ClassVar[int] = 0  # a load's rate says nothing about another's
@@ -162,7 +162,7 @@ class Header(Fact):
         num: how many places there are, from 0; 0 where that is not known before.
     """
 
-    line: ClassVar[type[Fact]]
+    line: ClassVar[type[Line]]
 
     role: Arm
     checkpoint_sha256: str
@@ -213,6 +213,11 @@ class PredictedHeader(Header):
     top: PositiveInt
     vocabulary: PositiveInt
 
+    @property
+    def is_whole(self) -> bool:
+        """The likeliest tokens are all that there are."""
+        return self.top >= self.vocabulary
+
 
 class ComparedHeader(PredictedHeader):
     """Of a checkpoint's predictions compared with the source's; `windows_sha256` is of all token
@@ -247,31 +252,34 @@ class BenchHeader(Header):
 
 
 Head = TypeVar("Head", bound=Header)
-Line = TypeVar("Line", bound=Fact)
+OneLine = TypeVar("OneLine", bound=Line)
+KindOfLine = TypeVar("KindOfLine", bound=Fact)
 
 
-class LineFile(Generic[Head, Line]):
+class LineFile(Generic[Head, OneLine]):
     """One file and what it holds.
 
     Attributes:
         lines: answers by place.
         sittings: servers by number, the last line of each.
+        wanted: all places, in the order in which they are asked.
     """
 
     def __init__(self, path: Path, header: Head) -> None:
         self.path = path
         self.header = header
-        self.lines = dict[Any, Line]()
+        self.lines = dict[Any, OneLine]()
         self.sittings = dict[int, Sitting]()
+        self.wanted: Sequence[Any] = range(header.num)
 
-    def in_order(self) -> list[Line]:
-        """The lines of a finished file, by their numbers."""
-        return [self.lines[number] for number in range(self.header.num)]
+    def in_order(self) -> list[OneLine]:
+        """The lines of a finished file."""
+        return [self.lines[place] for place in self.wanted]
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        """Places without a line, ascending, where the header says how many there are."""
-        return tuple([place for place in range(self.header.num) if place not in self.lines])
+    def missing(self) -> list[Any]:
+        """Places without a line."""
+        return [place for place in self.wanted if place not in self.lines]
 
     def add(self, line: Any) -> None:
         """Append one line; it is on the disk when this returns.
@@ -341,37 +349,14 @@ def read_lines(path: Path, kind: type[Head]) -> LineFile[Head, Any]:
     """Every line of a file.
 
     Raises:
-        CheckpointError: no such file, a line of another form, or a place that is there twice.
+        CheckpointError: no such file, or a line of another form.
     """
-    try:
-        # Not splitlines, which knows other ends.
-        first, *others = read_bytes_of(path, path, cure=_CURE).decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(
-            path, "must be a file of lines of text", got=str(error), cure=_CURE
-        ) from error
-    found = LineFile(path, _parsed(kind, first, f"{path}:1"))
-    if not others or others.pop():
-        raise CheckpointError(
-            path, "must end with a line's end", got="a part of a line", cure=_CURE
-        )
-    for number, text in enumerate(others, 2):
-        where = f"{path}:{number}"
-        # A quotation mark within a text is written with a backslash: no text looks like this key.
-        form: type[Fact] = kind.line
-        if '"sitting":' in text:
-            form = Sitting
-        line: Any = _parsed(form, text, where)
-        if not isinstance(line, Sitting):
-            num = found.header.num
-            if line.place in found.lines or (num and line.place >= num):
-                raise CheckpointError(
-                    where,
-                    "must be of a place that was asked for, and is there once",
-                    got=line.place,
-                    cure=_CURE,
-                )
-        found.take(line)
+    rows = json_file.read_lines(path, cure=_CURE)
+    where, first = next(rows, (path, None))
+    found = LineFile(path, _checked(kind, first, where))
+    for where, row in rows:
+        is_sitting = isinstance(row, dict) and "sitting" in row
+        found.take(_checked(Sitting if is_sitting else kind.line, row, where))
     return found
 
 
@@ -379,13 +364,9 @@ def _text(line: Fact) -> str:
     return line.model_dump_json(exclude=set(type(line).model_computed_fields)) + "\n"
 
 
-def _parsed(kind: type[Line], text: str, where: str) -> Line:
+def _checked(kind: type[KindOfLine], row: Any, where: object) -> KindOfLine:
     try:
-        return kind.model_validate_json(text)
+        return kind.model_validate(row)
     except ValidationError as error:
-        raise CheckpointError(
-            where,
-            f"must be a line that keepmtp wrote ({kind.__name__})",
-            got=first_fault(error),
-            cure=_CURE,
-        ) from error
+        rule = f"must be a line that keepmtp wrote ({kind.__name__})"
+        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error

@@ -7,38 +7,36 @@ files of the answers.
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
 """
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from ...checkpoints.identity import file_sha256
-from ...checkpoints.source import Source, view_of
+from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
-from ..facts.vllm_env import VLLM
 from . import figures
 from .harness import (
     Model,
     Setup,
-    Watch,
     Work,
     answer_missing,
     drafted_by,
     has_template,
     refuse_drafts,
     room_for,
-    unwatched,
 )
-from .lm_eval_task import VERSIONS, Question, Questions, scores
+from .lm_eval_task import VERSIONS, Questions, scores
 from .server import Server
-from .store import Answer, AnswersHeader, Samples, open_lines
+from .store import Answer, AnswersHeader, open_lines
 
+_LEAST_SECONDS = 600.0
+# vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five.
 MOST_STOPS = 4
-"""vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has
-five.
-"""
 
 
 def refuse_model(
@@ -63,25 +61,6 @@ def refuse_model(
         )
 
 
-def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
-    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state
-    back after a draft.
-
-    Raises:
-        RecipeError: prefix caching on a CPU, for a model with linear attention.
-    """
-    if not protocol.prefix_caching or vllm.build != "cpu":
-        return
-    if view_of(source).has_linear_attention:
-        raise RecipeError(
-            source.where,
-            "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have "
-            "linear attention",
-            got="evaluation.prefix_caching",
-            cure="Use --no-prefix-caching",
-        )
-
-
 def evaluate(
     checkpoint: Model,
     source: Model | None,
@@ -90,7 +69,6 @@ def evaluate(
     setup: Setup,
     confidence: float,
     has_plain: bool = True,
-    watch: Watch = unwatched,
 ) -> EvaluationFact:
     """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval
     score all answers.
@@ -104,10 +82,9 @@ def evaluate(
         setup: how to serve, and where to write.
         confidence: of the interval around the paired difference.
         has_plain: ask the checkpoint with MTP off as well.
-        watch: called with each step of progress.
 
     Raises:
-        RecipeError: another run is at work there, or a CPU that cannot cache prefixes.
+        RecipeError: another run is at work there.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
@@ -117,63 +94,42 @@ def evaluate(
         models = [source, checkpoint]
     if has_plain:  # what the checkpoint answers otherwise with MTP off, drafting has changed
         models.append(replace(checkpoint, role="plain"))
-    for questions in tasks:
-        refuse_prefix_caching(checkpoint.source, questions.protocol, setup.vllm)
     with setup.alone():
         for model in models:
-            works = []
-            for questions in tasks:
-                if _is_asked(model, questions):
-                    work = work_of(model, questions, setup)
-                    if work.missing():
-                        works.append(work)
-            answer_missing(model, works, setup, watch)
+            asked = [questions for questions in tasks if _is_asked(model, questions)]
+            works = [work_of(model, questions, setup) for questions in asked]
+            answer_missing(model, [work for work in works if work.file.missing], setup)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
-def work_of(model: Model, questions: Questions, setup: Setup, *, timeout: float = 0.0) -> Work:
-    """One task for one model.
-
-    Args:
-        timeout: seconds for one answer; 0: ten minutes, and a second for each of its tokens.
-    """
+def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
+    """One task for one model, with what is answered already."""
     protocol = questions.protocol
-    file = opened(model, questions, setup)
-    limit = timeout
-    if not limit:
-        limit = 600.0 + protocol.max_tokens
-    prompts = [each.sent for each in questions.items]
-
-    def asking(server: Server) -> nullcontext:
-        return nullcontext(lambda at: _answer(server, questions.items[at], protocol, limit))
-
+    # Answers carry in their file's first line all that a score depends on; a run goes on with those
+    # that have exactly its own.
+    header = AnswersHeader(
+        protocol=protocol,
+        dataset_sha256=questions.dataset_sha256,
+        prompts_sha256=questions.prompts_sha256,
+        num=questions.num,
+        **setup.asked_of(model),
+    )
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
-        file=file,
-        missing=lambda: file.missing,
-        asking=asking,
-        title=lambda at: f"question {at + 1} of {len(prompts)}",
+        file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
+        asking=lambda server: nullcontext(partial(_answer, server, questions)),
         k=drafted_by(model, protocol.k),
-        max_model_len=room_for(prompts, model.source, max_tokens=protocol.max_tokens),
+        max_model_len=room_for(
+            [item.prompt for item in questions.items],
+            model.source,
+            is_chat=protocol.api == "chat",
+            max_tokens=protocol.max_tokens,
+        ),
         concurrency=protocol.concurrency,
         words=("--enable-prefix-caching",) * protocol.prefix_caching,
         task=protocol.task,
     )
-
-
-def opened(model: Model, questions: Questions, setup: Setup) -> Samples:
-    """The file of one model's answers to one task, with what is in it already."""
-    # Answers carry in their file's first line all that a score depends on; a run goes on with those
-    # that have exactly its own.
-    header = AnswersHeader(
-        protocol=questions.protocol,
-        dataset_sha256=questions.dataset_sha256,
-        prompts_sha256=questions.prompts_sha256,
-        num=len(questions.items),
-        **setup.asked_of(model),
-    )
-    return open_lines(setup.out, f"{questions.protocol.task}.{model.role}", header)
 
 
 def _is_asked(model: Model, questions: Questions) -> bool:
@@ -181,25 +137,30 @@ def _is_asked(model: Model, questions: Questions) -> bool:
     return model.role != "plain" or not questions.protocol.temperature
 
 
-def _answer(server: Server, item: Question, protocol: Evaluation, timeout: float) -> Answer:
+def _answer(server: Server, questions: Questions, number: int) -> Answer:
     """One answer, ended at the stop words that the server was not given."""
+    protocol = questions.protocol
+    run, at = divmod(number, len(questions.items))
+    item = questions.items[at]
     asked = {
         "max_tokens": protocol.max_tokens,
         "temperature": protocol.temperature,
-        "seed": protocol.seed + item.run,
+        "seed": protocol.seed + run,
         "stop": list(item.stop[:MOST_STOPS]),
     }
     if protocol.top_p != 1.0:
         asked["top_p"] = protocol.top_p
-    text, reason, num_tokens = server.answer(item.sent, timeout=timeout, **asked)
+    # Ten minutes, and a second for each token.
+    timeout = _LEAST_SECONDS + protocol.max_tokens
+    text, reason, num_tokens = server.answer(questions.sent(number), timeout=timeout, **asked)
     # What follows a further stop word was generated, so its tokens count, and is no answer.
     for word in item.stop[MOST_STOPS:]:
         text, found, _ = text.partition(word)
         if found:
             reason = "stop"
     return Answer(
-        question=item.number,
-        prompt_sha256=item.sha256,
+        question=number,
+        prompt_sha256=hashlib.sha256(item.prompt.encode()).hexdigest(),
         text=text,
         finish_reason=reason,
         num_tokens=num_tokens,
@@ -213,32 +174,29 @@ def _task_fact(
     protocol = questions.protocol
     files = {}
     facts = {}
-    pairs = []
-    drafted = None
+    rights = {}
     for model in models:
         if not _is_asked(model, questions):
             continue
-        files[model.role] = samples = opened(model, questions, setup)
-        answers = {}
-        for number, answer in samples.lines.items():
-            answers[number] = answer.text
-        found, right = scores(questions, answers)
-        figures.finish(samples, right)
-        facts[model.role] = EvaluatedFact(
+        role = model.role
+        files[role] = samples = work_of(model, questions, setup).file
+        found, rights[role] = scores(questions, [answer.text for answer in samples.in_order()])
+        figures.finish(samples, rights[role])
+        facts[role] = EvaluatedFact(
             path=model.source.where,
             scores=found,
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
             **figures.counted(samples),
         )
-    filters = facts["checkpoint"].filters
-    if "source" in files:
-        for name in filters:
-            before = figures.correct(files["source"], name)
-            after = figures.correct(files["checkpoint"], name)
-            pairs.append(paired(name, before, after, runs=protocol.repeats, confidence=confidence))
+    after = rights["checkpoint"]
+    pairs = []
+    for name, before in rights.get("source", {}).items():
+        how = {"runs": protocol.repeats, "confidence": confidence}
+        pairs.append(paired(name, before, after[name], **how))
+    drafted = None
     if "plain" in files:
-        drafted = figures.drafting(files["plain"], files["checkpoint"], filters)
+        drafted = figures.drafting(files["plain"], files["checkpoint"], list(after))
     return TaskFact(
         protocol=protocol,
         dataset_sha256=questions.dataset_sha256,

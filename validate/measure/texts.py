@@ -21,6 +21,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...checkpoints.identity import file_sha256
 from ...checkpoints.json_file import read_lines, read_text
 from ...checkpoints.record import Record
 from ...recipes.errors import RecipeError
@@ -28,27 +29,14 @@ from ...recipes.frozen import frozen
 from ...recipes.model_file import find_path
 from ..facts.benched import RequestForm
 
+# Word problems that the shipped models were not trained on: short, and easy to draft.
 SHIPPED = "models/held_out.jsonl"
-"""Word problems that the shipped models were not trained on: short, and easy to draft."""
-_QUESTIONS = (
-    "Ann has 33 stamps. Ann buys 18 more and then gives away 14. How many stamps are left?",
-    "Amy has 7 boxes with 6 rings in each box. How many rings are there in all?",
-    "Bob shares 72 shells among 9 friends. How many shells does each friend get?",
-    "Ned has 8 boxes with 5 toys in each box and 4 more toys. How many toys are there in all?",
-    "Ben has 34 cards. Ben buys 20 more and then gives away 2. How many cards are left?",
-    "Joe has 3 boxes with 9 pens in each box. How many pens are there in all?",
-    "Eva has 5 boxes with 7 apples in each box and 4 more apples. "
-    "How many apples are there in all?",
-    "Ida has 36 eggs. Ida gives away 18 eggs. How many eggs are left?",
-)
-PROMPTS = tuple([f"Question: {question}\nAnswer:" for question in _QUESTIONS])
-"""What serve-check asks, unless the user brings prompts: every language model goes on with them."""
+# The text for a model that ships with keepmtp, by its name in the recipe.
 HELD_OUT: Mapping[str, str] = {
     "tiny-docs": "models/docs_held_out.jsonl",
     "tiny-glm4-moe": "models/held_out.jsonl",
     "tiny-qwen3_5": "models/held_out.jsonl",
 }
-"""The text for a model that ships with keepmtp, by its name in the recipe."""
 FORMS = (
     '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, '
     '{"messages": [...]} or {"tokens": [...]}'
@@ -62,10 +50,9 @@ _PROMPTS_CURE = (
 # prepare.py fetches it.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
+# Plain text; or messages, which go through the model's chat template; or tokens, which are sent as
+# they are.
 Text = str | tuple[Mapping[str, str], ...] | tuple[int, ...]
-"""Plain text; or messages, which go through the model's chat template; or tokens, which are sent as
-they are.
-"""
 
 
 # --- prompts --------------------------------------------------------------------------------------
@@ -97,47 +84,39 @@ def read_prompts(path: Path | None) -> Prompts:
     if path is None:
         path = find_path(SHIPPED)
     assert path is not None, f"{SHIPPED} ships with keepmtp"
-    items = []
-    if path.suffix == ".jsonl":
-        for where, row in read_lines(path, cure=_PROMPTS_CURE):
-            items.append(_prompt(row, where))
-    else:
-        for line in read_text(path, cure=_PROMPTS_CURE).splitlines():
-            if line.strip():
-                items.append(Prompt(line, line))
+    rows = read_lines(path, cure=_PROMPTS_CURE)
+    if path.suffix != ".jsonl":
+        lines = read_text(path, cure=_PROMPTS_CURE).splitlines()
+        rows = [(str(path), {"prompt": line}) for line in lines if line.strip()]
+    items = tuple([_prompt(row, where) for where, row in rows])
     if not items:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_PROMPTS_CURE)
-    return Prompts(name=path.name, sha256=_sum(items), items=tuple(items))
+    return Prompts(name=path.name, sha256=_sum(items), items=items)
 
 
 def _prompt(row: Any, where: str) -> Prompt:
     # Random tokens as prompts overstate the speed of drafting, and so does one prompt that is asked
     # again and again. Only what a user would write is asked; and of a conversation its first
     # message alone, since an answer must be the model's own.
+    form = "{}"
     match row:
         case {"question": str(said)}:
-            item = Prompt(said, f"Question: {said}\nAnswer:")
+            form = "Question: {}\nAnswer:"
         case (
             {"prompt": str(said)}
             | {"messages": [{"role": "user", "content": str(said)}, *_]}
             | {"turns": [str(said), *_]}
         ):
-            item = Prompt(said, said)
+            pass
         case _:
-            raise RecipeError(
-                where,
-                "must begin with a text of the user",
-                got=json.dumps(row)[:60],
-                cure=_PROMPTS_CURE,
-            )
+            got = json.dumps(row)[:60]
+            rule = "must begin with a text of the user"
+            raise RecipeError(where, rule, got=got, cure=_PROMPTS_CURE)
     if not said.strip() or _PLACEHOLDER in said:
-        raise RecipeError(
-            where,
-            "must hold the prompt itself",
-            got=said[:60] or "an empty one",
-            cure="Fetch it with the dataset's prepare.py",
-        )
-    return item
+        got = said[:60] or "an empty one"
+        cure = "Fetch it with the dataset's prepare.py"
+        raise RecipeError(where, "must hold the prompt itself", got=got, cure=cure)
+    return Prompt(said, form.format(said))
 
 
 def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> list[str]:
@@ -146,10 +125,8 @@ def texts(prompts: Prompts, number: int, *, seed: int, form: RequestForm) -> lis
     """
     order = list(prompts.items)
     random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
-    taken = islice(cycle(order), number)
-    if form == "chat":
-        return [prompt.message for prompt in taken]
-    return [prompt.text for prompt in taken]
+    number_of = {"chat": 0, "completions": 1}[form]
+    return [prompt[number_of] for prompt in islice(cycle(order), number)]
 
 
 # --- held-out texts -------------------------------------------------------------------------------
@@ -185,19 +162,15 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
         RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint
             was calibrated on.
     """
-    model = ""
-    if record:
-        model = record.recipe.model
-    name, file = text_file(path, model)
+    name, file = text_file(path, record.recipe.model if record else "")
     rows = list(_rows(file))
     if not rows:
         raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
-    against = _refuse_calibrated(file, rows, record)
     return HeldOut(
         path=name,
-        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        sha256=file_sha256(file),
         texts=tuple([text for _, text in rows]),
-        against=against,
+        against=_refuse_calibrated(file, rows, record),
     )
 
 
@@ -228,13 +201,10 @@ def _rows(file: Path) -> Iterator[tuple[str, Text]]:
         raise RecipeError(file, "must be a .jsonl or a .txt file", got=got, cure=_CURE)
     for where, row in read_lines(file, cure=_CURE):
         text = _text_of(row)
-        if not text or (isinstance(text, str) and not text.strip()):
-            raise RecipeError(
-                where,
-                f"must be an object with {FORMS}",
-                got=json.dumps(row)[:60],
-                cure="Mend the line",
-            )
+        if not text or not str(text).strip():
+            got = json.dumps(row)[:60]
+            rule = f"must be an object with {FORMS}"
+            raise RecipeError(where, rule, got=got, cure="Mend the line")
         yield where, text
 
 
@@ -247,15 +217,8 @@ def _text_of(row: Any) -> Text | None:
             return prompt + completion
         case {"question": str(question), "answer": str(answer)}:
             return f"Question: {question}\nAnswer: {answer}"
-        case {"messages": [*turns]}:
-            said = []
-            for turn in turns:
-                match turn:
-                    case {"role": str(role), "content": str(content)}:
-                        said.append({"role": role, "content": content})
-                    case _:
-                        return None
-            return tuple(said)
+        case {"messages": [*turns]} if all(map(_is_turn, turns)):
+            return tuple([{"role": turn["role"], "content": turn["content"]} for turn in turns])
         case {"tokens": [*ids]} if all(type(each) is int and 0 <= each < 2**31 for each in ids):
             return tuple(ids)
     return None
@@ -277,23 +240,32 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Rec
         # of the Hub is not read again for that.
         used = find_path(str(name))
         if used is None or used.suffix != ".jsonl":
-            why = "which it was calibrated on, was not looked up."
-            said.append(f"Whether a text is in {name}, {why}")
+            said.append(
+                f"Whether a text is in {name}, which it was calibrated on, was not looked up."
+            )
             continue
         if file.samefile(used):
             raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
-        known = {}
-        for where, text in _rows(used):
-            known[_sum(text)] = where
+        known = {_sum(text): where for where, text in _rows(used)}
         for where, text in rows:
-            at = known.get(_sum(text))
-            if at is not None:
-                raise RecipeError(where, rule, got=f"the text of {at}", cure=cure)
+            if _sum(text) in known:
+                raise RecipeError(where, rule, got=f"the text of {known[_sum(text)]}", cure=cure)
         said.append(f"None of the texts is a row of {name}, which it was calibrated on.")
     return " ".join(said)
+
+
+def _is_turn(turn: Any) -> bool:
+    match turn:
+        case {"role": str(), "content": str()}:
+            return True
+    return False
 
 
 def _sum(content: Any) -> str:
     if not isinstance(content, str):
         content = json.dumps(content)
     return hashlib.sha256(content.strip().encode()).hexdigest()
+
+
+# What serve-check asks, unless the user brings prompts: every language model goes on with them.
+PROMPTS = tuple([prompt.text for prompt in read_prompts(None).items[:8]])

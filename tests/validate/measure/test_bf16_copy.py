@@ -14,10 +14,10 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from drafts import weights_of
 from json_files import json_of
 from keepmtp import api
+from keepmtp.checkpoints import files
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.errors import CheckpointError, VLLMError
+from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.measure import bf16_copy
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
 from safetensors.torch import save_file
 from vllms import CPU, H100
@@ -118,8 +118,8 @@ def test_a_weight_that_cannot_be_read_is_refused_by_name(tmp_path):
 
 def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
     source = open_source(ROOT / "models" / "tiny-qwen3_5")
-    usage = bf16_copy.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(bf16_copy.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(VLLMError, match=r"a BF16 copy of .* needs"):
+    usage = files.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(RecipeError, match="A BF16 copy of"):
         write_copy(source, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

@@ -22,7 +22,7 @@ from keepmtp.validate.facts.served import Drafts
 from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import closeness as measure
 from keepmtp.validate.measure import harness
-from keepmtp.validate.measure.closeness import NO_TOKEN, Depth, Predicted, compare, cut_windows
+from keepmtp.validate.measure.closeness import Apart, Depth, Predictions, compare, cut_windows
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.replies import Reply
 from keepmtp.validate.measure.server import ServerFailed
@@ -188,11 +188,9 @@ def test_what_a_kill_leaves_is_asked_again(toys, tmp_path):
 def test_a_damaged_file_of_the_source_is_named(toys, tmp_path):
     run(tmp_path)
     file_in(tmp_path).unlink()
-    (stored,) = tmp_path.glob("closeness.source.*/00002.safetensors")
-    stored.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    with pytest.raises(
-        CheckpointError, match=r"00002\.safetensors: must be what the source predicts"
-    ):
+    (stored,) = tmp_path.glob("closeness.source.*/00002.window")
+    stored.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"00002\.window: must be what the source predicts"):
         run(tmp_path)
 
 
@@ -243,25 +241,19 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
 SIZE, POSITIONS = 300, 40
 
 
-def predicted(logprobs: NDArray[np.float64], following: NDArray[np.int64], top: int) -> Predicted:
+def rows(logprobs: NDArray[np.float64], following: NDArray[np.int64], top: int) -> Predictions:
     """As a server answers: the likeliest `top`, and the token that follows where it is not among
     them.
     """
-    ids = np.full((len(logprobs), min(top + 1, SIZE)), NO_TOKEN, dtype=np.int32)
-    for at, row in enumerate(logprobs):
-        named = list(dict.fromkeys([int(following[at]), *np.argsort(-row)[:top].tolist()]))[
-            : ids.shape[1]
-        ]
-        ids[at, : len(named)] = named
-    found = np.where(
-        ids == NO_TOKEN, -np.inf, np.take_along_axis(logprobs, np.maximum(ids, 0), axis=1)
-    )
-    return Predicted(
-        ids=ids,
-        logprobs=found.astype(np.float32),
-        following=np.take_along_axis(logprobs, following[:, None], axis=1)[:, 0].astype(np.float32),
-        is_whole=top >= SIZE,
-    )
+    found = []
+    for row, after in zip(logprobs, following.tolist(), strict=True):
+        names = {after, *np.argsort(-row)[:top].tolist()}
+        found.append({name: float(np.float32(row[name])) for name in names})
+    return tuple(found)
+
+
+def nats(places: list[Apart]) -> NDArray[np.float64]:
+    return np.array([place.nats for place in places])
 
 
 @pytest.fixture(scope="module", params=[0.02, 0.3, 2.0])
@@ -279,14 +271,14 @@ def models(request) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[n
 
 def test_the_whole_vocabulary_gives_the_divergence_itself(models):
     before, after, text = models
-    apart = compare(predicted(before, text, SIZE), predicted(after, text, SIZE))
+    apart = compare(rows(before, text, SIZE), rows(after, text, SIZE), is_whole=True)
     # Log-probabilities are FP32, so each is off by 2e-7 of itself at most, and they are up to 20.
-    np.testing.assert_allclose(
-        apart.nats, rel_entr(np.exp(before), np.exp(after)).sum(axis=1), atol=4e-6
-    )
-    assert (apart.is_flip == (before.argmax(axis=1) != after.argmax(axis=1))).all()
-    assert (apart.choices == np.stack([before.argmax(axis=1), after.argmax(axis=1)], axis=1)).all()
-    assert not apart.outside.any()
+    exact = rel_entr(np.exp(before), np.exp(after)).sum(axis=1)
+    np.testing.assert_allclose(nats(apart), exact, atol=4e-6)
+    choices = zip(before.argmax(axis=1).tolist(), after.argmax(axis=1).tolist(), strict=True)
+    for place, (one, other) in zip(apart, choices, strict=True):
+        assert (place.source, place.checkpoint, place.is_flip) == (one, other, one != other)
+        assert not place.outside
 
 
 def test_a_part_of_the_vocabulary_gives_a_lower_bound_that_rises_with_it(models):
@@ -294,42 +286,33 @@ def test_a_part_of_the_vocabulary_gives_a_lower_bound_that_rises_with_it(models)
     exact = rel_entr(np.exp(before), np.exp(after)).sum(axis=1)
     last = np.zeros(POSITIONS)
     for top in (1, 2, 5, 20, 100, 250, 299):
-        apart = compare(predicted(before, text, top), predicted(after, text, top))
-        assert (apart.nats <= exact + 4e-6).all() and (apart.nats >= last - 4e-6).all()
-        last = apart.nats
+        found = nats(compare(rows(before, text, top), rows(after, text, top), is_whole=False))
+        assert (found <= exact + 4e-6).all() and (found >= last - 4e-6).all()
+        last = found
     assert last.mean() == pytest.approx(exact.mean(), rel=0.01)
 
 
 def test_what_is_not_compared_is_the_sources_probability_of_the_rest(models):
     before, after, text = models
-    one, other = predicted(before, text, 5), predicted(after, text, 5)
-    shared = [
-        set(map(int, a)) & set(map(int, b)) - {NO_TOKEN}
-        for a, b in zip(one.ids, other.ids, strict=True)
-    ]
-    wanted = [1 - np.exp(before[at, sorted(names)]).sum() for at, names in enumerate(shared)]
-    np.testing.assert_allclose(compare(one, other).outside, wanted, atol=1e-5)
+    one, other = rows(before, text, 5), rows(after, text, 5)
+    for at, place in enumerate(compare(one, other, is_whole=False)):
+        shared = sorted(one[at].keys() & other[at].keys())
+        assert place.outside == pytest.approx(1 - np.exp(before[at, shared]).sum(), abs=1e-5)
 
 
 def test_a_model_is_as_close_to_itself_as_can_be(models):
     """Exactly: nothing is rounded on the way."""
     before, _, text = models
     for top in (3, SIZE):
-        apart = compare(predicted(before, text, top), predicted(before, text, top))
-        assert not apart.nats.any() and not apart.is_flip.any()
+        same = rows(before, text, top)
+        apart = compare(same, same, is_whole=top == SIZE)
+        assert not nats(apart).any() and not any(place.is_flip for place in apart)
 
 
 def test_a_tie_is_no_flip():
     """BF16 makes logits equal, and a server names either of them first."""
     tie, one, other = (
-        np.log([[0.4, 0.4, 0.2]]),
-        np.log([[0.5, 0.3, 0.2]]),
-        np.log([[0.2, 0.3, 0.5]]),
+        [dict(enumerate(np.log(each)))] for each in ((4, 4, 2), (5, 3, 2), (2, 3, 5))
     )
-    whole = {
-        "following": np.zeros(1, np.float32),
-        "is_whole": True,
-        "ids": np.array([[0, 1, 2]], np.int32),
-    }
-    models = [Predicted(logprobs=each.astype(np.float32), **whole) for each in (tie, one, other)]
-    assert [bool(compare(models[0], each).is_flip[0]) for each in models] == [False, False, True]
+    found = [compare(tie, each, is_whole=True)[0].is_flip for each in (tie, one, other)]
+    assert found == [False, False, True]

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,17 +25,6 @@ def vllm(monkeypatch, tmp_path) -> VLLM:
     return find_vllm()
 
 
-def test_two_servers_at_once_never_answer_for_each_other(vllm, tmp_path):
-    folders = [tmp_path / f"checkpoint-{number}" for number in range(8)]
-
-    def text_of(folder: Path) -> str:
-        with serving(vllm, folder, k=1, log=folder.with_suffix(".log"), timeout=60) as server:
-            return server.complete("1 + 1?", max_tokens=4).text
-
-    with ThreadPoolExecutor(len(folders)) as pool:
-        assert list(pool.map(text_of, folders)) == [str(folder) for folder in folders]
-
-
 def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):
     """It is this machine's alone, and nobody else can listen on it; and another server there is not
     believed.
@@ -53,24 +41,6 @@ def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):
         for name in ("checkpoint", server.name[:-1]):
             with pytest.raises(ServerFailed):
                 replace(server, name=name).complete("1 + 1?", max_tokens=4)
-
-
-def test_a_server_of_another_name_is_another_server(monkeypatch, vllm, tmp_path):
-    monkeypatch.setattr("secrets.token_hex", lambda _: "nobody")
-    folder = tmp_path / "other"
-    folder.mkdir()
-    python = stub_vllm(folder)
-    python.write_text(
-        python.read_text().replace(
-            "stub_vllm.main",
-            "sys.argv[:] = [w.replace('nobody', 'other') for w in sys.argv]; stub_vllm.main",
-        )
-    )
-    with (
-        pytest.raises(ServerFailed, match="got another server at http://127"),
-        serving(replace(vllm, python=python), tmp_path, k=1, log=tmp_path / "log", timeout=60),
-    ):
-        pass
 
 
 def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):

@@ -1,8 +1,8 @@
 """Runs in vLLM's Python: vLLM's own benchmark of a server, once for each line of standard input.
 
-In: lines of JSON, {"texts": [...], "is_chat": ..., "output_tokens": ..., "asked": {...}}; `asked`
-are further parameters of vLLM's `benchmark`. Out: for each a line of JSON on standard output, what
-it found. Everything that vLLM prints goes to standard error.
+In: lines of JSON, {"texts": [...], "is_chat": ..., "output_tokens": ..., "concurrency": ...,
+"address": ..., "model": ...}. Out: for each a line of JSON on standard output, what it found.
+Everything that vLLM prints goes to standard error.
 
 Easy to get wrong: the benchmark is that of `vllm bench serve` (vllm/benchmarks/serve.py of 0.32),
 as it is.
@@ -19,22 +19,25 @@ _MOST_SAID = 10_000  # characters of an error, which is a server's whole answer
 _KEPT = ("completed", "errors", "duration", "total_input_tokens", "total_output_tokens")
 
 
-def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dict:
+def run(
+    texts: list[str], is_chat: bool, output_tokens: int, concurrency: int, address: str, model: str
+) -> dict:
     """One benchmark: all requests at once, but for the most in flight."""
     serve = import_module("vllm.benchmarks.serve")
     request = import_module("vllm.benchmarks.datasets").SampleRequest
     # The command takes requests from a dataset of its own, which needs pandas; ours are handed to
     # the function that it calls.
-    samples = []
-    for number, text in enumerate(texts):
-        sample = request(
+    samples = [
+        request(
             prompt=text,
             prompt_len=1,  # the server's own count replaces it
             expected_output_len=output_tokens,
             chat_messages=[{"role": "user", "content": text}] if is_chat else None,
             request_id=f"bench-{number}",
         )
-        samples.append(sample)
+        for number, text in enumerate(texts)
+    ]
+    backend, path = ("openai-chat", "chat/completions") if is_chat else ("openai", "completions")
     serve.freeze_gc_heap()
     figures = asyncio.run(
         serve.benchmark(
@@ -55,7 +58,15 @@ def run(texts: list[str], is_chat: bool, output_tokens: int, asked: dict) -> dic
             lora_modules=None,
             extra_headers=None,
             ready_check_timeout_sec=0,
-            **asked,
+            endpoint_type=backend,
+            api_url=f"{address}/v1/{path}",
+            base_url=address,
+            model_id=model,
+            model_name=model,
+            max_concurrency=concurrency,
+            # Greedy. Answers end by themselves: a model that is made to write on after its end
+            # repeats itself, and a draft guesses that too easily.
+            extra_body={"temperature": 0},
         )
     )
     figures["errors"] = [words[-_MOST_SAID:] for words in figures["errors"]]

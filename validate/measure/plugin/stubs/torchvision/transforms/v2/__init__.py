@@ -1,5 +1,0 @@
-"""Names that transformers imports."""
-
-from . import functional
-
-__all__ = ["functional"]
