@@ -105,7 +105,7 @@ def bench(
         return
     checkpoint = session.checkpoint()
     compared = session.source_of(checkpoint)
-    with asking(session.err, as_json=served.as_json) as watch:
+    with asking(as_json=served.as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, setup=session.setup, watch=watch)
     session.keep(fact, checkpoint)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.

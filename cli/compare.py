@@ -80,7 +80,7 @@ def serve_check(
         )
     checkpoint = session.checkpoint("check")
     original = session.source_of(checkpoint)
-    with asking(session.err, as_json=served.as_json) as watch:
+    with asking(as_json=served.as_json) as watch:
         found = measure.serve_check(
             checkpoint, original, setup=session.setup, check=check, watch=watch
         )
@@ -202,7 +202,7 @@ def closeness(
     before = session.source_of(judged)
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
-    with asking(session.err, as_json=served.as_json) as watch:
+    with asking(as_json=served.as_json) as watch:
         fact = measure.measure(
             judged, before, compared_on, setup=session.setup, depth=depth, watch=watch
         )

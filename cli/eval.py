@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import RenderableType
 
-from ..recipes.errors import RecipeError, plain_rule
+from ..recipes.errors import RecipeError, first_fault
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
+from ..recipes.yaml_file import on_one_line
 from .exits import OF_VERDICT
 from .measuring import OriginalOption, ServeOptions, begin
 from .options import AtLeastOneOrNone, ModelCodeOption
 from .progress import asking
-from .tables import answer, drawn, verdict
+from .tables import answer, drawn, tell, verdict
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation
@@ -68,22 +69,16 @@ class ProtocolOptions:
 
     def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
+        asked = [protocol for protocol in recipe if self.task in (None, protocol.task)]
+        if self.dataset is not None and len(asked) > 1:
+            raise RecipeError(
+                "--dataset",
+                "belongs to one task, and the recipe lists several",
+                got=", ".join(protocol.task for protocol in asked),
+                cure="Name one with --task",
+            )
         changed = without_none(asdict(self))
-        if self.task is None:
-            tasks = [protocol.task for protocol in recipe]
-            if self.dataset is not None and len(recipe) > 1:
-                raise RecipeError(
-                    "--dataset",
-                    "belongs to one task, and the recipe lists several",
-                    got=", ".join(tasks),
-                    cure="Name one with --task",
-                )
-            return tuple(_changed(protocol, changed) for protocol in recipe)
-        for protocol in recipe:
-            if protocol.task == self.task:
-                del changed["task"]
-                return (_changed(protocol, changed),)
-        return (_changed(recipe[0], changed),)
+        return tuple(_changed(protocol, changed) for protocol in asked or recipe[:1])
 
 
 def evaluate(
@@ -135,19 +130,17 @@ def evaluate(
     protocols = protocol.of(evaluations)
     runs_code = any(TASKS[asked.task].runs_code for asked in protocols)
     if run_model_code and runs_code and not model_code.fence():
-        session.err.print(model_code.OPEN, highlight=False)
+        tell(model_code.OPEN)
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
-    questions = []
-    for asked in protocols:
-        questions.append(lm_eval_task.questions(asked, runs_code=run_model_code))
+    questions = [lm_eval_task.questions(asked, runs_code=run_model_code) for asked in protocols]
     for asked in protocols:
         tasks.refuse_model(session.opened, asked, session.extra, is_original=False)
         if session.original is not None:
             tasks.refuse_model(session.original, asked, session.extra, is_original=True)
     judged = session.checkpoint()
     compared = session.source_of(judged)
-    with asking(session.err, as_json=served.as_json) as watch:
+    with asking(as_json=served.as_json) as watch:
         fact = tasks.evaluate(
             judged,
             compared,
@@ -181,13 +174,14 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
     from ..recipes.protocol import Evaluation
 
     fields = recipe.model_dump()
+    task = changed.get("task", recipe.task)
     # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
     # mean nothing there.
-    if TASKS[changed.get("task", recipe.task)].protocol != TASKS[recipe.task].protocol:
+    if TASKS[task].protocol != TASKS[recipe.task].protocol:
         fields = {name: fields[name] for name in _OF_ANY_TASK}
     fields |= changed
     # A revision belongs to the dataset it was given with.
-    if "dataset" in changed or "task" in changed:
+    if "dataset" in changed or task != recipe.task:
         fields["dataset_revision"] = None
     if fields.get("dataset") == _HUB:
         fields["dataset"] = None
@@ -197,15 +191,10 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
         first = error.errors()[0]
         fault = first.get("ctx", {}).get("error")
         if isinstance(fault, RecipeError):
-            # Its rule begins with the key of the protocol, which is the option's name.
-            raise RecipeError("", f"--{fault.rule}", got=fault.got, cure=fault.cure) from error
-        key = str(first["loc"][0])
-        raise RecipeError(
-            f"--{key.replace('_', '-')}",
-            plain_rule(first),
-            got=repr(first["input"]),
-            cure="See `keepmtp eval --help`",
-        ) from error
+            raise fault.at("eval") from error
+        cure = "See `keepmtp eval --help`"
+        got = repr(first["input"])
+        raise RecipeError("eval", first_fault(error), got=got, cure=cure) from error
 
 
 def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[RenderableType]:
@@ -232,16 +221,10 @@ def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[Renderabl
                 yield f"The {model.title} has no MTP block: it was served with MTP off."
             if model.sittings > 1:
                 yield f"The {model.title} was asked in {model.sittings} sittings."
-        protocol = task.protocol
+        said = on_one_line(task.protocol.model_dump(mode="json", exclude_none=True))
         environment = task.environment
-        caching = "off"
-        if protocol.prefix_caching:
-            caching = "on"
         yield (
-            f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
-            f"{protocol.dataset_name}, {protocol.shots} shots, {protocol.api}, at most "
-            f"{protocol.max_tokens} tokens, greedy, method=mtp with k={protocol.k}, prefix caching "
-            f"{caching}, {protocol.concurrency} requests in flight, seed {protocol.seed}; vLLM "
-            f"{environment['vllm']} on {environment['device']}."
+            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; "
+            f"lm-eval {environment['lm-eval']}, vLLM {environment['vllm']} on {environment['device']}."
         )
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."

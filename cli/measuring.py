@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
@@ -18,7 +17,7 @@ from ..recipes.frozen import frozen
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .options import JsonOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
-from .tables import say
+from .tables import tell
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -66,7 +65,6 @@ class Session:
         extra: words for `vllm serve`.
         opened, original: the checkpoint and what it was made from, None where nothing is compared;
             not downloaded.
-        err: where progress goes.
     """
 
     station: "Station"
@@ -74,7 +72,6 @@ class Session:
     extra: tuple[str, ...]
     opened: "Source"
     original: "Source | None"
-    err: Console
 
     @property
     def is_recorded(self) -> bool:
@@ -120,19 +117,16 @@ class Session:
         from ..validate.measure.cures import switched_on, told
         from ..validate.measure.harness import Model
 
-        version = self.setup.vllm.version
-        if line := told(switched_on(source, version), version):
-            say(self.err, f"{role}: {line}")
         # `setup` refuses before anything is downloaded or kept.
-        cache = self.setup.out
-        local = downloaded(source, self.err, is_shown=not self.options.as_json)
+        setup = self.setup
+        if line := told(switched_on(source, setup.vllm.version), setup.vllm.version):
+            tell(f"{role}: {line}")
+        is_shown = not self.options.as_json
+        local = downloaded(source, is_shown=is_shown)
         assert local.folder is not None, "download() gives a folder"
-        reading = None
-        if not self.options.as_json:
-            reading = bytes_bar(self.err, "reading")
-        return Model(
-            role=role, source=local, identity=identify(local.folder, cache=cache, watch=reading)
-        )
+        reading = bytes_bar("reading") if is_shown else None
+        identity = identify(local.folder, cache=setup.out, watch=reading)
+        return Model(role=role, source=local, identity=identity)
 
     def checkpoint(self, *but: "Station") -> "Model":
         """The checkpoint. Results of other bytes are refused, but for those of this station and
@@ -191,13 +185,8 @@ class Session:
         from ..validate.report import report as reports
         from ..validate.report.gates import judge
 
-        write_result(
-            self.out,
-            self.station,
-            fact,
-            checkpoint=checkpoint.identity,
-            vllm=self.setup.vllm.version,
-        )
+        vllm = self.setup.vllm.version
+        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=vllm)
         if self.is_recorded:
             # The new result joins the others, and all gates are judged anew.
             judgement = reports.refresh(self.out).judgement
@@ -235,5 +224,4 @@ def begin(
         extra=tuple(words),
         opened=opened,
         original=original_of(opened, source, cure=_CURE),
-        err=Console(stderr=True),
     )

@@ -5,8 +5,8 @@ In: a plan. Out: tables on standard output, or one JSON value. Nothing is decide
 """
 
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
-from ..recipes.model_file import find_path, in_words
+from ..recipes.model_file import find_path
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
@@ -38,6 +38,8 @@ from .tables import by_reason, counted, table
 _LOCAL = "local"
 # MiMo-7B, 15.7 GB, takes 44 to 54 s on two cores: docs/benchmarks.md.
 _BYTES_A_MINUTE = 17 * 10**9
+# What a row of a plan is told apart by.
+_ROW = ("part", "modules", "fate", "stored_before", "stored_as", "reason")
 
 
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
@@ -64,8 +66,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     columns = ("variant", "data", ">bytes", "GPUs that hold it", ">minutes")
     note = "Minutes are those of two cores; of a run with data they are not known."
     parts = [table(str(unchosen.where), columns, cells), f"{note} Choose one with --scheme."]
-    value = {"source": unchosen.source.where, "variants": rows}
-    tables.answer(value, parts, as_json=as_json)
+    tables.answer({"source": unchosen.source.where, "variants": rows}, parts, as_json=as_json)
 
 
 def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
@@ -85,12 +86,13 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
         yield code
     if made.source.left:
         yield f"left: {listed(made.source.left)}"
-    yield ""
-    if "search" in value:
-        yield from _budget(value["search"])
-    if calibration := value["calibration"]:
-        yield from _will_do(made, calibration)
+    if search := value.get("search"):
         yield ""
+        yield f"Budget {search['budget']}: a search chooses the words of {search['units']} units:"
+        for name, size in search["plans"].items():
+            yield f"  {name:<12} {on_one_line(size)}"
+    yield from _calibrated(made, value["calibration"])
+    yield ""
     yield "quantization_config, in vLLM's runtime names"
     yield from _entries(value["quantization_config"])
     yield ""
@@ -101,6 +103,23 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
+
+
+def _calibrated(made: Plan, planned: Json | None) -> Iterator[str]:
+    """How a plan is calibrated, in the words of its recipe, and whether its block is measured."""
+    if planned is None:
+        return
+    yield ""
+    for name in ("calibration", "mtp_auto", "mtp_tuned"):
+        if block := getattr(made.recipe, name):
+            said = block.model_dump(mode="json", exclude_defaults=True)
+            if name == "mtp_auto":
+                said["candidates"] = planned["candidates"]
+            yield f"{name}: {on_one_line(said)}"
+    measured = "it runs on the backbone's hidden states, and its acceptance is measured"
+    if why := planned["mtp_pass"]["why"]:
+        measured = f"not possible, {why}; acceptance is not measured"
+    yield f"MTP pass: {measured}."
 
 
 def _entries(config: Json) -> Iterator[str]:
@@ -131,35 +150,18 @@ def _served_by(made: Plan) -> Iterator[str]:
             yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
 
 
-def _fates(groups: list[Json]) -> Iterator[list[str] | None]:
-    """Module groups by what becomes of them, with sizes before and after."""
-    sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for group in groups:
-        stored = group["stored_as"]
-        added = "a copy"
-        if group["modules"] == "attention":
-            added = "a scale"
-        fates = {
-            "quantize": f"quantize to {stored}",
-            "dequantize": f"{stored} from {group['stored_before']}",
-            "add": f"add {added}",
-            "drop": "drop",
-            "keep": f"keep {stored}",
-        }
-        total = sums[group["part"], group["modules"], fates[group["fate"]]]
-        for key in ("tensors", "bytes_before", "bytes_after"):
-            total[key] += group[key]
-    previous = ""
-    for (part, modules, fate), total in sums.items():
-        shown = part
-        if part == previous:
-            shown = ""
-        elif previous:
+def _fates(rows: list[Json]) -> Iterator[list[str] | None]:
+    """The rows of a plan, with a line before the MTP block."""
+    part = rows[0]["part"]
+    for row in rows:
+        if row["part"] != part:
+            part = row["part"]
             yield None
-        before = size_in_words(total["bytes_before"])
-        after = size_in_words(total["bytes_after"])
-        yield [shown, modules, fate, f"{total['tensors']:,}", before, after]
-        previous = part
+        fate = f"{row['fate']} {row['stored_as']}"
+        if row["fate"] == "dequantize":
+            fate += f" from {row['stored_before']}"
+        sizes = [size_in_words(row["bytes_before"]), size_in_words(row["bytes_after"])]
+        yield [part, row["modules"], fate, f"{row['tensors']:,}", *sizes]
 
 
 def totals(plan: Plan) -> str:
@@ -180,14 +182,7 @@ def totals(plan: Plan) -> str:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
-    schemes = {tensor.scheme or "plain" for tensor in plan.mtp if len(tensor.shape) >= 2}
-    block = f"stored as {', '.join(sorted(schemes))}"
-    if schemes == {"plain"}:
-        dtypes = Counter[str]()
-        for tensor in plan.mtp:
-            dtypes.update(output.dtype for output in tensor.outputs)
-        ((most, _),) = dtypes.most_common(1)
-        block = f"kept in {most}"
+    block = block_as(plan.mtp)
     if any(tensor.tuned for tensor in plan.tensors):
         block = f"tuned, {block}"
     size = size_in_words(plan.num_bytes_after)
@@ -196,40 +191,37 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
 
 
+def block_as(tensors: Iterable[TensorPlan]) -> str:
+    """How the matrices of an MTP block are stored."""
+    return ", ".join(sorted({_stored(tensor) for tensor in tensors if len(tensor.shape) >= 2}))
+
+
+def _stored(tensor: TensorPlan) -> str:
+    dtypes = {output.dtype for output in tensor.outputs}
+    return tensor.scheme or "/".join(sorted(dtypes)) or "-"
+
+
 def plan_rows(plan: Plan) -> list[Json]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
-        dtypes = {output.dtype for output in tensor.outputs}
-        stored = tensor.scheme or "/".join(sorted(dtypes)) or "-"
-        key = (tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason)
+        key = (tensor.part, tensor.role, tensor.fate, tensor.form, _stored(tensor), tensor.reason)
         groups[key].append(tensor)
     rows = []
-    for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
+    for key, tensors in sorted(groups.items()):
+        row: Json = dict(zip(_ROW, key, strict=True))
+        row |= {"tensors": len(tensors), "bytes_before": 0}
         # A copy that is added has the bytes of its original, which are counted there.
-        num_before = 0
-        if fate != "add":
-            num_before = plan.num_bytes_read(tensors)
-        num_after = 0
-        for tensor in tensors:
-            num_after += sum(output.num_bytes for output in tensor.outputs)
-        rows.append(
-            {
-                "part": part,
-                "modules": role,
-                "fate": fate,
-                "stored_before": form,
-                "stored_as": stored,
-                "reason": reason,
-                "tensors": len(tensors),
-                "bytes_before": num_before,
-                "bytes_after": num_after,
-            }
+        if row["fate"] != "add":
+            row["bytes_before"] = plan.num_bytes_read(tensors)
+        row["bytes_after"] = sum(
+            output.num_bytes for tensor in tensors for output in tensor.outputs
         )
+        rows.append(row)
     return rows
 
 
-def budget_json(plan: Plan) -> Json:
+def _searched(plan: Plan) -> Json:
     """What is known of a search before it: the budget, the units, and the sizes that are
     possible.
     """
@@ -248,20 +240,6 @@ def budget_json(plan: Plan) -> Json:
             "fits": choices.fits(choice),
         }
     return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
-
-
-def _budget(search: Json) -> Iterator[str]:
-    """The same for people."""
-    yield (
-        f"Budget {search['budget']}: a search chooses the words of {search['units']} units. All "
-        "files would have"
-    )
-    for name, size in search["plans"].items():
-        fits = "does not fit"
-        if size["fits"]:
-            fits = "fits"
-        yield f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {fits}"
-    yield ""
 
 
 def plan_json(plan: Plan) -> Json:
@@ -291,72 +269,12 @@ def plan_json(plan: Plan) -> Json:
     if other is not None:
         value["mtp_source"] = {"name": other.where, "revision": other.revision}
     if plan.recipe.is_searched:
-        value["search"] = budget_json(plan)
+        value["search"] = _searched(plan)
     return value
 
 
-def _will_do(plan: Plan, planned: Json) -> Iterator[str]:
-    """The calibration of a plan: data, what is chosen by measuring, and the MTP pass."""
-    yield _data(plan, planned["tokens"])
-    if planned["candidates"]:
-        candidates = "; ".join(on_one_line(words) for words in planned["candidates"])
-        yield (
-            "MTP block: auto. The smallest candidate that is shown to keep "
-            f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
-            f"{planned['confidence']:.0%} confidence; until then it is planned as bf16. "
-            f"Candidates: {candidates}."
-        )
-    if (tuned := plan.recipe.mtp_tuned) is not None:
-        yield (
-            f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} "
-            f"sequences on what the quantized backbone computes, as {on_one_line(tuned.mtp)}, and "
-            "written where it is shown to draft better than untrained, at "
-            f"{plan.recipe.gates.confidence:.0%} confidence."
-        )
-        if tuned.guard:
-            kinds = ", ".join(texts.title for texts in tuned.guard)
-            yield f"Guards: it may not be worse on {kinds} either; none of that is trained on."
-        elif not plan.calibration.also:
-            yield "It will be judged on one kind of text alone; mtp_tuned.guard names others."
-    if planned["mtp_pass"]["possible"]:
-        yield (
-            "MTP pass: the block is run on the backbone's hidden states, and its acceptance is "
-            "measured without a server."
-        )
-    else:
-        why = planned["mtp_pass"]["why"]
-        yield f"MTP pass: not possible, {why}; acceptance is not measured."
-
-
-def _data(plan: Plan, num_tokens: int) -> str:
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    how = calibration.algorithm
-    if calibration.knobs:
-        how += f" ({in_words(calibration.knobs)})"
-    if calibration.backend == "modelopt":
-        how += " by modelopt"
-    mix = []
-    for texts in calibration.mix:
-        subset = ""
-        if texts.subset:
-            subset = f"{texts.subset}, "
-        rows = f"{texts.dataset_revision}, {subset}split {texts.split}, column {texts.column}"
-        named = f"{texts.dataset} ({rows})"
-        if calibration.also:
-            named = f"{texts.share:.0%} {named}"
-        mix.append(named)
-    held_out = f"{calibration.held_out:,} more are held out to measure on"
-    if calibration.held_out_by == "model":
-        held_out += ", answered by the model itself if memory holds it"
-    return (
-        f"{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
-        f"tokens ({num_tokens:,}) of {'; '.join(mix)}; {held_out}."
-    )
-
-
 def will_do_json(plan: Plan) -> Json | None:
-    """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
+    """The calibration of a plan, for machines; None without one. The dataset is in the recipe."""
     recipe = plan.recipe
     family = plan.view.family
     if recipe.calibration is None or not plan.needs_batches:

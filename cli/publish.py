@@ -6,23 +6,21 @@ exactly those files.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
-from ..recipes.frozen import Json
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
-from .tables import answer, counted, say, table
+from .tables import ERR, answer, counted, table, tell
 
 if TYPE_CHECKING:
-    from ..validate.publish.upload import FileState, Parcel, Published
+    from ..validate.publish.upload import Published
 
 _RULE = "going public must be confirmed"
 
@@ -60,8 +58,7 @@ def publish(
         update: Replace files that differ in a repository that exists. Its history keeps them, and
             nothing is deleted.
     """
-    err = Console(stderr=True)
-    if err.is_terminal:
+    if ERR.is_terminal:
         # Nothing else draws a bar while files are sent.
         os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
     from huggingface_hub import constants, get_token
@@ -70,14 +67,12 @@ def publish(
     from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub
-    from ..validate.publish.upload import prepare, ready_report
 
-    tell = partial(say, err)
     publishing.check_name(repo)
     url = f"{constants.ENDPOINT}/{repo}"
     tell(f"folder      {os.path.realpath(path)}")
     tell(f"repository  {url}")
-    ready_report(path)
+    publishing.ready_report(path)
     token = get_token()
     if token is None and not dry_run:
         cure = "Set HF_TOKEN, or run `hf auth login`"
@@ -87,34 +82,50 @@ def publish(
     if public and not dry_run and not yes:
         _refuse_nobody(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
-    parcel = prepare(
-        path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values")
+    parcel = publishing.prepare(
+        path, repo=repo, watch=bytes_bar("hashing"), reading=bytes_bar("reading values")
     )
-    hub = Hub(token, watch=tell) if token else None
-    before = None
+    size = size_in_words(parcel.num_bytes)
     found = {}
+    files = []
+    for name, local in parcel.files.items():
+        files.append({"name": name, "bytes": local.num_bytes, "sha256": local.sha256})
+    value = {"repo": repo, "files": files}
     there = "nothing was asked: no token"
     with stopped_by_signals():
-        if hub is not None:
+        is_public = False
+        hub = Hub(token or "", watch=tell)
+        if token:
             hub.sign_in()
             before = hub.look(repo)
             found = publishing.compare(parcel, before)
             there = "a new private repository"
             if before is not None:
-                kind = "private" if before.is_private else "PUBLIC"
-                files = counted(len(before.files), "file")
-                there = f"a {kind} repository with {files}, at commit {before.commit}"
+                is_public = not before.is_private
+                kind = "PUBLIC" if is_public else "private"
+                there = f"a {kind} repository with {len(before.files)} files"
+                there += f", at commit {before.commit}"
             tell(f"on the Hub  {there}")
-        if hub is None or dry_run:
+        if not token or dry_run:
             others = publishing.named(found, "other")
-            _answer_dry(parcel, repo, there, found, others, as_json=as_json)
+            rows = []
+            for file in files:
+                file |= {"on_the_hub": found.get(file["name"], "not asked")}
+                rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
+            parts: list[RenderableType] = [
+                table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
+                f"{len(files)} files, {size}. On the Hub: {there}.",
+            ]
+            if others:
+                parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
+            value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
+            answer(value, parts, as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
+        tell(f"to send     {counted(len(files), 'file')}, {size}")
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
-        is_public = before is not None and not before.is_private
-        tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:
             read = "so what is sent can be read on a branch before it is checked"
             _confirm(f"{repo} is public, {read}")
@@ -123,50 +134,16 @@ def publish(
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
-    value = _published_json(parcel, done)
-    answer({"repo": repo, "url": url, **value}, _published(parcel, url, done), as_json=as_json)
-
-
-def _published_json(parcel: "Parcel", done: "Published") -> Json:
-    return {
+    value |= {
+        "url": url,
         "commit": done.commit,
         "private": done.is_private,
-        "files": _files(parcel, {}),
         "uploaded_bytes": done.num_bytes,
         "kept_files": done.kept,
         "other_files": done.others,
         "verified": True,
     }
-
-
-def _answer_dry(
-    parcel: "Parcel",
-    repo: str,
-    there: str,
-    found: "Mapping[str, FileState]",
-    others: list[str],
-    *,
-    as_json: bool,
-) -> None:
-    """What would be sent, and what is there; `found` is empty where nobody could ask."""
-    value = {
-        "repo": repo,
-        "there": there,
-        "files": _files(parcel, found),
-        "bytes": parcel.num_bytes,
-        "other_files": others,
-    }
-    rows = []
-    for name, local in parcel.files.items():
-        rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
-    size = size_in_words(parcel.num_bytes)
-    parts: list[RenderableType] = [
-        table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
-        f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
-    ]
-    if others:
-        parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
-    answer(value, parts, as_json=as_json)
+    answer(value, _published(len(files), url, done), as_json=as_json)
 
 
 def _refuse_nobody(what: str) -> None:
@@ -184,24 +161,11 @@ def _confirm(what: str) -> None:
         raise RecipeError("publish", _RULE, got="no", cure="Nothing was sent")
 
 
-def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[RenderableType]:
-    count = len(parcel.files)
+def _published(count: int, url: str, done: "Published") -> Iterator[RenderableType]:
     kept = len(done.kept)
     kind = "private" if done.is_private else "public"
     yield Text.assemble(("published", "green"), f" {url} ({kind}), commit {done.commit}")
-    if count > kept:
-        sent = f"{counted(count - kept, 'file')}, {size_in_words(done.num_bytes)}"
-        yield f"sent {sent}; were there already: {kept}"
-    else:
-        yield f"all {count} files were there already"
+    yield f"sent {count - kept} files, {size_in_words(done.num_bytes)}; were there already: {kept}"
     yield f"checked there: sizes and hashes of {count} files"
     if done.others:
         yield f"not ours and left alone: {', '.join(done.others)}"
-
-
-def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
-    files = []
-    for name, local in parcel.files.items():
-        there = {"on_the_hub": found[name]} if found else {}
-        files.append({"name": name, "bytes": local.num_bytes, "sha256": local.sha256, **there})
-    return files

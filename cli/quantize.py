@@ -5,19 +5,18 @@ In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; 
 error. Of `init` a recipe to edit, of `where` the name of a folder.
 """
 
-import glob
 import importlib
 import os
 import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError, folded, printable
 from . import findings
@@ -30,7 +29,7 @@ from .options import (
     MtpSourceOption,
 )
 from .progress import run_progress
-from .tables import drawn, print_json, say, show
+from .tables import answer, drawn, tell
 
 if TYPE_CHECKING:
     from ..quantize.calibrate.mtp.facts import CalibrationFact
@@ -99,78 +98,67 @@ def quantize(
             needed = needs.needs_of(made, needs.machine_of(here=gpus_here()))
             plan_tables.show(made, needed, as_json=as_json)
         return
-    target = out or pipeline.default_out(made.recipe)
-    err = Console(stderr=True, quiet=as_json or bool(rank))
-    with run_progress(Console(stderr=True), as_json=as_json) as progress:
-        progress = _beginning(progress, made, err, is_first=not rank)
+    with run_progress(as_json=as_json) as progress:
         result = api.quantize(
-            made, target, threads=threads, keep_calibration=keep_calibration, progress=progress
+            made,
+            out or pipeline.default_out(made.recipe),
+            threads=threads,
+            keep_calibration=keep_calibration,
+            progress=_beginning(progress, made, is_said=not (as_json or rank)),
         )
     if rank:
         return
     settings = result.plan.recipe.calibration
-    fact = None
+    calibration = None
+    parts: list[RenderableType] = []
+    if result.was_there:
+        parts.append(f"{result.out}: finished before, with the same recipe, source and versions.")
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
-    if not as_json:
-        if result.was_there:
-            show([f"{result.out}: finished before, with the same recipe, source and versions."])
-        if fact:
-            show(found(fact))
-        findings.show(Console(), result.report)
-        show([plan_tables.next_steps(result.plan, result.out)])
-        return
+        calibration = fact.model_dump(mode="json")
+        parts += found(fact)
+    parts += findings.parts(result.report)
+    parts.append(plan_tables.next_steps(result.plan, result.out))
     value = {
         "out": str(result.out),
         "plan": plan_tables.plan_json(result.plan),
         "check": check_json(result.report),
-        "calibration": None,
+        "calibration": calibration,
     }
-    if fact is not None:
-        value["calibration"] = fact.model_dump(mode="json")
-    print_json(value)
+    answer(value, parts, as_json=as_json)
 
 
-def _beginning(
-    progress: "RunProgress", made: "Plan", err: Console, *, is_first: bool
-) -> "RunProgress":
+def _beginning(progress: "RunProgress", made: "Plan", *, is_said: bool) -> "RunProgress":
     """The progress of a run that says what it reads and makes once nothing refuses it, and brings
     packages where `make quantize` has said how.
     """
+    from ..quantize.run.child import Child, environment
     from . import plan_tables
 
-    @cache
-    def commits() -> str:
-        return plan_tables.commits_line(made)
+    commits = cache(partial(plan_tables.commits_line, made))
 
     def accepted() -> None:
-        if is_first and commits():
-            say(err, commits())
-        say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
+        if is_said:
+            for line in filter(
+                None, (commits(), f"{made.recipe.name}: {plan_tables.totals(made)}")
+            ):
+                tell(line)
 
     def install(extra: str) -> None:
+        """By the command that the make target names: the plan need not be made again."""
         commits()  # which refuses a dataset that is out of reach
-        _installed(extra)
+        *command, stamp = shlex.split(os.environ[_INSTALL])
+        own = environment(reaches_hub=True, is_ours=True)
+        with Child([*command, stamp + extra], environment=own) as child:
+            status = child.process.wait()
+        if status:
+            raise typer.Exit(status)
+        importlib.invalidate_caches()
 
     progress = replace(progress, accepted=accepted)
     if _INSTALL in os.environ:
         progress = replace(progress, install=install)
     return progress
-
-
-def _installed(extra: str) -> None:
-    """The packages of an extra, brought by the command that `make quantize` names: the plan that
-    this process has made need not be made again.
-    """
-    from ..quantize.run.child import Child, environment
-
-    *command, stamp = shlex.split(os.environ[_INSTALL])
-    own = environment(reaches_hub=True, is_ours=True)
-    with Child([*command, stamp + extra], environment=own) as child:
-        status = child.process.wait()
-    if status:
-        raise typer.Exit(status)
-    importlib.invalidate_caches()
 
 
 def extra(choices: ModelOptions) -> None:
@@ -286,41 +274,37 @@ def where(choices: ModelOptions) -> None:
     """Print the folder that `keepmtp quantize` with the same words has written; the make targets
     ask this.
     """
-    from ..checkpoints.record import RECORD
     from ..quantize.plan.checkpoint_as_model import model_name, model_word
     from ..recipes.find import find_recipe
 
     word = model_word(choices.model)
-    scheme = choices.scheme
-    mtp = choices.mtp
-    name = ""
+    wanted = ""
     if word.is_recipe:
-        recipe, _ = find_recipe(word.name, scheme=scheme, mtp=mtp, calibration=choices.calibration)
+        own = {"scheme": choices.scheme, "mtp": choices.mtp, "calibration": choices.calibration}
+        recipe, _ = find_recipe(word.name, **own)
         model = recipe.model
-        name = recipe.name
+        wanted = recipe.name
     else:
         model = model_name(word.name)
-        if scheme:
-            name = f"{model}.{folded(scheme)}"
-            if mtp:
-                name += f"-mtp-{folded(mtp)}"
+        if choices.scheme:
+            wanted = f"{model}.{folded(choices.scheme)}"
+            if choices.mtp:
+                wanted += f"-mtp-{folded(choices.mtp)}"
     rule = "SCHEME must be given where MODEL is a checkpoint"
-    if name:
-        wanted = Path("out", name)
-        if (wanted / "config.json").is_file():
-            sys.stdout.write(f"{printable(str(wanted))}\n")
+    if wanted:
+        folder = Path("out", wanted)
+        if (folder / "config.json").is_file():
+            sys.stdout.write(f"{printable(str(folder))}\n")
             return
-        rule = f"{wanted} must be there"
+        rule = f"{folder} must be there"
     # Nothing is guessed: with two variants in out/, the bare name means the default one, or
     # nothing.
-    there = []
-    for record in sorted(Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")):
-        folder = str(record.parent)
-        if not folder.endswith(_NEXT_TO_IT):
-            there.append(folder)
-    got = f"no out/{model}.*"
-    cure = "Run make quantize, or name a folder by OUT"
-    if there:
-        got = f"only {', '.join(there)}"
-        cure = "Name one by SCHEME or OUT"
-    raise RecipeError(f"MODEL {choices.model}", rule, got=got, cure=cure)
+    made = sorted(str(path.parent) for path in Path("out").glob("*/keepmtp.json"))
+    there = [name for name in made if name.startswith(f"out/{model}.")]
+    got = ", ".join(name for name in there if not name.endswith(_NEXT_TO_IT))
+    raise RecipeError(
+        f"MODEL {choices.model}",
+        rule,
+        got=got or f"no out/{model}.*",
+        cure="Run make quantize, or name a folder by SCHEME or OUT",
+    )

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
 from .exits import OF_VERDICT
 from .options import JsonOption
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS, answer, verdict
+from .tables import answer, verdict
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -54,20 +52,13 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     full = of_checkpoint(checkpoint)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
     folder = report_folder(checkpoint)
-    bar = bytes_bar(Console(stderr=True), "reading")
     # ... or on bytes that have changed since.
-    refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
-    found = {
-        "path": full.path,
-        "sha256": full.identity.sha256,
-        **full.judgement.model_dump(mode="json"),
-    }
-    answer(
-        found,
-        verdict(full.path, full.judgement),
-        as_json=as_json,
-        status=OF_VERDICT[full.judgement.verdict],
-    )
+    now = identify(checkpoint, cache=folder, watch=bytes_bar("reading"))
+    refuse_other_bytes(checkpoint, full.identity, now)
+    judged = full.judgement
+    found = {"path": full.path, "sha256": full.identity.sha256, **judged.model_dump(mode="json")}
+    status = OF_VERDICT[judged.verdict]
+    answer(found, verdict(full.path, judged), as_json=as_json, status=status)
 
 
 def page(path: Path, out: Path | None = None) -> None:
@@ -87,9 +78,7 @@ def page(path: Path, out: Path | None = None) -> None:
     """
     from .. import api
     from ..validate.facts.results import results_of
-    from ..validate.report.html import require_extra
 
-    require_extra()
     page = api.report_page(api.report(path), out or results_of(path) or path.parent)
     sys.stdout.write(f"{printable(str(page))}\n")
 
@@ -125,20 +114,24 @@ def card(
     """
     from .. import api
 
-    bar = bytes_bar(Console(stderr=True), "reading")
-    words = {"base_model": base_model, "license_id": license_id}
-    made, report = api.card(path, source=source, out=out, progress=bar, **words)
+    made, report = api.card(
+        path,
+        source=source,
+        base_model=base_model,
+        license_id=license_id,
+        out=out,
+        progress=bytes_bar("reading"),
+    )
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     # A checkpoint that failed its gates gets a card too, which says so first; `keepmtp publish`
     # refuses it.
     judged = "not judged"
-    title = Text("not judged", "yellow")
     if report.judgement:
         judged = report.judgement.verdict
-        title = Text(report.judgement.title, VERDICT_COLOURS[judged])
-    found = {"card": str(made), "files": files, "verdict": judged, "says": report.verdict.says}
-    says = Text.assemble("It says: ", title, f". {printable(report.verdict.says)}")
-    answer(found, [f"{made}: {', '.join(files)}", says], as_json=as_json)
+    says = report.verdict.says
+    found = {"card": str(made), "files": files, "verdict": judged, "says": says}
+    parts = [f"{made}: {', '.join(files)}", f"It says: {judged}. {says}"]
+    answer(found, parts, as_json=as_json)
 
 
 def save(
@@ -171,7 +164,7 @@ def save(
     )
 
 
-def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
+def recorder(paths: list[str]) -> "Callable[[Checked], Path]":
     """Hash the one checkpoint that is going to be checked, for `check --record`.
 
     A file that changes during the check does not count as checked. Results of other bytes are
@@ -200,7 +193,7 @@ def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
         )
     checkpoint = Path(paths[0])
     folder = report_folder(checkpoint)
-    identity = identify(checkpoint, cache=folder, watch=bytes_bar(err, "reading"))
+    identity = identify(checkpoint, cache=folder, watch=bytes_bar("reading"))
     reports.refuse_stale(folder, identity, but=("check",))
 
     def keep(checked: "Checked") -> Path:

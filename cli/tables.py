@@ -30,6 +30,15 @@ VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {
 }
 
 
+# Where everything goes that is not the answer.
+ERR = Console(stderr=True)
+
+
+def tell(line: str | Text, style: str = "") -> None:
+    """One line on standard error."""
+    say(ERR, line, style)
+
+
 def say(console: Console, line: str | Text, style: str = "") -> None:
     """One line as it is, fit for a terminal, which may wrap it."""
     if isinstance(line, str):
@@ -56,9 +65,9 @@ def answer(
         raise typer.Exit(status)
 
 
-def show(parts: Iterable[RenderableType]) -> None:
+def show(parts: Iterable[RenderableType], console: Console | None = None) -> None:
     """Print an answer for people, on standard output; a string is a line."""
-    out = Console()
+    out = console or Console()
     for part in parts:
         if isinstance(part, str | Text):
             say(out, part)
