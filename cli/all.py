@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..quantize.run.child import Child, environment
-from ..recipes.errors import printable
 from ..recipes.extras import require_extra
 from .exits import TOO_LITTLE
 from .options import (
     AtLeastOne,
     DryRunOption,
     GpusOption,
+    KOption,
     ModelCodeOption,
     ModelOptions,
     TpsOption,
@@ -28,7 +28,7 @@ from .options import (
     chosen_vllm,
     refuse_stray_words,
 )
-from .tables import tell
+from .tables import show, tell
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
@@ -44,7 +44,7 @@ def everything(
     out: Path | None = None,
     gpus: GpusOption = None,
     tps: TpsOption = None,
-    k: Annotated[int | None, typer.Option("-k", min=1)] = None,
+    k: KOption = None,
     nproc: AtLeastOne = 1,
     serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check")] = True,
     text: Path | None = None,
@@ -115,8 +115,7 @@ def everything(
         folder = None
     stations["card"] = [str(out), *option_words(source=folder, base_model=base_model)]
     if dry_run:
-        for name, words in stations.items():
-            sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
+        show(f"keepmtp {shlex.join([name, *words])}" for name, words in stations.items())
         return
     require_extra("keepmtp all", "evaluate")
     vllm = chosen_vllm()

@@ -13,7 +13,7 @@ import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import Json, frozen
-from . import exits, findings
+from . import exits
 from .options import (
     GpusOption,
     JsonOption,
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..recipes.runtimes import Runtime
     from ..validate.check.check import Checked
     from ..validate.check.reading import Level
-    from ..validate.facts.dry_load import LoadAccount
-    from ..validate.facts.results import CheckData
 
 
 @frozen
@@ -68,8 +66,7 @@ class ServerOptions:
         asked = self.runtimes or ["vllm"]
         for word in asked:
             if word not in RULES_OF:
-                cure = "Name one of them; --runtime may be repeated"
-                cure = did_you_mean(word, RULES_OF, otherwise=cure)
+                cure = did_you_mean(word, RULES_OF, otherwise="Repeat --runtime for each")
                 must = f"must be one of {', '.join(RULES_OF)}"
                 raise RecipeError("--runtime", must, got=word, cure=cure)
         servers = [server for server in RULES_OF if server in asked]
@@ -160,7 +157,7 @@ def check(
     """
     from .. import api
     from ..recipes.extras import require_extra
-    from .report import recorder, save
+    from .measuring import recorder, save
 
     loads = servers.words()
     if source is not None and values is None:
@@ -196,9 +193,11 @@ def check(
 
 def _print(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> int:
     """Print what was found of one checkpoint; returns its exit status."""
+    from . import findings
+
     if as_json or checked.refusal is None:
         # In JSON, a refusal is a finding.
-        value = check_json(checked.data, checked.accounts) | {"runtimes": servers}
+        value = findings.check_json(checked.data, checked.accounts) | {"runtimes": servers}
         answer(value, findings.parts(checked.data, servers=servers), as_json=as_json)
     else:
         exits.say_refusal(checked.refusal)
@@ -220,40 +219,3 @@ def _with_values(checked: "Checked", level: "Level", source: str | None) -> "Che
     # Of a repository, threads fetch: Ctrl-C ends them, too.
     with stopped_by_signals():
         return with_values(checked, level, source=source, reading=bytes_bar("reading values"))
-
-
-def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Json:
-    """What `keepmtp check --json` prints of one checkpoint."""
-    from ..validate.facts.dry_load import cured_in, serving
-
-    # Other programs read these names: they stay when a field of check.json gets another one.
-    found = []
-    for finding in data.findings:
-        cure = findings.with_path(finding.cure, data.path)
-        found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
-    printed: Json = {
-        "path": data.path,
-        "ok": data.ok,
-        "findings": found,
-        "facts": data.facts.model_dump(),
-    }
-    for account in accounts:
-        load = account.load
-        models = {}
-        for role in ("target", "draft"):
-            model, _ = account.of(role)
-            models[role] = {
-                "class": model.cls,
-                "parameters": model.num_params,
-                "written": model.num_written,
-                "shared": list(model.shared),
-                "kernels": [kernel.model_dump() for kernel in model.kernels],
-            }
-        shown = load.model_dump(exclude={"k", "num_errors"}) | models
-        shown |= {"num_drafts": load.k, "loads": load.failure is None}
-        shown["cured_in"] = cured_in(load, data.dry)
-        printed.setdefault("dry", []).append(shown)
-    if accounts:
-        # From the oldest on; none may serve it.
-        printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
-    return printed

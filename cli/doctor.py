@@ -23,7 +23,7 @@ from ..recipes.runtimes.vllm import KNOWN
 from ..validate.facts import vllm_env
 from .exits import REFUSAL
 from .options import JsonOption
-from .tables import answer
+from .tables import answer, in_words
 
 EXTRAS = ("quantize", "report", "calibrate", "modelopt", "evaluate")
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -160,7 +160,7 @@ def _parts(diagnosis: Raw) -> Iterator[RenderableType]:
     """
     yield "found"
     for name, value in without(diagnosis, "abilities", "broken", "ok").items():
-        yield f"  {name.replace('_', ' '):<14}{_said(value)}"
+        yield f"  {name.replace('_', ' '):<14}{in_words(value)}"
     yield ""
     yield "what can be done here"
     printed = {""}
@@ -177,12 +177,3 @@ def _parts(diagnosis: Raw) -> Iterator[RenderableType]:
         printed.add(command)
     for broken in diagnosis["broken"]:
         yield Text.assemble(("broken: ", "red"), printable(broken))
-
-
-def _said(value: object) -> str:
-    """A value of the diagnosis in words."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_said(part)}" for name, part in value.items())
-    if isinstance(value, list | tuple):
-        return "; ".join(map(_said, value)) or "none"
-    return str(value or "none")

@@ -5,29 +5,22 @@ In: two checkpoints and a protocol, the recipe's with what the command line chan
 gsm8k.json with the answers in the same folder, and the report made anew.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError, first_fault
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
-from ..recipes.yaml_file import on_one_line
 from .exits import OF_VERDICT
-from .measuring import OriginalOption, ServeOptions, begin
-from .options import AtLeastOneOrNone, ModelCodeOption
+from .options import AtLeastOneOrNone, KOption, ModelCodeOption, OriginalOption, ServeOptions
 from .progress import asking
-from .tables import answer, drawn, tell, verdict
+from .tables import answer, tell
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation
-    from ..validate.facts.evaluated import EvaluationFact
-    from ..validate.facts.schema import JudgementFact
 
 _HUB = "hub"
 _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
@@ -61,7 +54,7 @@ class ProtocolOptions:
     shots: Annotated[int | None, typer.Option(min=0)] = None
     api: Literal["completions", "chat"] | None = None
     max_tokens: AtLeastOneOrNone = None
-    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", min=1)] = None
+    k: KOption = None
     concurrency: AtLeastOneOrNone = None
     limit: Annotated[int | None, typer.Option(min=2)] = None
     seed: Annotated[int | None, typer.Option(min=0)] = None
@@ -113,7 +106,10 @@ def evaluate(
         plain: Ask the checkpoint with MTP off, too: does drafting change answers?
     """
     require_extra("keepmtp eval", "evaluate")
-    session = begin("eval", "gsm8k", served, context.args, source)
+    from .measured import evaluated
+    from .measuring import Session
+
+    session = Session("eval", "gsm8k", served, context.args, source)
     from ..recipes.find import find_recipe
     from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on
@@ -134,12 +130,12 @@ def evaluate(
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
     questions = [lm_eval_task.questions(asked, runs_code=run_model_code) for asked in protocols]
+    extra = tuple(context.args)
     for asked in protocols:
-        tasks.refuse_model(session.opened, asked, session.extra, is_original=False)
+        tasks.refuse_model(session.opened, asked, extra, is_original=False)
         if session.original is not None:
-            tasks.refuse_model(session.original, asked, session.extra, is_original=True)
-    judged = session.checkpoint()
-    compared = session.source_of(judged)
+            tasks.refuse_model(session.original, asked, extra, is_original=True)
+    judged, compared = session.models()
     with asking(as_json=served.as_json) as watch:
         fact = tasks.evaluate(
             judged,
@@ -152,10 +148,7 @@ def evaluate(
         )
     listed = [of_recipe.task for of_recipe in evaluations]
     judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=listed)
-    value = {
-        "evaluation": fact.model_dump(mode="json"),
-        "judgement": judgement.model_dump(mode="json"),
-    }
+    value = {"evaluation": fact, "judgement": judgement}
     # The status is for what this command measures; findings and loads are other commands'.
     gated = {"drafting", fact.protocol.task, *_OF_THE_SOURCE}
     if not fact.source:
@@ -163,7 +156,7 @@ def evaluate(
     elif not fact.source.drafts:
         gated.remove("acceptance")
     status = OF_VERDICT[verdict_on(judgement, gated)]
-    parts = chain(shown(fact, judgement), [session.places])
+    parts = [*evaluated(fact, judgement), session.places]
     answer(value, parts, as_json=served.as_json, status=status)
 
 
@@ -195,36 +188,3 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
         cure = "See `keepmtp eval --help`"
         got = repr(first["input"])
         raise RecipeError("eval", first_fault(error), got=got, cure=cure) from error
-
-
-def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[RenderableType]:
-    """For each task the scores, what they lost and the drafts; then all tasks, the gates, and
-    notes.
-    """
-    from ..validate.facts.served import how_served
-    from ..validate.report import tables
-
-    path = fact.checkpoint.path
-    for task in fact.by_task:
-        yield drawn(f"eval {path}: {task.protocol.title}", tables.scores(task))
-        if task.paired:
-            yield drawn("checkpoint less source", tables.differences(task))
-        yield drawn("drafts over the same questions", tables.drafts(task))
-    if together := tables.tasks(fact, judged.gates.filter):
-        yield drawn("recovery: of the source's score, and its interval", together)
-    yield from verdict(path, judged)
-    for task in fact.by_task:
-        for model in task.evaluated:
-            if model.reason:
-                yield how_served(model.title, model.as_served, model.reason)
-            if not model.drafts:
-                yield f"The {model.title} has no MTP block: it was served with MTP off."
-            if model.sittings > 1:
-                yield f"The {model.title} was asked in {model.sittings} sittings."
-        said = on_one_line(task.protocol.model_dump(mode="json", exclude_none=True))
-        environment = task.environment
-        yield (
-            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; "
-            f"lm-eval {environment['lm-eval']}, vLLM {environment['vllm']} on {environment['device']}."
-        )
-    yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."

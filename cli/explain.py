@@ -6,7 +6,6 @@ the known failure; exit status 1 if nothing in the log is known.
 """
 
 import shlex
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
 from . import exits
-from .findings import with_path
 from .options import JsonOption, chosen_gpus
 from .tables import answer, by_reason, counted, table
 
@@ -85,7 +83,7 @@ def explain(
     status = 0
     if not explained.is_explained:
         status = exits.FINDINGS
-    answer(explained.model_dump(), _parts(explained), as_json=as_json, status=status)
+    answer(explained, _parts(explained), as_json=as_json, status=status)
 
 
 def _log(where: str) -> "Log":
@@ -94,24 +92,23 @@ def _log(where: str) -> "Log":
     if where == "-":
         with open(sys.stdin.fileno(), "rb", closefd=False) as stream:
             return read_log(stream)
-    status = Path(where).stat()
     # A FIFO that nobody writes into would be waited for, and a device never ends.
-    if not stat.S_ISREG(status.st_mode):
+    if not Path(where).is_file():
         raise RecipeError(
             "--log",
             "must be a file, or - for standard input",
             got=where,
-            cure="Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp "
-            "explain --log -`",
+            cure="Name the file that the server wrote, or pipe it",
         )
     with Path(where).open("rb") as stream:
-        stream.seek(max(0, status.st_size - MOST_BYTES - 1))
+        stream.seek(max(0, Path(where).stat().st_size - MOST_BYTES - 1))
         return read_log(stream)
 
 
 def _parts(found: "Explanation") -> Iterator[RenderableType]:
     """The groups of both models, why they are so, and what the log says."""
     from ..validate.facts.findings import errors_of
+    from .findings import with_path
 
     if found.path:
         family = f"{found.family}, {found.dialect}"

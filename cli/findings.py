@@ -17,19 +17,19 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import printable, shortened
+from ..recipes.frozen import Json
+from ..recipes.runtimes import Runtime
+from ..recipes.runtimes.sglang import VERSION
+from ..validate.facts import dry_load
+from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
+from ..validate.facts.findings import CheckpointFacts, Finding
+from ..validate.facts.results import CheckData
 from .tables import counted, table
-
-if TYPE_CHECKING:
-    from ..recipes.runtimes import Runtime
-    from ..validate.facts.dry_load import DryLoad, LoadedModel
-    from ..validate.facts.findings import CheckpointFacts, Finding
-    from ..validate.facts.results import CheckData
 
 _WIDEST = 120
 # Characters: a hostile name may have a million.
@@ -43,10 +43,10 @@ _PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
 
 def parts(
-    data: "CheckData",
+    data: CheckData,
     *,
     path: str = "",
-    servers: "Sequence[Runtime]" = ("vllm",),
+    servers: Sequence[Runtime] = ("vllm",),
     console: Console | None = None,
 ) -> Iterator[RenderableType]:
     """The findings of one checkpoint, what vLLM did with it on every pretended GPU, and the
@@ -69,7 +69,7 @@ def parts(
     yield _verdict(data, servers)
 
 
-def _block(console: Console, finding: "Finding", path: str) -> Iterator[str | Text]:
+def _block(console: Console, finding: Finding, path: str) -> Iterator[str | Text]:
     """One finding: where, what will happen, the cure, and what of the cure is pasted."""
     severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
     more = ""
@@ -119,9 +119,7 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
     )
 
 
-def _verdict(data: "CheckData", servers: "Sequence[Runtime]") -> Text:
-    from ..recipes.runtimes.sglang import VERSION
-
+def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
     counts = Counter(finding.severity for finding in data.findings)
     words = ", ".join(counted(counts[severity], severity) for severity in sorted(counts))
     if not words:
@@ -140,10 +138,8 @@ def _verdict(data: "CheckData", servers: "Sequence[Runtime]") -> Text:
     return Text.assemble(verdict, f" {printable(data.path)}: {words}")
 
 
-def _dry_loads(data: "CheckData") -> Iterator[RenderableType]:
+def _dry_loads(data: CheckData) -> Iterator[RenderableType]:
     """What one vLLM did on each GPU; of several a row each."""
-    from ..validate.facts import dry_load
-
     by_version = dry_load.by_version(data.dry)
     whose = f"{dry_load.listed(by_version)}'s own classes and loaders on meta tensors"
     yield Text(f"dry load: vLLM {whose}", style="italic")
@@ -156,7 +152,7 @@ def _dry_loads(data: "CheckData") -> Iterator[RenderableType]:
     yield ""
 
 
-def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]:
+def _dry_load(load: DryLoad, facts: CheckpointFacts) -> Iterator[str | Text]:
     yield f"  {load.gpu} at TP {load.tp}"
     if idle := facts.idle_mtp_layers(load.k):
         layers = counted(idle, "MTP layer")
@@ -177,7 +173,7 @@ def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]
         yield Text.assemble(head, filled, printable(more))
 
 
-def _kernels(model: "LoadedModel") -> str:
+def _kernels(model: LoadedModel) -> str:
     """Each kernel once, with the number of its layers, and a mark where it is not sure."""
     counts = Counter[str]()
     for kernel in model.kernels:
@@ -186,3 +182,38 @@ def _kernels(model: "LoadedModel") -> str:
             mark = {"ok": "", "not": "?", "refused": " refused"}[outcome]
             counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:
+    """What `keepmtp check --json` prints of one checkpoint."""
+    # Other programs read these names: they stay when a field of check.json gets another one.
+    found = []
+    for finding in data.findings:
+        cure = with_path(finding.cure, data.path)
+        found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
+    printed: Json = {
+        "path": data.path,
+        "ok": data.ok,
+        "findings": found,
+        "facts": data.facts.model_dump(),
+    }
+    for account in accounts:
+        load = account.load
+        models = {}
+        for role in ("target", "draft"):
+            model, _ = account.of(role)
+            models[role] = {
+                "class": model.cls,
+                "parameters": model.num_params,
+                "written": model.num_written,
+                "shared": model.shared,
+                "kernels": [kernel.model_dump() for kernel in model.kernels],
+            }
+        shown = load.model_dump(exclude={"k", "num_errors"}) | models
+        shown |= {"num_drafts": load.k, "loads": load.failure is None}
+        shown["cured_in"] = cured_in(load, data.dry)
+        printed.setdefault("dry", []).append(shown)
+    if accounts:
+        # From the oldest on; none may serve it.
+        printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
+    return printed

@@ -9,13 +9,13 @@ without validating them, and reads its argument itself: typer 0.29 loads pydanti
 
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from shutil import get_terminal_size
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
-from ..recipes.extras import install_command
 from ..recipes.frozen import Json
 from ..recipes.model_file import Listed, listed
 from .options import JsonOption
@@ -27,7 +27,7 @@ COLUMNS = {
     "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
 _TITLES = {
-    "models": "models (default: what the bare model name means)",
+    "models": "models (`keepmtp quantize RECIPE`; default: what the bare model name means)",
     "schemes": "schemes (bits: per weight, on disk)",
     "families": "families (backbone, mtp: can be calibrated; proof: what the draft was compared "
     "with; why not, and notes: --json, and docs/families.md)",
@@ -60,10 +60,8 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
             got=repr(what),
             cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"),
         )
-    if not as_json and what not in COLUMNS:
-        lines = details(chosen)
-        if not what:
-            lines = screen(recipes, max(_LEAST_WIDTH, get_terminal_size().columns))
+    if not as_json and not what:
+        lines = screen(recipes, max(_LEAST_WIDTH, get_terminal_size().columns))
         sys.stdout.write("\n".join([*lines, ""]))
         return
     from .tables import answer, table
@@ -79,7 +77,10 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
         cells = []
         for row in found[name]:
             cells.append([_CELLS.get(row[column], row[column]) for column in COLUMNS[name]])
-        tables.append(table(_TITLES[name], COLUMNS[name], cells))
+        title = _TITLES[name]
+        if chosen and name == "models":
+            title += f", family {chosen[0].family}, source {chosen[0].source}"
+        tables.append(table(title, COLUMNS[name], cells))
     answer(found, tables, as_json=as_json)
 
 
@@ -109,32 +110,6 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     ]
 
 
-def details(variants: Sequence[Listed]) -> list[str]:
-    """One model: its family and source, and for each variant what it does and the command that runs
-    it.
-    """
-    lines = []
-    for recipe in variants:
-        if not lines:
-            lines = [recipe.model, f"  family  {recipe.family}", f"  source  {recipe.source}"]
-        name = recipe.name
-        if recipe.is_default:
-            name = recipe.model
-        batches = "no batches needed"
-        if recipe.needs_batches:
-            batches = "batches needed"
-        lines += [
-            "",
-            f"{recipe.variant}: {batches}",
-            f"  {recipe.summary}",
-            f"  keepmtp quantize {name}",
-        ]
-    if any(recipe.needs_batches for recipe in variants):
-        why = "Batches are text that the model runs on first, to calibrate it. That needs"
-        lines += ["", why, f"  {install_command('calibrate')}"]
-    return lines
-
-
 def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
     """A listing for machines: the columns of its table, and more."""
     if listing == "schemes":
@@ -143,18 +118,8 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
         return _families()
     found = []
     for recipe in recipes:
-        found.append(
-            {
-                "recipe": recipe.name,
-                "model": recipe.model,
-                "variant": recipe.variant,
-                "default": recipe.is_default,
-                "family": recipe.family,
-                "source": recipe.source,
-                "batches": _BATCHES[recipe.needs_batches],
-                "what": recipe.summary,
-            }
-        )
+        more = {"recipe": recipe.name, "default": recipe.is_default, "what": recipe.summary}
+        found.append(asdict(recipe) | more | {"batches": _BATCHES[recipe.needs_batches]})
     return found
 
 

@@ -70,8 +70,6 @@ _WORDS = {"ls": "[WHAT]"} | dict.fromkeys(
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
 _GOES_ON = ("quantize", "all", "graft", "eval", "bench", "closeness", "publish")
 _VALUES = "--values"  # its value may be left out
-# `~` at the start of a word or of an option's value: a shell leaves it there in `--out=~/x`.
-_AT_HOME = re.compile(r"^(--[\w-]+=)?~(?=/|$)")
 
 
 def load(name: str) -> Callable[..., None]:
@@ -117,16 +115,14 @@ class _Command(_Starting, TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words, with `~` expanded, and the value of --values filled in."""
-        ours = [*args, "--"].index("--")
-        words = [_AT_HOME.sub(rf"\g<1>{Path.home()}", word) for word in args[:ours]]
-        if _VALUES in words:
-            at = words.index(_VALUES) + 1
-            follows = "".join(words[at : at + 1])
+        """Read the words, with the value of --values filled in."""
+        if _VALUES in args:
+            at = args.index(_VALUES) + 1
+            follows = "".join(args[at : at + 1])
             # A word that is no place is a value, or a typo of one.
             if not follows or follows[0] == "-" or "/" in follows or os.path.exists(follows):
-                words.insert(at, "scales")
-        return super().parse_args(ctx, [*words, *args[ours:]])
+                args.insert(at, "scales")
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb in its usage."""

@@ -6,7 +6,7 @@ check and vLLM's own loaders find of it; exit status 1 if an error is left.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,17 +14,15 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable, size_in_words
+from ..recipes.errors import RecipeError, printable
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Json, frozen
-from . import exits, findings
-from .check import check_json
+from . import exits
 from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
 from .progress import bytes_bar, spinner
-from .tables import answer, tell
+from .tables import answer, in_words, tell
 
 if TYPE_CHECKING:
-    from ..cure.graft import Graft
     from ..cure.rewritten import Judged
 
 # Of the lines of a diff, by how they begin.
@@ -47,19 +45,15 @@ class NewFolder:
     dry_run: DryRunOption = False
     as_json: JsonOption = False
 
-    @property
-    def written(self) -> Path | None:
-        """The folder, if it shall be written."""
+    def folder(self, verb: str = "") -> Path | None:
+        """The folder, if it shall be written. A verb that makes nothing else must have one."""
         if self.dry_run:
             return None
-        return self.out
-
-    def refuse_none(self, verb: str) -> None:
-        """Refuse a command that says neither --out nor --dry-run."""
-        if self.out is None and not self.dry_run:
+        if self.out is None and verb:
             raise RecipeError(
                 verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
             )
+        return self.out
 
     def judge(self, out: Path) -> "Judged":
         """Check and load the new folder."""
@@ -79,6 +73,8 @@ class NewFolder:
         """Print what was changed and what was found of it, where commands call it `path`; end with
         the status that this comes to.
         """
+        from . import findings
+
         parts: list[RenderableType] = []
         for line in diff:
             style = _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], "")
@@ -126,6 +122,7 @@ def fix(path: str, new: NewFolder) -> None:
     """
     from ..cure.fix import cure_elsewhere, proposed, write
     from ..cure.rewritten import Judged
+    from .findings import check_json
 
     with spinner() as doing:
         outcome = proposed(path, progress=doing)
@@ -134,13 +131,14 @@ def fix(path: str, new: NewFolder) -> None:
     # What is cured next: the new folder, if it has all of the checkpoint.
     next_one = proposal.source.where
     written = None
-    if new.written is not None and proposal.edits:
+    out = new.folder()
+    if out is not None and proposal.edits:
         # It shares files with the old one (hard links), so nothing is ever written into either.
-        written = write(outcome, new.written)
+        written = write(outcome, out)
         # Of a repository, OUT has the changed files alone: no checkpoint to judge.
         if proposal.source.folder is not None:
-            judged = new.judge(new.written)
-            next_one = str(new.written)
+            judged = new.judge(out)
+            next_one = str(out)
     checked = judged.checked
     own = [cure_elsewhere(finding, outcome, next_one) for finding in checked.data.findings]
     cures = [cure for cure in dict.fromkeys(own) if cure]
@@ -210,24 +208,12 @@ def graft(
     from ..checkpoints.source import open_source
     from ..cure.graft import carry_out, plan_graft
     from ..cure.rewritten import Judged
+    from .findings import check_json
 
-    new.refuse_none("graft")
+    out = new.folder("graft")
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
-    for line in _foreseen(made):
-        tell(line)
-    # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
-    judged = Judged(made.checked)
-    files = None
-    if new.written is not None:
-        written = carry_out(made, new.written, bar=bytes_bar)
-        tell(written.sentence)
-        files = written.new
-        if made.proposal.source.folder is not None:
-            judged = new.judge(new.written)
     plan = made.plan
-    diff = made.proposal.diffs()
-    checked = judged.checked
-    value = {
+    value: Json = {
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "mtp": plan.recipe.mtp,
         "tensors": plan.num_outputs,
@@ -235,37 +221,27 @@ def graft(
         "shards": [shard.file for shard in plan.shards],
         "left_out": made.proposal.empty_shards,
         "written_again": [*made.proposal.shards_again],
-        "diff": diff,
-        "new": files,
-        "vllm": _not_loaded(judged),
-        "check": check_json(checked.data, checked.accounts),
     }
+    tell(in_words(value))
+    diff = made.proposal.diffs()
+    value |= {"diff": diff, "new": None}
+    # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
+    judged = Judged(made.checked)
+    if out is not None:
+        written = carry_out(made, out, bar=bytes_bar)
+        tell(written.sentence)
+        value["new"] = written.new
+        if made.proposal.source.folder is not None:
+            judged = new.judge(out)
+    checked = judged.checked
+    check = check_json(checked.data, checked.accounts)
+    value |= {"vllm": _not_loaded(judged), "check": check}
     new.end(judged, value, diff, (), checked.data.path)
 
 
 def _not_loaded(judged: "Judged") -> str | None:
     """Why vLLM did not load it."""
     return judged.no_vllm and str(judged.no_vllm)
-
-
-def _foreseen(made: "Graft") -> Iterator[str]:
-    """What will be read and written."""
-    from .plan_tables import block_as
-
-    plan = made.plan
-    quantized = made.proposal.source
-    files = ", ".join(shard.file for shard in plan.shards)
-    read = size_in_words(made.num_bytes_read)
-    yield f"read: {read} of {plan.source.where}, the MTP block alone"
-    yield f"write: {size_in_words(plan.num_bytes_after)} in {files}: {block_as(plan.tensors)}"
-    if gone := made.proposal.empty_shards:
-        yield f"leave out: {', '.join(gone)}: nothing but the old block"
-    if again := made.proposal.shards_again:
-        yield f"write again: {', '.join(again)}: without the old block"
-    if quantized.folder is None:
-        yield (
-            f"OUT gets only files that are new or changed: {quantized.where} is not on this machine"
-        )
 
 
 def convert(
@@ -295,33 +271,28 @@ def convert(
     """
     require_extra("convert", "quantize")
     from ..cure import convert as cure
+    from .findings import check_json
 
     planned = cure.plan_conversion(path, to)
     proposal = planned.proposal
-    shards = tuple(proposal.shards_again)
-    value = {
+    value: Json = {
         "path": path,
         "from": planned.first,
         "to": planned.to,
         "tensors_changed": planned.num_changed,
         "tensors_with_other_bytes": len(proposal.made),
-        "shards_written": shards,
+        "shards_written": [*proposal.shards_again],
         "bytes_written": proposal.num_bytes_again,
     }
-    sentence = (
-        f"{path} from {planned.first} to {to}: {planned.num_changed:,} tensors get another name or "
-        f"form, {len(proposal.made):,} of them other bytes; {len(shards)} shards are written "
-        f"({size_in_words(proposal.num_bytes_again)})"
-    )
-    new.refuse_none("convert")
-    out = new.written
+    out = new.folder("convert")
     if out is None:
-        answer(value, [sentence, *proposal.diffs()], as_json=new.as_json)
+        answer(value, [in_words(value), *proposal.diffs()], as_json=new.as_json)
         return
     with bytes_bar("converting")(proposal.num_bytes_again) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = new.judge(out)
     checked = judged.checked
+    said = in_words(value)
     value |= {"out": str(out), "new": written.new, "kept": written.kept}
     value["check"] = check_json(checked.data, checked.accounts)
-    new.end(judged, value, [sentence, written.sentence], (), str(out))
+    new.end(judged, value, [said, written.sentence], (), str(out))

@@ -10,12 +10,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import frozen, without
+from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
@@ -36,6 +38,8 @@ _GPU_NAMES: Mapping[str, str] = {
 
 AtLeastOne = Annotated[int, typer.Option(min=1)]
 AtLeastOneOrNone = Annotated[int | None, typer.Option(min=1)]
+K = ("-k", "--num-speculative-tokens")
+KOption = Annotated[int | None, typer.Option(*K, min=1)]
 GpusOption = Annotated[list[str] | None, typer.Option("--gpu")]
 TpsOption = Annotated[
     list[int] | None,
@@ -68,6 +72,15 @@ ModelCodeOption = Annotated[
     ),
 ]
 VLLMsOption = Annotated[list[str] | None, typer.Option("--vllm", metavar="VERSIONS")]
+
+OriginalOption = Annotated[
+    str | None,
+    typer.Option(
+        "--source",
+        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if "
+        "that is a folder here. `none`: nothing is compared.",
+    ),
+]
 
 
 @frozen
@@ -108,6 +121,23 @@ class ModelOptions:
         from .. import api
 
         return api.plan(**asdict(self))
+
+
+@frozen
+class ServeOptions:
+    """A checkpoint that is measured with servers, and where the results go.
+
+    Attributes:
+        path: Checkpoint to measure: a folder or a Hub id.
+        timeout: Seconds a server may take to be healthy.
+        out: Folder for these results alone; default: NAME.report next to the checkpoint, with all
+            its results.
+    """
+
+    path: str
+    timeout: Annotated[float, typer.Option(min=1)] = TIMEOUT_SECONDS
+    out: Path | None = None
+    as_json: JsonOption = False
 
 
 def chosen_gpus(words: Sequence[str]) -> "list[GPU]":

@@ -6,7 +6,7 @@ In: a plan. Out: tables on standard output, or one JSON value. Nothing is decide
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
-from ..quantize.needs.needs import Needs, lines
+from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
@@ -29,11 +29,11 @@ from ..recipes.model_file import find_path
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
-from ..recipes.yaml_file import on_one_line
+from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.serve_line import serve_words
 from ..validate.report.provenance import gpus_of
 from . import tables
-from .tables import by_reason, counted, table
+from .tables import by_reason, counted, in_words, table
 
 _LOCAL = "local"
 # MiMo-7B, 15.7 GB, takes 44 to 54 s on two cores: docs/benchmarks.md.
@@ -42,10 +42,13 @@ _BYTES_A_MINUTE = 17 * 10**9
 _ROW = ("part", "modules", "fate", "stored_before", "stored_as", "reason")
 
 
-def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
-    """Print a plan and what it needs, and for people also what would stop the run."""
+def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
+    """Print a plan and what it needs, here or with such GPUs, and for people also what would stop
+    the run.
+    """
+    needs = needs_of(made, machine_of(gpu_memory, here=gpus_here()))
     value = plan_json(made)
-    tables.answer(value | {"needs": asdict(needs)}, _parts(made, value, needs), as_json=as_json)
+    tables.answer(value | {"needs": needs}, _parts(made, value, needs), as_json=as_json)
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
@@ -90,8 +93,13 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
         yield ""
         yield f"Budget {search['budget']}: a search chooses the words of {search['units']} units:"
         for name, size in search["plans"].items():
-            yield f"  {name:<12} {on_one_line(size)}"
-    yield from _calibrated(made, value["calibration"])
+            yield f"  {name:<12} {in_words(size)}"
+    if planned := value["calibration"]:
+        assert made.recipe.calibration is not None
+        yield ""
+        settings = made.recipe.calibration.model_dump(mode="json", exclude_defaults=True)
+        yield f"calibration: {in_words(settings)}"
+        yield f"with it: {in_words(planned)}"
     yield ""
     yield "quantization_config, in vLLM's runtime names"
     yield from _entries(value["quantization_config"])
@@ -103,23 +111,6 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
-
-
-def _calibrated(made: Plan, planned: Json | None) -> Iterator[str]:
-    """How a plan is calibrated, in the words of its recipe, and whether its block is measured."""
-    if planned is None:
-        return
-    yield ""
-    for name in ("calibration", "mtp_auto", "mtp_tuned"):
-        if block := getattr(made.recipe, name):
-            said = block.model_dump(mode="json", exclude_defaults=True)
-            if name == "mtp_auto":
-                said["candidates"] = planned["candidates"]
-            yield f"{name}: {on_one_line(said)}"
-    measured = "it runs on the backbone's hidden states, and its acceptance is measured"
-    if why := planned["mtp_pass"]["why"]:
-        measured = f"not possible, {why}; acceptance is not measured"
-    yield f"MTP pass: {measured}."
 
 
 def _entries(config: Json) -> Iterator[str]:
@@ -182,18 +173,14 @@ def totals(plan: Plan) -> str:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
-    block = block_as(plan.mtp)
+    forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
+    block = ", ".join(sorted(forms))
     if any(tensor.tuned for tensor in plan.tensors):
         block = f"tuned, {block}"
     size = size_in_words(plan.num_bytes_after)
     if plan.recipe.kv_cache:
         size += ", FP8 KV cache"
     return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
-
-
-def block_as(tensors: Iterable[TensorPlan]) -> str:
-    """How the matrices of an MTP block are stored."""
-    return ", ".join(sorted({_stored(tensor) for tensor in tensors if len(tensor.shape) >= 2}))
 
 
 def _stored(tensor: TensorPlan) -> str:
@@ -252,7 +239,7 @@ def plan_json(plan: Plan) -> Json:
     if not plan.trust_remote_code:
         left = [*plan.source.code, *left]
     value = {
-        "recipe": plan.recipe.model_dump(mode="json"),
+        "recipe": plan.recipe,
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},

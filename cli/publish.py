@@ -6,23 +6,17 @@ exactly those files.
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
+from ..recipes.frozen import without
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
-from .tables import ERR, answer, counted, table, tell
-
-if TYPE_CHECKING:
-    from ..validate.publish.upload import Published
-
-_RULE = "going public must be confirmed"
+from .tables import ERR, answer, counted, in_words, table, tell
 
 
 def publish(
@@ -70,17 +64,15 @@ def publish(
 
     publishing.check_name(repo)
     url = f"{constants.ENDPOINT}/{repo}"
-    tell(f"folder      {os.path.realpath(path)}")
-    tell(f"repository  {url}")
+    tell(f"{os.path.realpath(path)} to {url}")
     publishing.ready_report(path)
     token = get_token()
     if token is None and not dry_run:
         cure = "Set HF_TOKEN, or run `hf auth login`"
         raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
-    # What was public once cannot be taken back: where nobody can be asked, hours of hashing are not
-    # begun.
+    # What was public once cannot be taken back. It is asked before hours of hashing.
     if public and not dry_run and not yes:
-        _refuse_nobody(f"{repo} would be public")
+        _confirm(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
     parcel = publishing.prepare(
         path, repo=repo, watch=bytes_bar("hashing"), reading=bytes_bar("reading values")
@@ -112,13 +104,9 @@ def publish(
             for file in files:
                 file |= {"on_the_hub": found.get(file["name"], "not asked")}
                 rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
-            parts: list[RenderableType] = [
-                table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
-                f"{len(files)} files, {size}. On the Hub: {there}.",
-            ]
-            if others:
-                parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
             value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
+            head = ("file", ">size", "on the Hub")
+            parts = [table("would be sent", head, rows), in_words(without(value, "files"))]
             answer(value, parts, as_json=as_json)
             return
         if not update:
@@ -129,8 +117,6 @@ def publish(
         if is_public and not yes:
             read = "so what is sent can be read on a branch before it is checked"
             _confirm(f"{repo} is public, {read}")
-        elif public and not yes:
-            _confirm(f"{repo} would be public")
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
@@ -143,29 +129,15 @@ def publish(
         "other_files": done.others,
         "verified": True,
     }
-    answer(value, _published(len(files), url, done), as_json=as_json)
-
-
-def _refuse_nobody(what: str) -> None:
-    """Refuse where no person can be asked."""
-    if not sys.stdin.isatty():
-        raise RecipeError(
-            "publish", _RULE, got=f"no terminal to ask on, and {what}", cure="Add --yes"
-        )
+    said = Text.assemble(("published", "green"), f" {in_words(without(value, 'files'))}")
+    answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
 
 
 def _confirm(what: str) -> None:
-    """Ask whether to go on."""
-    _refuse_nobody(what)
-    if not typer.confirm(f"{printable(what)}. Go on?", err=True):
-        raise RecipeError("publish", _RULE, got="no", cure="Nothing was sent")
-
-
-def _published(count: int, url: str, done: "Published") -> Iterator[RenderableType]:
-    kept = len(done.kept)
-    kind = "private" if done.is_private else "public"
-    yield Text.assemble(("published", "green"), f" {url} ({kind}), commit {done.commit}")
-    yield f"sent {count - kept} files, {size_in_words(done.num_bytes)}; were there already: {kept}"
-    yield f"checked there: sizes and hashes of {count} files"
-    if done.others:
-        yield f"not ours and left alone: {', '.join(done.others)}"
+    """Ask whether to go on; refuse where no person can be asked."""
+    got = f"no terminal to ask on, and {what}"
+    if sys.stdin.isatty():
+        if typer.confirm(f"{printable(what)}. Go on?", err=True):
+            return
+        got = "no"
+    raise RecipeError("publish", "going public must be confirmed", got=got, cure="Add --yes")

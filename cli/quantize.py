@@ -8,8 +8,6 @@ error. Of `init` a recipe to edit, of `where` the name of a folder.
 import importlib
 import os
 import shlex
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import RenderableType
 
-from ..recipes.errors import RecipeError, folded, printable
-from . import findings
+from ..recipes.errors import RecipeError
 from .options import (
     AtLeastOneOrNone,
     DryRunOption,
@@ -29,16 +26,14 @@ from .options import (
     MtpSourceOption,
 )
 from .progress import run_progress
-from .tables import answer, drawn, tell
+from .tables import answer, show, tell
 
 if TYPE_CHECKING:
-    from ..quantize.calibrate.mtp.facts import CalibrationFact
     from ..quantize.plan.plan import Plan
     from ..quantize.run.progress import RunProgress
 
 # A command to which an extra's name is added: it installs what that extra needs.
 _INSTALL = "KEEPMTP_INSTALL"
-_NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")  # of a checkpoint
 
 
 def quantize(
@@ -83,20 +78,17 @@ def quantize(
             the backbone if this folder is there under the name of its own OUT.
     """
     from .. import api, pipeline
-    from ..quantize.needs import needs
     from ..quantize.run.processes import place_of_process
-    from ..validate.facts.vllm_env import gpus_here
     from ..validate.report.check_data import calibration_fact
-    from . import plan_tables
-    from .check import check_json
+    from . import findings, plan_tables
+    from .measured import calibrated
 
     made = choices.plan()
     # Under torchrun every process runs this, and only the first one prints.
     rank = place_of_process().rank
     if dry_run:
         if not rank:
-            needed = needs.needs_of(made, needs.machine_of(here=gpus_here()))
-            plan_tables.show(made, needed, as_json=as_json)
+            plan_tables.show(made, as_json=as_json)
         return
     with run_progress(as_json=as_json) as progress:
         result = api.quantize(
@@ -109,21 +101,20 @@ def quantize(
     if rank:
         return
     settings = result.plan.recipe.calibration
-    calibration = None
+    fact = None
     parts: list[RenderableType] = []
     if result.was_there:
         parts.append(f"{result.out}: finished before, with the same recipe, source and versions.")
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
-        calibration = fact.model_dump(mode="json")
-        parts += found(fact)
+        parts += calibrated(fact)
     parts += findings.parts(result.report)
     parts.append(plan_tables.next_steps(result.plan, result.out))
     value = {
         "out": str(result.out),
         "plan": plan_tables.plan_json(result.plan),
-        "check": check_json(result.report),
-        "calibration": calibration,
+        "check": findings.check_json(result.report),
+        "calibration": fact,
     }
     answer(value, parts, as_json=as_json)
 
@@ -175,36 +166,7 @@ def extra(choices: ModelOptions) -> None:
     own_code.refuse_untrusted_code(made)
     own_code.refuse_no_draft(made)
     plan_tables.commits_line(made)
-    sys.stdout.write(f"{refusals.extra_of(made)}\n")
-
-
-def found(fact: "CalibrationFact") -> Iterator[RenderableType]:
-    """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
-    from ..validate.report import tables
-
-    yield drawn("held-out text, without a server", tables.held_out(fact))
-    if search := fact.search:
-        title = f"plans for {search.budget}, measured on held-out text before calibration"
-        yield drawn(title, tables.plans(search))
-        yield f"{search.units:,} units were searched."
-        yield (
-            "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
-            "without a search."
-        )
-        yield (
-            "bits: of weights and scales, for each weight; kept: part of the release's acceptance; "
-            "lost: nats of it, where a loss against another plan is shown."
-        )
-        yield ""
-    if fact.candidates:
-        title = "candidates for the MTP block"
-        if fact.min_acceptance is not None:
-            title += f"; {fact.min_acceptance:.1%} must be kept"
-        if fact.confidence is not None:
-            title += f", at {fact.confidence:.0%} confidence"
-        yield drawn(title, tables.candidates(fact))
-    yield from tables.calibration_notes(fact)
-    yield ""
+    show([refusals.extra_of(made)])
 
 
 def init(
@@ -230,7 +192,7 @@ def init(
             "--out", "the folder of the file must exist", got=out, cure="Make it, or choose another"
         )
     write_whole(out, _text(model, out, mtp_source))
-    sys.stdout.write(f"{printable(str(out))}\n")
+    show([str(out)])
 
 
 def _text(model: str, out: Path, mtp_source: str | None) -> str:
@@ -274,37 +236,19 @@ def where(choices: ModelOptions) -> None:
     """Print the folder that `keepmtp quantize` with the same words has written; the make targets
     ask this.
     """
-    from ..quantize.plan.checkpoint_as_model import model_name, model_word
-    from ..recipes.find import find_recipe
+    from .. import pipeline
 
-    word = model_word(choices.model)
-    wanted = ""
-    if word.is_recipe:
-        own = {"scheme": choices.scheme, "mtp": choices.mtp, "calibration": choices.calibration}
-        recipe, _ = find_recipe(word.name, **own)
-        model = recipe.model
-        wanted = recipe.name
-    else:
-        model = model_name(word.name)
-        if choices.scheme:
-            wanted = f"{model}.{folded(choices.scheme)}"
-            if choices.mtp:
-                wanted += f"-mtp-{folded(choices.mtp)}"
-    rule = "SCHEME must be given where MODEL is a checkpoint"
-    if wanted:
-        folder = Path("out", wanted)
-        if (folder / "config.json").is_file():
-            sys.stdout.write(f"{printable(str(folder))}\n")
-            return
-        rule = f"{folder} must be there"
+    recipe = choices.recipe()
+    folder = pipeline.default_out(recipe)
     # Nothing is guessed: with two variants in out/, the bare name means the default one, or
     # nothing.
-    made = sorted(str(path.parent) for path in Path("out").glob("*/keepmtp.json"))
-    there = [name for name in made if name.startswith(f"out/{model}.")]
-    got = ", ".join(name for name in there if not name.endswith(_NEXT_TO_IT))
-    raise RecipeError(
-        f"MODEL {choices.model}",
-        rule,
-        got=got or f"no out/{model}.*",
-        cure="Run make quantize, or name a folder by SCHEME or OUT",
-    )
+    if not (folder / "config.json").is_file():
+        made = sorted(str(record.parent) for record in folder.parent.glob("*/keepmtp.json"))
+        there = [name for name in made if name.startswith(f"out/{recipe.model}.")]
+        raise RecipeError(
+            f"MODEL {choices.model}",
+            f"{folder} must be there",
+            got=", ".join(there) or f"no out/{recipe.model}.*",
+            cure="Run make quantize, or name a folder by SCHEME or OUT",
+        )
+    show([str(folder)])

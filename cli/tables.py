@@ -76,8 +76,23 @@ def show(parts: Iterable[RenderableType], console: Console | None = None) -> Non
 
 
 def print_json(value: object) -> None:
-    """One JSON value on a line of standard output, nothing else."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """One JSON value on a line of standard output, nothing else; it may hold facts."""
+    sys.stdout.write(json.dumps(value, default=_plain) + "\n")
+
+
+def _plain(value: object) -> object:
+    from pydantic_core import to_jsonable_python
+
+    return to_jsonable_python(value)
+
+
+def in_words(value: object) -> str:
+    """A JSON value for people, on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(map(in_words, value)) or "none"
+    return str(value or "none")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text] | None]) -> Table:

@@ -12,8 +12,8 @@ from commands import ROOT, keepmtp_without
 from evaluations import Answers, evaluation, several
 from json_files import put_json
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.eval import shown as parts
 from keepmtp.cli.main import app
+from keepmtp.cli.measured import evaluated as parts
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.measure import tasks

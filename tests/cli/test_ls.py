@@ -11,8 +11,7 @@ import termios
 
 import pytest
 from commands import KEEPMTP, environment_without, ran
-from keepmtp.cli.ls import COLUMNS, details, rows, screen
-from keepmtp.recipes.find import find_recipe
+from keepmtp.cli.ls import COLUMNS, rows, screen
 from keepmtp.recipes.model_file import listed
 from printed import printed
 
@@ -48,15 +47,6 @@ def test_one_line_a_model_in_the_width_there_is(width):
 
 def test_the_screen_is_the_same_in_a_pipe_and_on_a_terminal():
     assert ran("ls", COLUMNS="") == ran("ls", COLUMNS="80") == on_a_terminal("ls", columns=80)
-
-
-def test_a_model_in_full():
-    for model in MODELS:
-        variants = [row for row in listed() if row.model == model]
-        lines = details(variants)
-        commands = [line.split()[-1] for line in lines if line.startswith("  keepmtp quantize ")]
-        names = [find_recipe(word)[0].name for word in commands]
-        assert names == [row.name for row in variants]
 
 
 def test_what_is_asked_for_by_name_is_said_whole():
