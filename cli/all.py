@@ -21,7 +21,6 @@ from .options import (
     DryRunOption,
     GpusOption,
     KOption,
-    ModelCodeOption,
     ModelOptions,
     TpsOption,
     chosen_gpus,
@@ -48,7 +47,7 @@ def everything(
     nproc: AtLeastOne = 1,
     serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check")] = True,
     text: Path | None = None,
-    run_model_code: ModelCodeOption = False,
+    run_model_code: bool = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.

@@ -15,7 +15,7 @@ from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
-from .options import AtLeastOneOrNone, KOption, ModelCodeOption, OriginalOption, ServeOptions
+from .options import AtLeastOneOrNone, KOption, OriginalOption, ServeOptions
 from .progress import asking
 from .tables import answer, tell
 
@@ -81,7 +81,7 @@ def evaluate(
     source: OriginalOption = None,
     recipe: str | None = None,
     plain: bool = True,
-    run_model_code: ModelCodeOption = False,
+    run_model_code: bool = False,
 ) -> None:
     """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
     under one protocol each.

@@ -20,20 +20,18 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from typer._click.exceptions import BadParameter, NoSuchOption, UsageError
+from typer._click.exceptions import NoSuchOption, UsageError
 
 from .. import __version__
 from ..checkpoints.files import DEAD
 from ..recipes.errors import (
     GateError,
     KeepMTPError,
-    allowed_words,
     did_you_mean,
-    plain_rule,
     printable,
 )
 
@@ -131,44 +129,34 @@ def refusal_of(error: BaseException) -> KeepMTPError:
     return KeepMTPError(where, rule, got=got, cure=cure)
 
 
-def refusal_of_usage(error: UsageError, words: Sequence[str], *, cure: str) -> KeepMTPError:
+def refusal_of_usage(
+    error: UsageError, words: Sequence[str], verbs: Iterable[str], *, cure: str
+) -> KeepMTPError:
     """The refusal that an error of typer means.
 
     Args:
         error: with its context.
         words: of the command line, after `keepmtp`.
+        verbs: all that there are.
         cure: for an option that no verb has; "" for its help.
     """
     context: Any = error.ctx
     where = "keepmtp"
+    known = [*verbs]
     if context:
         where = context.command_path
-    rule = error.message.rstrip(".")
-    got = shlex.join(words)
-    otherwise = f"See `{where} --help`"
-    known = []
-    fault: Any = error.__cause__
-    if isinstance(error, NoSuchOption):
-        rule = "has no such option"
-        got = error.option_name
         for param in context.command.params:
-            known += [name for name in param.opts if name.startswith("-")]
+            known += [name for name in param.opts if name[0] == "-"]
+    quoted = re.findall("'([^']+)'", error.message)
+    typed = "".join(quoted[:1])
+    otherwise = f"See `{where} --help`"
+    if isinstance(error, NoSuchOption):
+        typed = error.option_name
         otherwise = cure or otherwise
-    elif unknown := re.match("No such command '(.*?)'", rule):
-        rule = "has no such command"
-        got = unknown[1]
-        known = context.command.list_commands(context)
-    elif isinstance(error, BadParameter) and error.param is not None and fault is None:
-        rule = f"needs {'/'.join(error.param.opts)}"
-        got = "none"
-    elif isinstance(error, BadParameter) and error.param is not None:
-        # pydantic's, which typer asks whether a value has the type
-        first = fault.errors()[0]
-        where = "/".join(error.param.opts)
-        rule = plain_rule(first)
-        got = first["input"]
-        known = allowed_words(first)
-    return KeepMTPError(where, rule, got=got, cure=did_you_mean(got, known, otherwise=otherwise))
+    if typed not in known:  # else it is no slip, but lacks a value or has one too many
+        otherwise = did_you_mean(typed, [*quoted[1:], *known], otherwise=otherwise)
+    rule = re.split(r"\. Choose from| \(Possible", error.format_message())[0].rstrip(".")
+    return KeepMTPError(where, rule, got=shlex.join(words), cure=otherwise)
 
 
 def say_refusal(error: KeepMTPError) -> None:

@@ -177,7 +177,7 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
         cure = ""
         if error.ctx is not None and _WORDS.get(str(error.ctx.info_name)) == _FOR_VLLM:
             cure = "Words for `vllm serve` stand last, after `--`"
-        raise exits.refusal_of_usage(error, words, cure=cure) from error
+        raise exits.refusal_of_usage(error, words, VERBS, cure=cure) from error
 
 
 def _load(name: str) -> Any:
@@ -226,8 +226,11 @@ def _on_one_line(example: re.Match[str]) -> str:
 
 def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
     """The parameters of a verb or of a group of options, each with its help."""
-    _, *sections = _OF_PARAMETERS.split(getdoc(verb) or "")
-    helps = dict(_PARAMETER.findall("".join(sections)))
+    from . import options
+
+    _, *shared = _OF_PARAMETERS.split(getdoc(options) or "")
+    _, *own = _OF_PARAMETERS.split(getdoc(verb) or "")
+    helps = dict(_PARAMETER.findall("\n".join([*shared, *own])))
     for name, parameter in signature(verb).parameters.items():
         kind = parameter.annotation
         option = None
@@ -243,8 +246,7 @@ def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
         elif name in helps:
             option = typer.Option()
         if option is not None:
-            words = helps.get(name, option.help or "")
-            option.help = " ".join(words.split())
+            option.help = " ".join(helps.get(name, option.help or "").split())
             kind = Annotated[kind, option]
         yield parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY)
 

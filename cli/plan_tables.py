@@ -36,8 +36,6 @@ from . import tables
 from .tables import by_reason, counted, in_words, table
 
 _LOCAL = "local"
-# MiMo-7B, 15.7 GB, takes 44 to 54 s on two cores: docs/benchmarks.md.
-_BYTES_A_MINUTE = 17 * 10**9
 # What a row of a plan is told apart by.
 _ROW = ("part", "modules", "fate", "stored_before", "stored_as", "reason")
 
@@ -52,23 +50,17 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
-    """What can be made of a checkpoint: a row for each variant, whose minutes are known where no
-    data is needed.
-    """
+    """What can be made of a checkpoint: a row for each variant."""
     rows = []
     cells = []
     for fit in unchosen.fits:
         gpus = [f"{count} x {name}" for count, name, _ in gpus_of(unchosen.source, fit.num_bytes)]
-        minutes = None
-        if not fit.data:
-            minutes = 1 + fit.num_bytes_before // _BYTES_A_MINUTE
-        rows.append(asdict(fit) | {"gpus": gpus, "minutes": minutes})
+        rows.append(asdict(fit) | {"gpus": gpus})
         size = size_in_words(fit.num_bytes)
         held_by = ", ".join(gpus) or "-"
-        cells.append([fit.variant, fit.data or "none", size, held_by, str(minutes or "-")])
-    columns = ("variant", "data", ">bytes", "GPUs that hold it", ">minutes")
-    note = "Minutes are those of two cores; of a run with data they are not known."
-    parts = [table(str(unchosen.where), columns, cells), f"{note} Choose one with --scheme."]
+        cells.append([fit.variant, fit.data or "none", size, held_by])
+    columns = ("variant", "data", ">bytes", "GPUs that hold it")
+    parts = [table(str(unchosen.where), columns, cells), "Choose one with --scheme."]
     tables.answer({"source": unchosen.source.where, "variants": rows}, parts, as_json=as_json)
 
 
@@ -175,11 +167,7 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
     forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
     block = ", ".join(sorted(forms))
-    if any(tensor.tuned for tensor in plan.tensors):
-        block = f"tuned, {block}"
     size = size_in_words(plan.num_bytes_after)
-    if plan.recipe.kv_cache:
-        size += ", FP8 KV cache"
     return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
 
 

@@ -21,9 +21,7 @@ from .options import (
     AtLeastOneOrNone,
     DryRunOption,
     JsonOption,
-    ModelArgument,
     ModelOptions,
-    MtpSourceOption,
 )
 from .progress import run_progress
 from .tables import answer, show, tell
@@ -169,9 +167,7 @@ def extra(choices: ModelOptions) -> None:
     show([refusals.extra_of(made)])
 
 
-def init(
-    model: ModelArgument, out: Path = Path("recipe.yaml"), mtp_source: MtpSourceOption = None
-) -> None:
+def init(model: str, out: Path = Path("recipe.yaml"), mtp_source: str | None = None) -> None:
     """Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.
 
     `keepmtp quantize recipe.yaml` takes it as it is. Comments explain its keys.
