@@ -16,7 +16,7 @@ from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 
 from ..quantize.run.processes import place_of_process
 from ..quantize.run.progress import SILENT, CalibrationStep, RunProgress, Step
@@ -61,11 +61,21 @@ def run_progress(*, as_json: bool) -> Iterator[RunProgress]:
 @contextmanager
 def spinner(*, is_shown: bool = True) -> Iterator[Say]:
     """What loaders do now, on a terminal."""
-    is_hidden = not (is_shown and ERR.is_terminal)
-    columns = (SpinnerColumn(), _WHAT, TimeElapsedColumn())
-    with Progress(*columns, console=ERR, transient=True, disable=is_hidden) as progress:
+    with _live(SpinnerColumn(), is_shown=is_shown, transient=True) as progress:
         task = progress.add_task("starting vLLM", total=None)
         yield lambda doing: progress.update(task, description=printable(doing))
+
+
+def _live(*columns: ProgressColumn, is_shown: bool, transient: bool = False) -> Progress:
+    """Bars on a terminal. An answer that goes into a file is none of its lines."""
+    return Progress(
+        _WHAT,
+        *columns,
+        console=ERR,
+        transient=transient,
+        disable=not (is_shown and ERR.is_terminal),
+        redirect_stdout=sys.stdout.isatty(),
+    )
 
 
 def bytes_bar(label: str) -> Bar:
@@ -93,16 +103,15 @@ def _bars(*, as_json: bool = False, first_after: float = 0.0) -> "Iterator[Calla
     """The parts of a long run: on a terminal a bar for each, with words after it; else a line now
     and then. Without words they are those of bytes.
     """
-    is_bar = ERR.is_terminal and not as_json
     paced = Paced(first_after=first_after)
     tasks = {}
-    columns = (_WHAT, BarColumn(), TextColumn("{task.fields[words]}", markup=False))
-    with Progress(*columns, console=ERR, disable=not is_bar) as bars:
+    words_column = TextColumn("{task.fields[words]}", markup=False)
+    with _live(BarColumn(), words_column, is_shown=not as_json) as bars:
 
         def show(
             part: str, done: int, total: int, words: str = "", step: Step | None = None
         ) -> None:
-            if is_bar:
+            if not bars.disable:
                 if part not in tasks:
                     tasks[part] = bars.add_task(part, total=total, words="")
                 words = words or paced.in_words(done, total)

@@ -15,7 +15,9 @@ from keepmtp.cli.progress import (
     bytes_bar,
     downloaded,
     run_progress,
+    spinner,
 )
+from keepmtp.cli.tables import show
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.quantize.run.progress import Step as Asked
@@ -127,6 +129,15 @@ def test_an_evaluation_on_a_terminal(screen):
         show(replace(ASKED, doing="starting [x]"))
         show(ASKED)
     assert "question 700 of 1,319" in terminal.text
+
+
+def test_an_answer_in_a_file_is_no_line_of_the_terminal(screen, capsys):
+    """Each checkpoint's answer is printed while the next one is loaded."""
+    terminal = screen(is_terminal=True)
+    with spinner() as doing:
+        doing("loading")
+        show(["check passed"])
+    assert capsys.readouterr().out == "check passed\n" and "passed" not in terminal.text
 
 
 # --- bytes in a log -------------------------------------------------------------------------------
