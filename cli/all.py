@@ -12,24 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..quantize.run.child import Child, environment
-from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
 from .exits import TOO_LITTLE
 from .options import (
     AtLeastOne,
     DryRunOption,
     GpusOption,
-    ModelCodeOption,
+    KOption,
     ModelOptions,
     TpsOption,
     chosen_gpus,
     chosen_vllm,
     refuse_stray_words,
 )
-from .tables import say
+from .tables import show, tell
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
@@ -45,11 +43,11 @@ def everything(
     out: Path | None = None,
     gpus: GpusOption = None,
     tps: TpsOption = None,
-    k: Annotated[int | None, typer.Option("-k", min=1)] = None,
+    k: KOption = None,
     nproc: AtLeastOne = 1,
     serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check")] = True,
     text: Path | None = None,
-    run_model_code: ModelCodeOption = False,
+    run_model_code: bool = False,
     dry_run: DryRunOption = False,
 ) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
@@ -75,7 +73,6 @@ def everything(
             a limit.
     """
     from .. import pipeline
-    from ..quantize.write.output import is_empty, tidy
     from ..validate.facts.results import report_folder
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
@@ -88,19 +85,18 @@ def everything(
     chosen_gpus(gpus or ())
     recipe = choices.recipe()
     out = out or pipeline.default_out(recipe)
-    is_made = out.exists() and not is_empty(out)
-    source = choices.source
-    place = str(out)
+    decided = asdict(choices)
+    model = decided.pop("model")
     for_vllm = []
     if extra:
         for_vllm = ["--", *extra]
-    served = [place, *option_words(source=source)]
-    stations: dict[str, list[str]] = {}
-    if not is_made:
-        decided = asdict(choices)
-        stations["quantize"] = [decided.pop("model"), *option_words(**decided, out=out)]
+    served = [str(out), *option_words(source=choices.source)]
     pretended = option_words(gpu=gpus or ["sm90", "sm100"], tp=tps, k=k)
-    stations["check"] = [place, "--record", *pretended]
+    # A checkpoint that is finished is found so by the first of them, and not made again.
+    stations = {
+        "quantize": [model, *option_words(**decided, out=out)],
+        "check": [str(out), "--record", *pretended],
+    }
     if serving:
         stations["serve-check"] = [*served, *option_words(k=k), *for_vllm]
     stations["eval"] = [*served, *option_words(k=k, run_model_code=run_model_code), *for_vllm]
@@ -110,33 +106,25 @@ def everything(
         ks = []
         if k is not None:
             ks = ["-k", f"0..{k}"]
-        stations["bench"] = [place, *ks, *for_vllm]
-        stations["gate"] = [place]
+        stations["bench"] = [str(out), *ks, *for_vllm]
+        stations["gate"] = [str(out)]
     # The source's folder, whose card says what license it has; a repository's is not read.
-    if source and not Path(source).is_dir():
-        source = None
-    stations["card"] = [place, *option_words(source=source, base_model=base_model)]
-    # A finished checkpoint is never written again: one that another recipe made is refused.
-    if is_made:
-        _refuse_another(out, recipe)
+    folder = choices.source
+    if folder and not Path(folder).is_dir():
+        folder = None
+    stations["card"] = [str(out), *option_words(source=folder, base_model=base_model)]
     if dry_run:
-        for name, words in stations.items():
-            sys.stdout.write(f"keepmtp {printable(shlex.join([name, *words]))}\n")
+        show(f"keepmtp {shlex.join([name, *words])}" for name, words in stations.items())
         return
     require_extra("keepmtp all", "evaluate")
     vllm = chosen_vllm()
-    err = Console(stderr=True)
-    if is_made:
-        tidy(out, keep_calibration=False)
-        say(err, "quantize: done before", "dim")
-    else:
-        made = choices.plan()
-        _refuse_unmeasurable(made, k, extra, run_model_code=run_model_code)
-        refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
-        if base_model is None:
-            refuse_unknown(made.source)
+    made = choices.plan()
+    _refuse_unmeasurable(made, k, extra, run_model_code=run_model_code)
+    refuse_no_room((made.source,), vllm, out=report_folder(out), extra=extra)
+    if base_model is None:
+        refuse_unknown(made.source)
     for name, words in stations.items():
-        say(err, f"$ keepmtp {shlex.join([name, *words])}", "bold")
+        tell(f"$ keepmtp {shlex.join([name, *words])}", "bold")
         _run(name, words, nproc)
 
 
@@ -209,28 +197,3 @@ def option_words(**options: object) -> list[str]:
         elif value is not None and value is not False:
             words += [option, str(value)]
     return words
-
-
-def _refuse_another(out: Path, recipe: "Recipe") -> None:
-    """A finished folder is taken for this run's output only if the same decisions made it."""
-    from ..checkpoints.record import RECORD, read_record
-    from ..validate.report.provenance import other_decision
-
-    cure = "Choose another --out"
-    try:
-        made = read_record(out / RECORD).recipe.whole
-    except CheckpointError as error:
-        raise RecipeError(
-            out,
-            "an existing output must be one of this recipe",
-            got=f"no readable {RECORD}",
-            cure=cure,
-        ) from error
-    if key := other_decision(recipe, made):
-        wanted = recipe.model_dump(mode="json")[key]
-        raise RecipeError(
-            out,
-            f"an existing output must be one of {recipe.name}, whose {key} is {wanted}",
-            got=made.get(key),
-            cure=cure,
-        )

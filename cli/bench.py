@@ -6,24 +6,19 @@ repetitions, and the report made anew.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from .exits import FINDINGS
-from .measuring import ServeOptions, begin
-from .options import AtLeastOne, DryRunOption
+from .options import AtLeastOne, DryRunOption, ServeOptions
 from .progress import asking
-from .tables import answer, drawn
+from .tables import answer, in_words
 
 if TYPE_CHECKING:
-    from ..validate.facts.benched import BenchFact
     from ..validate.measure.bench import BenchPlan
 
 _MOST_K = 4
@@ -74,8 +69,10 @@ def bench(
     from ..validate.measure import bench as matrix
     from ..validate.measure.harness import ks_up_to, refuse_drafts
     from ..validate.measure.texts import read_prompts
+    from .measured import benched
+    from .measuring import Session
 
-    session = begin("bench", "bench", served, context.args, source or "none")
+    session = Session("bench", "bench", served, context.args, source or "none")
     opened = session.opened
     # Without an MTP block there is nothing to draft: k=0 alone.
     ks = (0,)
@@ -101,51 +98,19 @@ def bench(
         num_checkpoints = 2
     if dry_run:
         would_do = counted(plan, num_checkpoints)
-        lines = [f"{name}: {value}" for name, value in would_do.items()]
-        answer(would_do, lines, as_json=served.as_json)
+        answer(would_do, [in_words(would_do)], as_json=served.as_json)
         return
-    checkpoint = session.checkpoint()
-    compared = session.source_of(checkpoint)
-    with asking(session.err, as_json=served.as_json) as watch:
+    checkpoint, compared = session.models()
+    with asking(as_json=served.as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, setup=replace(session.setup, watch=watch))
     session.keep(fact, checkpoint)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0
-    for benched in fact.benched:
-        if any(cell.error for cell in benched.cells):
+    for model in fact.benched:
+        if any(cell.error for cell in model.cells):
             status = FINDINGS
-    value = {"bench": fact.model_dump(mode="json")}
-    answer(value, chain(shown(fact), [session.places]), as_json=served.as_json, status=status)
-
-
-def shown(found: "BenchFact") -> Iterator[RenderableType]:
-    """A table for each checkpoint; then the recommendations, and what a reader should know."""
-    from ..validate.facts.served import how_served
-    from ..validate.report import tables
-
-    for benched in found.benched:
-        yield drawn(f"bench {benched.path} ({benched.role})", tables.cells(benched))
-        if benched.as_served != "native":
-            served = f"served as a {benched.as_served}. {benched.reason}"
-            yield f"NOT the checkpoint's speed: it was {served}."
-        elif benched.reason:
-            yield how_served(benched.role, benched.as_served, benched.reason)
-    yield from tables.speed_notes(found)
-    yield (
-        "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
-        "repetition; best: the k that is recommended; first, each: milliseconds to the first token "
-        "and to each further one, medians; by position: drafted tokens that were accepted; length: "
-        "tokens a step of the target."
-    )
-    form = "as texts"
-    if found.checkpoint.form == "chat":
-        form = "as messages through the chat template"
-    yield (
-        f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
-        f"themselves or after {found.output_tokens:,} tokens."
-    )
-    yield "Each server was started once: what changed on the machine between them does not show."
-    yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
+    value = {"bench": fact}
+    answer(value, [*benched(fact), session.places], as_json=served.as_json, status=status)
 
 
 def counted(plan: "BenchPlan", num_checkpoints: int) -> dict[str, Any]:

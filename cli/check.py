@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import Json, frozen
-from . import exits, findings
+from . import exits
 from .options import (
     GpusOption,
     JsonOption,
@@ -24,14 +23,12 @@ from .options import (
     chosen_vllm,
 )
 from .progress import bytes_bar, spinner
-from .tables import print_json, say
+from .tables import answer, tell
 
 if TYPE_CHECKING:
     from ..recipes.runtimes import Runtime
     from ..validate.check.check import Checked
     from ..validate.check.reading import Level
-    from ..validate.facts.dry_load import LoadAccount
-    from ..validate.facts.results import CheckData
 
 
 @frozen
@@ -56,12 +53,7 @@ class ServerOptions:
     runtimes: Annotated[list[str] | None, typer.Option("--runtime")] = None
     static_only: bool = False
 
-    @property
-    def is_dry(self) -> bool:
-        """Whether vLLM loads them on a pretended GPU."""
-        return bool(self.gpus) and not self.static_only
-
-    def words(self, err: Console) -> Json:
+    def words(self) -> Json:
         """What is loaded, and how: words for `api.check_all`.
 
         Raises:
@@ -71,31 +63,30 @@ class ServerOptions:
         from ..validate.check.check import RULES_OF
         from ..validate.dryload.versions import named
 
-        for word in self.runtimes or ():
+        asked = self.runtimes or ["vllm"]
+        for word in asked:
             if word not in RULES_OF:
-                cure = "Name one of them; --runtime may be repeated"
-                cure = did_you_mean(word, RULES_OF, otherwise=cure)
+                cure = did_you_mean(word, RULES_OF, otherwise="Repeat --runtime for each")
                 must = f"must be one of {', '.join(RULES_OF)}"
                 raise RecipeError("--runtime", must, got=word, cure=cure)
-        servers: list[Runtime] = ["vllm"]
-        if self.runtimes:
-            servers = [server for server in RULES_OF if server in self.runtimes]
-        is_about_gpus = self.tps or self.k != 1 or self.draft or self.versions
-        if not self.gpus and not self.static_only and is_about_gpus:
-            rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
-            raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
-        if not self.is_dry:
+        servers = [server for server in RULES_OF if server in asked]
+        if self.static_only:
+            return {"runtimes": servers}
+        if not self.gpus:
+            if self.tps or self.k != 1 or self.draft or self.versions:
+                rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
+                raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
             return {"runtimes": servers}
         if "vllm" not in servers:
             got = f"--runtime {servers[0]} alone"
             cure = "Add --runtime vllm"
             raise RecipeError("check", "--gpu lets vLLM load it", got=got, cure=cure)
-        gpus = chosen_gpus(self.gpus or [])
+        gpus = chosen_gpus(self.gpus)
         if not self.versions:
             chosen_vllm()
         for word in named(self.versions or ()):
             if os.path.exists(word):
-                say(err, f"{word}: its Python runs here, with your rights, in no sandbox")
+                tell(f"{word}: its Python runs here, with your rights, in no sandbox")
         return {
             "runtimes": servers,
             "gpus": gpus,
@@ -165,120 +156,66 @@ def check(
         source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
     """
     from .. import api
-    from .report import recorder, save
+    from ..recipes.extras import require_extra
+    from .measuring import recorder, save
 
-    err = Console(stderr=True)
-    loads = servers.words(err)
+    loads = servers.words()
     if source is not None and values is None:
         rule = "--source is what values are compared with"
         raise RecipeError("check", rule, got="no --values", cure="Add --values")
     if html is not None:
-        from ..validate.report.html import require_extra
-
-        require_extra()
+        require_extra("report.html", "report")
+    if values is not None:
+        require_extra("check --values", "quantize")
     keep = None
     status = 0
     if record:
-        keep = recorder(paths, err)
-    with spinner(err, is_shown=servers.is_dry) as doing:
+        keep = recorder(paths)
+    with spinner(is_shown="gpus" in loads) as doing:
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
             if values is not None:
-                checked = _with_values(checked, values, source, err)
+                checked = _with_values(checked, values, source)
             status = max(status, _print(checked, loads["runtimes"], as_json=as_json))
-            if html is not None and checked.refusal is None:
+            if checked.refusal is not None:
+                continue
+            if html is not None:
                 folder = html
                 if len(paths) > 1:
                     folder = html / f"{number}-{Path(checked.data.path).name}"
                 vllm = checked.data.judged_by
                 page = save(folder, checked.data, vllm=vllm, opened=checked.source)
-                say(err, f"report: {page}")
-            if keep is not None and checked.refusal is None:
-                say(err, f"recorded: {keep(checked)}")
+                tell(f"report: {page}")
+            if keep is not None:
+                tell(f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)
 
 
 def _print(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> int:
     """Print what was found of one checkpoint; returns its exit status."""
-    if as_json:
-        print_json(check_json(checked.data, checked.accounts) | {"runtimes": servers})
-    if checked.refusal is not None:
-        # In JSON it is a finding.
-        if not as_json:
-            exits.say_refusal(checked.refusal)
-        return exits.REFUSAL
-    if not as_json:
-        findings.show(Console(), checked.data, servers=servers)
+    from . import findings
+
+    if as_json or checked.refusal is None:
+        # In JSON, a refusal is a finding.
+        value = findings.check_json(checked.data, checked.accounts) | {"runtimes": servers}
+        answer(value, findings.parts(checked.data, servers=servers), as_json=as_json)
+    else:
+        exits.say_refusal(checked.refusal)
     # One version of vLLM that does not start says nothing of the checkpoint.
     for error in checked.unjudged:
         exits.say_refusal(error)
-    if checked.unjudged:
+    if checked.refusal is not None or checked.unjudged:
         return exits.REFUSAL
     if not checked.data.ok:
         return exits.FINDINGS
     return 0
 
 
-def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":
+def _with_values(checked: "Checked", level: "Level", source: str | None) -> "Checked":
     """Also with what the value check finds."""
     from ..checkpoints.hub_client import stopped_by_signals
-    from ..recipes.extras import require_extra
-
-    require_extra("check --values", "quantize")
     from ..validate.check.values import with_values
 
-    reading = bytes_bar(err, "reading values")
     # Of a repository, threads fetch: Ctrl-C ends them, too.
     with stopped_by_signals():
-        return with_values(checked, level, source=source, reading=reading)
-
-
-def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> Json:
-    """What `keepmtp check --json` prints of one checkpoint."""
-    from ..validate.facts.dry_load import cured_in, serving
-
-    # Other programs read these names: they stay when a field of check.json gets another one.
-    found = []
-    for finding in data.findings:
-        cure = findings.with_path(finding.cure, data.path)
-        found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
-    printed: Json = {
-        "path": data.path,
-        "ok": data.ok,
-        "findings": found,
-        "facts": data.facts.model_dump(),
-    }
-    for account in accounts:
-        load = account.load
-        models = {}
-        for role in ("target", "draft"):
-            model, _ = account.of(role)
-            models[role] = {
-                "class": model.cls,
-                "parameters": model.num_params,
-                "written": model.num_written,
-                "shared": list(model.shared),
-                "kernels": [kernel.model_dump() for kernel in model.kernels],
-            }
-        shown = {
-            "vllm": load.vllm,
-            "gpu": load.gpu,
-            "tp": load.tp,
-            "num_drafts": load.k,
-            "loads": load.failure is None,
-            "failure": load.failure and load.failure.model_dump(),
-            "ok": load.ok,
-            "error": load.error,
-            "defect": load.defect,
-            "cured_in": cured_in(load, data.dry),
-            "cures": load.cures,
-            "runner": load.runner,
-            **models,
-            "seconds": load.seconds,
-            "peak_mib": load.peak_mib,
-        }
-        printed.setdefault("dry", []).append(shown)
-    if accounts:
-        # From the oldest on; none may serve it.
-        printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
-    return printed
+        return with_values(checked, level, source=source, reading=bytes_bar("reading values"))

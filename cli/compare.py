@@ -5,19 +5,16 @@ In: two checkpoints, and a text. Out: tables of servers, figures and gates; serv
 closeness.json with the servers' logs in the same folder, and the report made anew.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from .exits import FINDINGS, OF_VERDICT
-from .measuring import OriginalOption, ServeOptions, Session, begin
-from .options import AtLeastOne
+from .options import AtLeastOne, K, OriginalOption, ServeOptions
 from .progress import asking
 from .tables import answer, drawn, reasons
 
@@ -25,14 +22,12 @@ if TYPE_CHECKING:
     from ..validate.facts.schema import JudgementFact
     from ..validate.facts.served import ServeCheck
 
-_OWN_GATES = ("findings", "loads", "acceptance")
-
 
 def serve_check(
     context: typer.Context,
     served: ServeOptions,
     source: OriginalOption = None,
-    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1)] = 1,
+    k: Annotated[int, typer.Option(*K, min=1)] = 1,
     prompts: Path | None = None,
     max_tokens: AtLeastOne = 256,
 ) -> None:
@@ -61,28 +56,24 @@ def serve_check(
     from ..validate.measure.harness import ks_up_to
     from ..validate.measure.texts import PROMPTS, read_prompts
     from ..validate.report.check_data import record_static
-    from .report import save
+    from .measured import served as shown
+    from .measuring import Session, save
 
     refuse_without_scipy()  # its gate has exact limits
     asked = PROMPTS
     if prompts is not None:
         asked = tuple(item.text for item in read_prompts(prompts).items)
-    session = begin("serve-check", "serve", served, context.args, source)
+    session = Session("serve-check", "serve", served, context.args, source)
     # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
-    _ = session.gates
-    view = view_of(session.opened)
-    check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
+    gates = session.gates
+    num_layers = view_of(session.opened).num_mtp_layers
+    check = measure.Check(ks=ks_up_to(k, num_layers), prompts=asked, max_tokens=max_tokens)
     if check.ks == (0,):
-        raise RecipeError(
-            "-k",
-            f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them",
-            got=k,
-            cure=f"Use -k {view.num_mtp_layers}",
-        )
-    checkpoint = session.checkpoint("check")
-    original = session.source_of(checkpoint)
-    with asking(session.err, as_json=served.as_json) as watch:
-        found = measure.serve_check(
+        rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
+        raise RecipeError("-k", rule, got=k, cure=f"Use -k {num_layers}")
+    checkpoint, original = session.models("check")
+    with asking(as_json=served.as_json) as watch:
+        fact = measure.serve_check(
             checkpoint, original, setup=replace(session.setup, watch=watch), check=check
         )
     source_opened = original and original.source
@@ -90,15 +81,15 @@ def serve_check(
     # these bytes made for it, and no other measurement.
     if session.is_recorded:
         record_static(session.out, checkpoint.source, checkpoint.identity, source=source_opened)
-        judged = session.keep(found, checkpoint)
+        judged = session.keep(fact, checkpoint)
     else:
         checked = examine(checkpoint.source, source=source_opened).data
-        judged = session.keep(found, checkpoint, gates=session.gates, check=checked, serve=found)
-        facts = {"opened": checkpoint.source, "source": source_opened, "serve": found}
+        judged = session.keep(fact, checkpoint, gates=gates, check=checked, serve=fact)
+        facts = {"opened": checkpoint.source, "source": source_opened, "serve": fact}
         save(session.out, checked, vllm=session.setup.vllm.version, judgement=judged, **facts)
-    told = {**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
-    parts = _parts(session, found, judged)
-    answer(told, parts, as_json=served.as_json, status=exit_status(judged, found))
+    value = {**dict(fact), "judgement": judged}
+    status = exit_status(judged, fact)
+    answer(value, shown(fact, judged, session.places), as_json=served.as_json, status=status)
 
 
 def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
@@ -107,45 +98,14 @@ def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
     """
     from ..validate.report.drafted import has_no_block
     from ..validate.report.gates import verdict_on
+    from .measured import OWN_GATES
 
-    if verdict_on(judged, _OWN_GATES) == "regression":
+    if verdict_on(judged, OWN_GATES) == "regression":
         return FINDINGS
     # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
     if found.source is None or has_no_block(found, None):
         return 0
     return OF_VERDICT[verdict_on(judged, ("acceptance",))]
-
-
-def _parts(
-    session: Session, found: "ServeCheck", judged: "JudgementFact"
-) -> Iterator[RenderableType]:
-    """One row a server, then the gates, then what a reader should know."""
-    from ..validate.facts.served import how_served
-    from ..validate.report.html import HTML_FILE
-    from ..validate.report.report import JSON_FILE
-    from ..validate.report.tables import servers
-
-    path = found.checkpoint.path
-    out = session.out
-    yield drawn(f"serve-check {path}", servers(found))
-    own = [one for one in judged.reasons if one.gate in _OWN_GATES]
-    yield reasons(f"gate {path}", own)
-    for served in found.served:
-        if served.reason:
-            yield how_served(served.role, served.as_served, served.reason)
-        for run in served.runs:
-            if not run.is_repeatable:
-                yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
-    yield (
-        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step of "
-        "the target; same: outputs equal to those of k=0."
-    )
-    environment = found.environment
-    num = len(found.prompts)
-    asked = f"{num} prompts, {found.seconds:.0f} s in all"
-    yield f"vLLM {environment['vllm']} on {environment['device']}; {asked}."
-    written = next(out / name for name in (HTML_FILE, JSON_FILE) if (out / name).is_file())
-    yield f"Report: {written}; logs: {out / 'logs'}"
 
 
 def closeness(
@@ -189,8 +149,9 @@ def closeness(
     from ..validate.measure import closeness as measure  # numpy, once it is known to be there
     from ..validate.measure.texts import held_out
     from ..validate.report import tables
+    from .measuring import Session
 
-    session = begin("closeness", "closeness", served, context.args, source)
+    session = Session("closeness", "closeness", served, context.args, source)
     if session.original is None:
         raise RecipeError(
             "--source", "closeness is to a source", got="none", cure="Name the release"
@@ -199,33 +160,28 @@ def closeness(
     where = f"{session.opened.where}: keepmtp.json"
     # A text of the calibration data is refused: it says nothing.
     compared_on = held_out(text, record and read_record(record, where=where))
-    judged = session.checkpoint()
-    before = session.source_of(judged)
+    judged, before = session.models()
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
-    with asking(session.err, as_json=served.as_json) as watch:
+    with asking(as_json=served.as_json) as watch:
         fact = measure.measure(
             judged, before, compared_on, setup=replace(session.setup, watch=watch), depth=depth
         )
     judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
-    reason = next((one for one in judgement.reasons if one.gate == "closeness"), None)
-    found = {
-        "closeness": fact.model_dump(mode="json"),
-        "reason": reason and reason.model_dump(mode="json"),
-    }
+    own = [one for one in judgement.reasons if one.gate == "closeness"]
     status = 0
-    if reason is not None:
-        status = OF_VERDICT[reason.verdict]
-    parts: list[RenderableType] = [
+    reason = None
+    for one in own:
+        status = OF_VERDICT[one.verdict]
+        reason = one
+    times = "; ".join(f"the {one.role} in {one.seconds:,.0f} s" for one in fact.predicted)
+    parts = [
         drawn(f"closeness {fact.checkpoint.path}", tables.closeness(fact)),
         drawn("farthest off, in the worst windows", tables.farthest(fact)),
-    ]
-    if reason is not None:
-        parts.append(reasons("gate", [reason]))
-    times = "; ".join(f"the {one.role} in {one.seconds:,.0f} s" for one in fact.predicted)
-    parts += [
+        reasons("gate", own),
         *tables.closeness_notes(fact),
         f"vLLM {fact.environment['vllm']} on {fact.environment['device']}; {times}",
         f"{session.places}; every position in {fact.samples}",
     ]
-    answer(found, parts, as_json=served.as_json, status=status)
+    value = {"closeness": fact, "reason": reason}
+    answer(value, parts, as_json=served.as_json, status=status)

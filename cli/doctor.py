@@ -18,12 +18,12 @@ from rich.text import Text
 from .. import __version__
 from ..recipes.errors import VLLMError, printable
 from ..recipes.extras import install_command, missing, requirements
-from ..recipes.frozen import Json, Raw
+from ..recipes.frozen import Json, Raw, without
 from ..recipes.runtimes.vllm import KNOWN
 from ..validate.facts import vllm_env
 from .exits import REFUSAL
 from .options import JsonOption
-from .tables import answer
+from .tables import answer, in_words
 
 EXTRAS = ("quantize", "report", "calibrate", "modelopt", "evaluate")
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -107,10 +107,9 @@ def diagnose() -> Json:
 
 
 def _place_of_token() -> str:
-    """Where a token of the Hub was found; "" if nowhere."""
+    """Where a token of the Hub was found; "" if nowhere. It is never shown, and never tried."""
     from huggingface_hub import get_token
 
-    # The token itself is never shown, and never tried.
     for name in _TOKEN_NAMES:
         if os.environ.get(name, "").strip():
             return name
@@ -159,30 +158,9 @@ def _parts(diagnosis: Raw) -> Iterator[RenderableType]:
     """What was found, and what can be done with it: a row on a line, so that paths and commands
     stay whole.
     """
-    known = f"known: {KNOWN[0]} to {KNOWN[-1]}, "
-    known += f"served in tests: {', '.join(vllm_env.TESTED)}"
-    rows = {"keepmtp": diagnosis["keepmtp"], "Python": diagnosis["python"]}
-    for name, number in diagnosis["packages"].items():
-        rows[name] = number or "not installed"
-    rows["vLLM"] = f"none ({known})"
-    if vllm := diagnosis["vllm"]:
-        rows["vLLM"] = f"{vllm['version']}, {vllm['build'].upper()} build ({known})"
-        for name in ("python", "torch", "transformers", "compressed_tensors"):
-            rows[f"  {name.replace('_', '-')} of vLLM"] = vllm[name] or "not installed"
-    rows["Hub token"] = "none"
-    if diagnosis["token"]:
-        rows["Hub token"] = f"from {diagnosis['token']}"
-    gpus = diagnosis["gpus"]
-    for gpu in gpus:
-        rows["GPU"] = f"{gpu['name']}, {len(gpus)} of {gpu['memory_gib']:.0f} GiB"
-    features = ", ".join(diagnosis["cpu_features"])
-    if not features:
-        features = "no features that vLLM's CPU kernels ask for"
-    rows["CPU"] = f"{diagnosis['cpu'] or 'unknown'}: {features}"
-    width = max(map(len, rows)) + 2
     yield "found"
-    for name, value in rows.items():
-        yield f"  {name:<{width}}{value}"
+    for name, value in without(diagnosis, "abilities", "broken", "ok").items():
+        yield f"  {name.replace('_', ' '):<14}{in_words(value)}"
     yield ""
     yield "what can be done here"
     printed = {""}
@@ -197,7 +175,5 @@ def _parts(diagnosis: Raw) -> Iterator[RenderableType]:
         if command not in printed:
             yield f"         {command}"
         printed.add(command)
-    if diagnosis["broken"]:
-        yield Text.assemble(("broken: ", "red"), printable(diagnosis["no_vllm"]))
-    elif diagnosis["no_vllm"]:
-        yield Text(printable(diagnosis["no_vllm"]))
+    for broken in diagnosis["broken"]:
+        yield Text.assemble(("broken: ", "red"), printable(broken))

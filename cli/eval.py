@@ -5,28 +5,22 @@ In: two checkpoints and a protocol, the recipe's with what the command line chan
 gsm8k.json with the answers in the same folder, and the report made anew.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import RenderableType
 
-from ..recipes.errors import RecipeError, plain_rule
+from ..recipes.errors import RecipeError, first_fault
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
-from .measuring import OriginalOption, ServeOptions, begin
-from .options import AtLeastOneOrNone, ModelCodeOption
+from .options import AtLeastOneOrNone, KOption, OriginalOption, ServeOptions
 from .progress import asking
-from .tables import answer, drawn, verdict
+from .tables import answer, tell
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation
-    from ..validate.facts.evaluated import EvaluationFact
-    from ..validate.facts.schema import JudgementFact
 
 _HUB = "hub"
 _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
@@ -60,7 +54,7 @@ class ProtocolOptions:
     shots: Annotated[int | None, typer.Option(min=0)] = None
     api: Literal["completions", "chat"] | None = None
     max_tokens: AtLeastOneOrNone = None
-    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", min=1)] = None
+    k: KOption = None
     concurrency: AtLeastOneOrNone = None
     limit: Annotated[int | None, typer.Option(min=2)] = None
     seed: Annotated[int | None, typer.Option(min=0)] = None
@@ -68,22 +62,16 @@ class ProtocolOptions:
 
     def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
+        asked = [protocol for protocol in recipe if self.task in (None, protocol.task)]
+        if self.dataset is not None and len(asked) > 1:
+            raise RecipeError(
+                "--dataset",
+                "belongs to one task, and the recipe lists several",
+                got=", ".join(protocol.task for protocol in asked),
+                cure="Name one with --task",
+            )
         changed = without_none(asdict(self))
-        if self.task is None:
-            tasks = [protocol.task for protocol in recipe]
-            if self.dataset is not None and len(recipe) > 1:
-                raise RecipeError(
-                    "--dataset",
-                    "belongs to one task, and the recipe lists several",
-                    got=", ".join(tasks),
-                    cure="Name one with --task",
-                )
-            return tuple(_changed(protocol, changed) for protocol in recipe)
-        for protocol in recipe:
-            if protocol.task == self.task:
-                del changed["task"]
-                return (_changed(protocol, changed),)
-        return (_changed(recipe[0], changed),)
+        return tuple(_changed(protocol, changed) for protocol in asked or recipe[:1])
 
 
 def evaluate(
@@ -93,7 +81,7 @@ def evaluate(
     source: OriginalOption = None,
     recipe: str | None = None,
     plain: bool = True,
-    run_model_code: ModelCodeOption = False,
+    run_model_code: bool = False,
 ) -> None:
     """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
     under one protocol each.
@@ -118,7 +106,10 @@ def evaluate(
         plain: Ask the checkpoint with MTP off, too: does drafting change answers?
     """
     require_extra("keepmtp eval", "evaluate")
-    session = begin("eval", "gsm8k", served, context.args, source)
+    from .measured import evaluated
+    from .measuring import Session
+
+    session = Session("eval", "gsm8k", served, context.args, source)
     from ..recipes.find import find_recipe
     from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on
@@ -135,19 +126,17 @@ def evaluate(
     protocols = protocol.of(evaluations)
     runs_code = any(TASKS[asked.task].runs_code for asked in protocols)
     if run_model_code and runs_code and not model_code.fence():
-        session.err.print(model_code.OPEN, highlight=False)
+        tell(model_code.OPEN)
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
-    questions = []
+    questions = [lm_eval_task.questions(asked, runs_code=run_model_code) for asked in protocols]
+    extra = tuple(context.args)
     for asked in protocols:
-        questions.append(lm_eval_task.questions(asked, runs_code=run_model_code))
-    for asked in protocols:
-        tasks.refuse_model(session.opened, asked, session.extra, is_original=False)
+        tasks.refuse_model(session.opened, asked, extra, is_original=False)
         if session.original is not None:
-            tasks.refuse_model(session.original, asked, session.extra, is_original=True)
-    judged = session.checkpoint()
-    compared = session.source_of(judged)
-    with asking(session.err, as_json=served.as_json) as watch:
+            tasks.refuse_model(session.original, asked, extra, is_original=True)
+    judged, compared = session.models()
+    with asking(as_json=served.as_json) as watch:
         fact = tasks.evaluate(
             judged,
             compared,
@@ -158,10 +147,7 @@ def evaluate(
         )
     listed = [of_recipe.task for of_recipe in evaluations]
     judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=listed)
-    value = {
-        "evaluation": fact.model_dump(mode="json"),
-        "judgement": judgement.model_dump(mode="json"),
-    }
+    value = {"evaluation": fact, "judgement": judgement}
     # The status is for what this command measures; findings and loads are other commands'.
     gated = {"drafting", fact.protocol.task, *_OF_THE_SOURCE}
     if not fact.source:
@@ -169,7 +155,7 @@ def evaluate(
     elif not fact.source.drafts:
         gated.remove("acceptance")
     status = OF_VERDICT[verdict_on(judgement, gated)]
-    parts = chain(shown(fact, judgement), [session.places])
+    parts = [*evaluated(fact, judgement), session.places]
     answer(value, parts, as_json=served.as_json, status=status)
 
 
@@ -180,13 +166,14 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
     from ..recipes.protocol import Evaluation
 
     fields = recipe.model_dump()
+    task = changed.get("task", recipe.task)
     # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
     # mean nothing there.
-    if TASKS[changed.get("task", recipe.task)].protocol != TASKS[recipe.task].protocol:
+    if TASKS[task].protocol != TASKS[recipe.task].protocol:
         fields = {name: fields[name] for name in _OF_ANY_TASK}
     fields |= changed
     # A revision belongs to the dataset it was given with.
-    if "dataset" in changed or "task" in changed:
+    if "dataset" in changed or task != recipe.task:
         fields["dataset_revision"] = None
     if fields.get("dataset") == _HUB:
         fields["dataset"] = None
@@ -196,51 +183,7 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
         first = error.errors()[0]
         fault = first.get("ctx", {}).get("error")
         if isinstance(fault, RecipeError):
-            # Its rule begins with the key of the protocol, which is the option's name.
-            raise RecipeError("", f"--{fault.rule}", got=fault.got, cure=fault.cure) from error
-        key = str(first["loc"][0])
-        raise RecipeError(
-            f"--{key.replace('_', '-')}",
-            plain_rule(first),
-            got=repr(first["input"]),
-            cure="See `keepmtp eval --help`",
-        ) from error
-
-
-def shown(fact: "EvaluationFact", judged: "JudgementFact") -> Iterator[RenderableType]:
-    """For each task the scores, what they lost and the drafts; then all tasks, the gates, and
-    notes.
-    """
-    from ..validate.facts.served import how_served
-    from ..validate.report import tables
-
-    path = fact.checkpoint.path
-    for task in fact.by_task:
-        yield drawn(f"eval {path}: {task.protocol.title}", tables.scores(task))
-        if task.paired:
-            yield drawn("checkpoint less source", tables.differences(task))
-        yield drawn("drafts over the same questions", tables.drafts(task))
-    if together := tables.tasks(fact, judged.gates.filter):
-        yield drawn("recovery: of the source's score, and its interval", together)
-    yield from verdict(path, judged)
-    for task in fact.by_task:
-        for model in task.evaluated:
-            if model.reason:
-                yield how_served(model.title, model.as_served, model.reason)
-            if not model.drafts:
-                yield f"The {model.title} has no MTP block: it was served with MTP off."
-            if model.sittings > 1:
-                yield f"The {model.title} was asked in {model.sittings} sittings."
-        protocol = task.protocol
-        environment = task.environment
-        caching = "off"
-        if protocol.prefix_caching:
-            caching = "on"
-        yield (
-            f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on "
-            f"{protocol.dataset_name}, {protocol.shots} shots, {protocol.api}, at most "
-            f"{protocol.max_tokens} tokens, greedy, method=mtp with k={protocol.k}, prefix caching "
-            f"{caching}, {protocol.concurrency} requests in flight, seed {protocol.seed}; vLLM "
-            f"{environment['vllm']} on {environment['device']}."
-        )
-    yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
+            raise fault.at("eval") from error
+        cure = "See `keepmtp eval --help`"
+        got = repr(first["input"])
+        raise RecipeError("eval", first_fault(error), got=got, cure=cure) from error

@@ -20,22 +20,18 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from typer._click.exceptions import BadOptionUsage, BadParameter, NoSuchOption, UsageError
+from typer._click.exceptions import NoSuchOption, UsageError
 
 from .. import __version__
 from ..checkpoints.files import DEAD
 from ..recipes.errors import (
     GateError,
     KeepMTPError,
-    allowed_words,
     did_you_mean,
-    plain_rule,
     printable,
 )
 
@@ -51,42 +47,23 @@ STOPPED: Mapping[int, str] = {
     128 + signal.SIGTERM: "SIGTERM",
 }
 _AGAIN = "run the same command again"
-_OF_SYSTEM: Mapping[int, tuple[str, str]] = {
-    errno.ENOENT: ("must be there", "Check the path"),
-    **dict.fromkeys(
-        (errno.EACCES, errno.EPERM), ("must be yours to read and to write", "Check its permissions")
+# Names of the system's errors, the rule, and the cure.
+_OF_SYSTEM = (
+    ("ENOENT", "must be there", "Check the path"),
+    ("EACCES EPERM", "must be yours to read and to write", "Check its permissions"),
+    ("ENOSPC EDQUOT", "its disk must have room", f"Free some, and {_AGAIN}"),
+    ("EIO ESTALE ENODEV", "its disk must answer", f"{DEAD}, and {_AGAIN}"),
+    (
+        "EEXIST ENOTDIR EISDIR ENAMETOOLONG ELOOP EROFS",
+        "must be a path that the system can use",
+        "Name another path",
     ),
-    **dict.fromkeys(
-        (errno.ENOSPC, errno.EDQUOT), ("its disk must have room", f"Free some, and {_AGAIN}")
-    ),
-    **dict.fromkeys(
-        (errno.EIO, errno.ESTALE, errno.ENODEV), ("its disk must answer", f"{DEAD}, and {_AGAIN}")
-    ),
-    **dict.fromkeys(
-        (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS),
-        ("must be a path that the system can use", "Name another path"),
-    ),
-    errno.EMFILE: (
+    (
+        "EMFILE",
         "more files must be open than the system allows",
         f"Raise `ulimit -n`, and {_AGAIN}",
     ),
-}
-
-
-@contextmanager
-def judging(out: Path) -> Iterator[None]:
-    """While a new folder is judged: a stop from outside then says how it is judged again."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as end:
-        status = getattr(end, "code", 128 + signal.SIGINT)
-        if status not in STOPPED:
-            raise
-        stopped = SystemExit(status)
-        # The same command would refuse the folder that is there.
-        command = f"keepmtp check {shlex.quote(str(out))} --gpu sm100"
-        stopped.add_note(f"{out} is written, and not yet judged: `{command}` does that")
-        raise stopped from None
+)
 
 
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
@@ -116,8 +93,7 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         if isinstance(end.__context__, BrokenPipeError):
             _leave_quietly()
         if isinstance(end.code, int) and end.code in STOPPED:
-            how = getattr(end, "__notes__", [how_to_go_on])[0]
-            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how}.", only_first=True)
+            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how_to_go_on}.", only_first=True)
         raise
     except foreseen() as error:
         _refuse(refusal_of(error))
@@ -132,80 +108,55 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
 
 def refusal_of(error: BaseException) -> KeepMTPError:
     """The refusal that an error of the system, of the network or of the Hub's client means."""
-    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+    got = str(error).strip().partition("\n")[0] or type(error).__name__
+    where: Any = ""
+    rule = "the network must answer"
+    cure = f"Check the network, and {_AGAIN}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return KeepMTPError(
-            "", "there must be enough memory", got=first_line, cure="Use a machine with more"
-        )
-    if type(error).__name__ == "HFValidationError":
-        return KeepMTPError(
-            "",
-            "a checkpoint is a folder that is there, or ORG/NAME on the Hub",
-            got=first_line,
-            cure="Check the name",
-        )
-    if not isinstance(error, OSError) or (error.filename is None and error.errno not in _OF_SYSTEM):
-        return KeepMTPError(
-            "", "the network must answer", got=first_line, cure=f"Check the network, and {_AGAIN}"
-        )
-    otherwise = ("the system must allow it", f"Mend that, and {_AGAIN}")
-    rule, cure = _OF_SYSTEM.get(error.errno or 0, otherwise)
-    where = error.filename or ""
-    if isinstance(where, bytes):
-        where = os.fsdecode(where)
-    return KeepMTPError(where, rule, got=error.strerror or first_line, cure=cure)
+        rule = "there must be enough memory"
+        cure = "Use a machine with more"
+    elif type(error).__name__ == "HFValidationError":
+        rule = "a checkpoint is a folder that is there, or ORG/NAME on the Hub"
+        cure = "Check the name"
+    elif isinstance(error, OSError):
+        name = errno.errorcode.get(error.errno or 0, "")
+        known = [row for row in _OF_SYSTEM if name in row[0].split()]
+        if known or error.filename is not None:
+            otherwise = (name, "the system must allow it", f"Mend that, and {_AGAIN}")
+            _, rule, cure = next(iter(known), otherwise)
+            where = os.fsdecode(error.filename or "")
+            got = error.strerror or got
+    return KeepMTPError(where, rule, got=got, cure=cure)
 
 
-def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bool) -> KeepMTPError:
+def refusal_of_usage(
+    error: UsageError, words: Sequence[str], verbs: Iterable[str], *, cure: str
+) -> KeepMTPError:
     """The refusal that an error of typer means.
 
     Args:
         error: with its context.
         words: of the command line, after `keepmtp`.
-        is_for_vllm: the verb hands words after `--` to `vllm serve`.
+        verbs: all that there are.
+        cure: for an option that no verb has; "" for its help.
     """
     context: Any = error.ctx
-    where = " ".join(["keepmtp", *words[:1]])
+    where = "keepmtp"
+    known = [*verbs]
     if context:
         where = context.command_path
-    rule = error.message.rstrip(".")
-    got = shlex.join(words)
-    cure = f"See `{where} --help`"
-    if isinstance(error, NoSuchOption):
-        rule = "has no such option"
-        got = error.option_name
-        known = []
         for param in context.command.params:
-            known += [name for name in param.opts if name.startswith("-")]
-        if is_for_vllm:
-            cure = "Words for `vllm serve` stand last, after `--`"
-        cure = did_you_mean(got, known, otherwise=cure)
-    elif isinstance(error, BadOptionUsage):
-        where = error.option_name
-        is_missing = "requires" in rule
-        rule = "takes no value"
-        if is_missing:
-            rule = "needs a value"
-    elif isinstance(error, BadParameter) and error.param is not None:
-        option = "/".join(error.param.opts)
-        fault: Any = error.__cause__
-        if fault is None:
-            rule = f"needs {option}"
-            got = "none"
-        else:  # pydantic's, which typer asks whether a value has the type
-            where = option
-            first = fault.errors()[0]
-            got = first["input"]
-            rule = plain_rule(first)
-            if names := allowed_words(first):
-                cure = did_you_mean(got, names, otherwise="Name one")
-    elif rule.startswith("Got unexpected extra"):
-        rule = "takes no more words"
-    elif unknown := re.match("No such command '(.*?)'", rule):
-        rule = "has no such command"
-        got = unknown[1]
-        cure = did_you_mean(got, context.command.list_commands(context), otherwise=cure)
-    return KeepMTPError(where, rule, got=got, cure=cure)
+            known += [name for name in param.opts if name[0] == "-"]
+    quoted = re.findall("'([^']+)'", error.message)
+    typed = "".join(quoted[:1])
+    otherwise = f"See `{where} --help`"
+    if isinstance(error, NoSuchOption):
+        typed = error.option_name
+        otherwise = cure or otherwise
+    if typed not in known:  # else it is no slip, but lacks a value or has one too many
+        otherwise = did_you_mean(typed, [*quoted[1:], *known], otherwise=otherwise)
+    rule = re.split(r"\. Choose from| \(Possible", error.format_message())[0].rstrip(".")
+    return KeepMTPError(where, rule, got=shlex.join(words), cure=otherwise)
 
 
 def say_refusal(error: KeepMTPError) -> None:

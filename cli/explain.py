@@ -6,19 +6,17 @@ the known failure; exit status 1 if nothing in the log is known.
 """
 
 import shlex
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
 from . import exits
-from .findings import with_path, wrapped
 from .options import JsonOption, chosen_gpus
 from .tables import answer, by_reason, counted, table
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from ..validate.dryload.explain import Explanation, Log, Recognized
 
 _MOST_CONFIRMED = 3
-_TITLES = {"backbone": "the backbone: vLLM's target", "mtp": "the MTP block: vLLM's draft"}
+_MODELS = {"backbone": "target", "mtp": "draft"}  # of vLLM
 
 
 def explain(
@@ -62,25 +60,18 @@ def explain(
     from .. import api
     from ..validate.dryload.explain import explain as explanation_of
 
+    rule = cure = ""
     if path is None and log is None:
-        raise RecipeError(
-            "explain",
-            "needs a checkpoint, a log, or both",
-            got="neither",
-            cure="Name a folder, or --log",
-        )
-    if path is None and gpu is not None:
-        raise RecipeError(
-            "explain",
-            "--gpu loads a checkpoint",
-            got="no checkpoint",
-            cure="Name its folder or Hub id",
-        )
+        rule = "needs a checkpoint, a log, or both"
+        cure = "Name a folder, or --log"
+    elif path is None and gpu is not None:
+        rule = "--gpu loads a checkpoint"
+        cure = "Name its folder or Hub id"
+    if rule:
+        raise RecipeError("explain", rule, got="no checkpoint", cure=cure)
     checked = None
     if path is not None:
-        gpus = []
-        if gpu:
-            gpus = chosen_gpus([gpu])
+        gpus = chosen_gpus([gpu] if gpu else [])
         (checked,) = api.check_all([path], gpus=gpus)
         checked.readable()
     # A log comes from a pipe as well, and its last part counts: it is read to its end before
@@ -92,7 +83,7 @@ def explain(
     status = 0
     if not explained.is_explained:
         status = exits.FINDINGS
-    answer(explained.model_dump(), _parts(Console(), explained), as_json=as_json, status=status)
+    answer(explained, _parts(explained), as_json=as_json, status=status)
 
 
 def _log(where: str) -> "Log":
@@ -101,66 +92,57 @@ def _log(where: str) -> "Log":
     if where == "-":
         with open(sys.stdin.fileno(), "rb", closefd=False) as stream:
             return read_log(stream)
-    status = Path(where).stat()
     # A FIFO that nobody writes into would be waited for, and a device never ends.
-    if not stat.S_ISREG(status.st_mode):
+    if not Path(where).is_file():
         raise RecipeError(
             "--log",
             "must be a file, or - for standard input",
             got=where,
-            cure="Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp "
-            "explain --log -`",
+            cure="Name the file that the server wrote, or pipe it",
         )
     with Path(where).open("rb") as stream:
-        stream.seek(max(0, status.st_size - MOST_BYTES - 1))
+        stream.seek(max(0, Path(where).stat().st_size - MOST_BYTES - 1))
         return read_log(stream)
 
 
-def _parts(console: Console, found: "Explanation") -> Iterator[RenderableType]:
+def _parts(found: "Explanation") -> Iterator[RenderableType]:
     """The groups of both models, why they are so, and what the log says."""
     from ..validate.facts.findings import errors_of
+    from .findings import with_path
 
     if found.path:
         family = f"{found.family}, {found.dialect}"
         if not found.family:
             family = "what vLLM builds of it cannot be told"
-        yield from wrapped(console, f"{found.path}: {family}")
-    for part, title in _TITLES.items():
-        rows = []
-        for group in found.groups:
-            if group.part == part:
-                filled = f"{group.tensors:,} tensors, {group.stored}"
-                rows.append([f"{group.modules} ({group.count:,})", group.built, filled])
-        if rows:
-            yield table(title, ("modules", "built as", "filled from"), rows)
+        yield f"{found.path}: {family}"
+    rows = []
     named = []
     for group in found.groups:
-        modules = group.modules
-        if group.part == "mtp":
-            modules = f"MTP {modules}"
+        modules = f"{_MODELS[group.part]} {group.modules}"
+        filled = f"{group.tensors:,} tensors, {group.stored}"
+        rows.append([f"{modules} ({group.count:,})", group.built, filled])
         named.append((group.why, modules))
+    if rows:
+        yield table("", ("modules", "built as", "filled from"), rows)
     for reason, modules in by_reason(named).items():
-        yield from wrapped(console, f"Why {modules}: {reason}.")
+        yield f"Why {modules}: {reason}."
     if errors := errors_of(found.findings):
         first = errors[0]
         cure = with_path(first.cure, found.path).rstrip(".")
         count = counted(len(errors), "error")
-        says = f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
-        yield from wrapped(console, says)
+        yield f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."
     elif found.path:
-        yield from wrapped(console, "The check finds no error in it.")
+        yield "The check finds no error in it."
     for known in found.answers:
         yield Text.assemble(("\nknown: ", "bold green"), printable(known.failure.name))
         for row in _known(found, known):
-            yield from wrapped(console, row, "  ")
+            yield f"  {row}"
         if known.command:
             yield Text(f"  keepmtp {printable(shlex.join(known.command))}", style="bold")
-    if found.log_lines is None:
-        return
     for line in found.unknown:
         yield Text.assemble(("\nunknown: ", "bold red"), printable(line))
-    if not found.answers:
-        yield from wrapped(console, "The log has no failure that keepmtp knows.")
+    if found.log_lines is not None and not found.answers:
+        yield "The log has no failure that keepmtp knows."
         if not found.path:
             yield "`keepmtp check PATH --gpu sm100` lets vLLM's own loaders judge a checkpoint."
 
@@ -169,10 +151,8 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
     """What a line of the log is, and what of it is so in this checkpoint."""
     known = answer.failure
     yield f"The log says: {answer.line}"
-    if answer.on_disk:
-        yield f"It names {answer.names}, here {answer.on_disk}."
-    elif answer.names:
-        yield f"It names {answer.names}."
+    if answer.names:
+        yield f"It names {answer.names}, here {answer.on_disk or 'not known'}."
     often = "is"
     if known.is_general:
         often = "often is"
@@ -181,10 +161,7 @@ def _known(found: "Explanation", answer: "Recognized") -> Iterator[str]:
         yield f"In this checkpoint: {finding}."
     # A sentence of vLLM's with several causes: the check looked for the known ones.
     if known.is_general and found.path and not answer.confirmed:
-        yield (
-            "In this checkpoint: the check finds nothing of this kind, so it may be a defect of "
-            "that vLLM."
-        )
+        yield "In this checkpoint: nothing of this kind, so it may be a defect of that vLLM."
     versions = known.concerns or f"vLLM {known.versions}"
     yield f"Versions: {versions}. Sources: {known.sources}."
     yield f"Cure: {known.cure}."

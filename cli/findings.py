@@ -11,26 +11,25 @@ In: a `CheckData`. Out: lines on a console. Nothing is decided here.
 Easy to get wrong: people copy the cure, so only what will happen is wrapped.
 """
 
-import io
 import json
 import re
 import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import printable, shortened
-from .tables import counted, say, table
-
-if TYPE_CHECKING:
-    from ..recipes.runtimes import Runtime
-    from ..validate.facts.dry_load import DryLoad, LoadedModel
-    from ..validate.facts.findings import CheckpointFacts, Finding
-    from ..validate.facts.results import CheckData
+from ..recipes.frozen import Json
+from ..recipes.runtimes import Runtime
+from ..recipes.runtimes.sglang import VERSION
+from ..validate.facts import dry_load
+from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
+from ..validate.facts.findings import CheckpointFacts, Finding
+from ..validate.facts.results import CheckData
+from .tables import counted, table
 
 _WIDEST = 120
 # Characters: a hostile name may have a million.
@@ -43,36 +42,34 @@ _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<js
 _PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
 
-def show(
-    console: Console,
-    data: "CheckData",
+def parts(
+    data: CheckData,
     *,
-    path: str | None = None,
-    servers: "Sequence[Runtime]" = ("vllm",),
-) -> None:
-    """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the
+    path: str = "",
+    servers: Sequence[Runtime] = ("vllm",),
+    console: Console | None = None,
+) -> Iterator[RenderableType]:
+    """The findings of one checkpoint, what vLLM did with it on every pretended GPU, and the
     verdict.
 
     Args:
-        console: to print on.
         data: what is shown.
         path: what commands call the checkpoint; default the name in `data`.
         servers: by whose rules it was judged; the verdict names them where they are not vLLM alone.
+        console: to be printed on; default standard output.
     """
-    lines: list[str | Text] = []
+    console = console or Console()
     for finding in data.findings:
-        lines += _block(console, finding, path or data.path)
+        yield from _block(console, finding, path or data.path)
     if data.dry:
-        lines += _dry_loads(console, data)
+        yield from _dry_loads(data)
     elif data.facts.mtp_layers_follow_k:
         most = data.facts.num_mtp_layers
-        lines.append(f"vLLM builds an MTP layer for each drafted token: -k up to {most}")
-    lines.append(_verdict(data, servers))
-    for line in lines:
-        say(console, line)
+        yield f"vLLM builds an MTP layer for each drafted token: -k up to {most}"
+    yield _verdict(data, servers)
 
 
-def _block(console: Console, finding: "Finding", path: str) -> Iterator[str | Text]:
+def _block(console: Console, finding: Finding, path: str) -> Iterator[str | Text]:
     """One finding: where, what will happen, the cure, and what of the cure is pasted."""
     severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
     more = ""
@@ -122,9 +119,7 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
     )
 
 
-def _verdict(data: "CheckData", servers: "Sequence[Runtime]") -> Text:
-    from ..recipes.runtimes.sglang import VERSION
-
+def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
     counts = Counter(finding.severity for finding in data.findings)
     words = ", ".join(counted(counts[severity], severity) for severity in sorted(counts))
     if not words:
@@ -143,10 +138,8 @@ def _verdict(data: "CheckData", servers: "Sequence[Runtime]") -> Text:
     return Text.assemble(verdict, f" {printable(data.path)}: {words}")
 
 
-def _dry_loads(console: Console, data: "CheckData") -> Iterator[str | Text]:
+def _dry_loads(data: CheckData) -> Iterator[RenderableType]:
     """What one vLLM did on each GPU; of several a row each."""
-    from ..validate.facts import dry_load
-
     by_version = dry_load.by_version(data.dry)
     whose = f"{dry_load.listed(by_version)}'s own classes and loaders on meta tensors"
     yield Text(f"dry load: vLLM {whose}", style="italic")
@@ -154,41 +147,33 @@ def _dry_loads(console: Console, data: "CheckData") -> Iterator[str | Text]:
         for load in data.dry:
             yield from _dry_load(load, data.facts)
     else:
-        # A table as lines: those of a pipe, too, are as wide as a terminal's.
-        drawn = io.StringIO()
-        rows = table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(data.dry))
-        Console(file=drawn, width=min(console.width, _WIDEST)).print(rows)
-        for line in drawn.getvalue().splitlines():
-            if line.strip():
-                yield line.rstrip()
+        yield table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(data.dry))
         yield f"vLLM {dry_load.versions_in_short(data.dry)}"
     yield ""
 
 
-def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> Iterator[str | Text]:
+def _dry_load(load: DryLoad, facts: CheckpointFacts) -> Iterator[str | Text]:
     yield f"  {load.gpu} at TP {load.tp}"
     if idle := facts.idle_mtp_layers(load.k):
-        layers = f"{idle} MTP layers are"
-        if idle == 1:
-            layers = "1 MTP layer is"
-        yield f"    {layers} not built at k={load.k}: vLLM leaves their tensors alone"
+        layers = counted(idle, "MTP layer")
+        yield f"    not built at k={load.k}: {layers}; vLLM leaves their tensors alone"
     models = {"target": load.target}
     if load.k:
         models["draft"] = load.draft
     for role, model in models.items():
-        line = Text(f"    {role:<6}  {printable(model.cls or '-')}: ")
+        filled = (f"{model.num_written:,} of {model.num_params:,} filled", "")
         if load.failure is not None and (not model.cls or load.failure.role == role):
-            line.append("stopped", "red")
-        else:
-            line.append(f"{model.num_written:,} of {model.num_params:,} filled")
+            filled = ("stopped", "red")
+        more = ""
         if model.shared:
-            line.append(f"; shared with the target: {printable(', '.join(model.shared))}")
+            more = f"; shared with the target: {', '.join(model.shared)}"
         if kernels := _kernels(model):
-            line.append(f"; kernels: {printable(kernels)}")
-        yield line
+            more += f"; kernels: {kernels}"
+        head = f"    {role:<6}  {printable(model.cls or '-')}: "
+        yield Text.assemble(head, filled, printable(more))
 
 
-def _kernels(model: "LoadedModel") -> str:
+def _kernels(model: LoadedModel) -> str:
     """Each kernel once, with the number of its layers, and a mark where it is not sure."""
     counts = Counter[str]()
     for kernel in model.kernels:
@@ -197,3 +182,38 @@ def _kernels(model: "LoadedModel") -> str:
             mark = {"ok": "", "not": "?", "refused": " refused"}[outcome]
             counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:
+    """What `keepmtp check --json` prints of one checkpoint."""
+    # Other programs read these names: they stay when a field of check.json gets another one.
+    found = []
+    for finding in data.findings:
+        cure = with_path(finding.cure, data.path)
+        found.append(finding.model_dump(exclude={"origin"}) | {"cure": cure})
+    printed: Json = {
+        "path": data.path,
+        "ok": data.ok,
+        "findings": found,
+        "facts": data.facts.model_dump(),
+    }
+    for account in accounts:
+        load = account.load
+        models = {}
+        for role in ("target", "draft"):
+            model, _ = account.of(role)
+            models[role] = {
+                "class": model.cls,
+                "parameters": model.num_params,
+                "written": model.num_written,
+                "shared": model.shared,
+                "kernels": [kernel.model_dump() for kernel in model.kernels],
+            }
+        shown = load.model_dump(exclude={"k", "num_errors"}) | models
+        shown |= {"num_drafts": load.k, "loads": load.failure is None}
+        shown["cured_in"] = cured_in(load, data.dry)
+        printed.setdefault("dry", []).append(shown)
+    if accounts:
+        # From the oldest on; none may serve it.
+        printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
+    return printed

@@ -7,41 +7,34 @@ Easy to get wrong: people type this command first, so it must answer at once. It
 without validating them, and reads its argument itself: typer 0.29 loads pydantic for an argument.
 """
 
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from shutil import get_terminal_size
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
-from ..recipes.extras import install_command
 from ..recipes.frozen import Json
 from ..recipes.model_file import Listed, listed
 from .options import JsonOption
 
 # Listing -> the columns of its table.
 COLUMNS = {
-    "models": ("recipe", "batches", "what"),
+    "models": ("recipe", "default", "batches", "what"),
     "schemes": ("scheme", "bits", "batches", "what"),
     "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
-# Columns whose keys are too short for people.
-_HEADS: Mapping[str, str] = {
-    "bits": ">bits",
-    "backbone": "calibrate backbone",
-    "mtp": "calibrate MTP",
-}
 _TITLES = {
-    "models": "models (* what the bare model name means)",
+    "models": "models (`keepmtp quantize RECIPE`; default: what the bare model name means)",
     "schemes": "schemes (bits: per weight, on disk)",
-}
-_MORE = {
-    "families": [
-        "proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."
-    ]
+    "families": "families (backbone, mtp: can be calibrated; proof: what the draft was compared "
+    "with; why not, and notes: --json, and docs/families.md)",
 }
 _LEAST_WIDTH = 40
 _BATCHES = {True: "needed", False: "-"}
+_CELLS = {True: "*", False: ""}
 
 
 def ls(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -56,14 +49,9 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
 
     Example: `keepmtp ls glm-4.7`
     """
-    if len(context.args) > 1:
-        raise RecipeError(
-            "ls", "shows one model or listing", got=" ".join(context.args), cure="Run it for each"
-        )
-    what = "".join(context.args)
+    what = " ".join(context.args)
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
-    width = max(_LEAST_WIDTH, get_terminal_size().columns)
     if what and not chosen and what not in COLUMNS:
         names = [*COLUMNS, *(recipe.model for recipe in recipes)]
         raise RecipeError(
@@ -72,38 +60,28 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
             got=repr(what),
             cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"),
         )
-    if as_json:
-        _print_json(what, chosen or recipes)
-    elif what in COLUMNS:
-        _print_listing(what, recipes)
-    elif chosen:
-        typer.echo("\n".join(details(chosen, width)))
-    else:
-        typer.echo("\n".join(screen(recipes, width)))
-
-
-def _print_json(what: str, recipes: Sequence[Listed]) -> None:
-    from .tables import print_json
+    if not as_json and not what:
+        lines = screen(recipes, max(_LEAST_WIDTH, get_terminal_size().columns))
+        sys.stdout.write("\n".join([*lines, ""]))
+        return
+    from .tables import answer, table
 
     names = list(COLUMNS)
+    if what:
+        names = ["models"]
     if what in COLUMNS:
         names = [what]
-    elif what:
-        names = ["models"]
-    print_json({name: rows(name, recipes) for name in names})
-
-
-def _print_listing(what: str, recipes: Sequence[Listed]) -> None:
-    from .tables import show, table
-
-    cells = []
-    for row in rows(what, recipes):
-        line = [row[column] for column in COLUMNS[what]]
-        if row.get("default"):
-            line[0] += " *"
-        cells.append(line)
-    heads = [_HEADS.get(column, column) for column in COLUMNS[what]]
-    show([table(_TITLES.get(what, what), heads, cells), *_MORE.get(what, ())])
+    found = {name: rows(name, chosen or recipes) for name in names}
+    tables = []
+    for name in names:
+        cells = []
+        for row in found[name]:
+            cells.append([_CELLS.get(row[column], row[column]) for column in COLUMNS[name]])
+        title = _TITLES[name]
+        if chosen and name == "models":
+            title += f", family {chosen[0].family}, source {chosen[0].source}"
+        tables.append(table(title, COLUMNS[name], cells))
+    answer(found, tables, as_json=as_json)
 
 
 def screen(recipes: Iterable[Listed], width: int) -> list[str]:
@@ -117,32 +95,19 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
     indent = max(map(len, variants)) + 2
     lines = []
     for model, names in variants.items():
-        lines += _wrapped("  ".join(names), width, first=f"{model:<{indent}}", then=" " * indent)
-    more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
-    return [*lines, "", *_wrapped(more, width)]
-
-
-def details(variants: Sequence[Listed], width: int) -> list[str]:
-    """One model: its family and source, and for each variant what it does and the command that runs
-    it.
-    """
-    model = variants[0]
-    lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
-    for recipe in variants:
-        title = recipe.variant
-        name = recipe.name
-        if recipe.is_default:
-            title += " (default)"
-            name = recipe.model
-        batches = "no batches needed"
-        if recipe.needs_batches:
-            batches = "batches needed"
-        lines += ["", f"{title}: {batches}", *_wrapped(recipe.summary, width, "  ", "  ")]
-        lines.append(f"  keepmtp quantize {name}")
-    if any(recipe.needs_batches for recipe in variants):
-        why = "Batches are text that the model runs on first, to calibrate it. That needs"
-        lines += ["", *_wrapped(why, width), f"  {install_command('calibrate')}"]
-    return lines
+        lines += textwrap.wrap(
+            "  ".join(names),
+            width,
+            initial_indent=f"{model:<{indent}}",
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+        )
+    return [
+        *lines,
+        "",
+        "One of them: keepmtp ls MODEL.",
+        "More: ls models, ls schemes, ls families",
+    ]
 
 
 def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
@@ -153,18 +118,8 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
         return _families()
     found = []
     for recipe in recipes:
-        found.append(
-            {
-                "recipe": recipe.name,
-                "model": recipe.model,
-                "variant": recipe.variant,
-                "default": recipe.is_default,
-                "family": recipe.family,
-                "source": recipe.source,
-                "batches": _BATCHES[recipe.needs_batches],
-                "what": recipe.summary,
-            }
-        )
+        more = {"recipe": recipe.name, "default": recipe.is_default, "what": recipe.summary}
+        found.append(asdict(recipe) | more | {"batches": _BATCHES[recipe.needs_batches]})
     return found
 
 
@@ -214,15 +169,3 @@ def _families() -> list[Json]:
             row |= {"mtp": "no", "proof": "-"}
         found[family.model_type, family.architectures] = row
     return [found[name] for name in sorted(found)]
-
-
-def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
-    """Lines of at most `width` columns, broken only between words: names have hyphens."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=then,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )

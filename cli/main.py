@@ -18,12 +18,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, get_origin
 
 import typer
@@ -34,109 +32,63 @@ from typer.core import TyperCommand, TyperGroup
 from .. import __version__
 from . import exits
 
-
-@dataclass(frozen=True)
-class Verb:
-    """Where a verb is, and what only the command line needs to know of it.
-
-    Attributes:
-        place: the file in this folder, and the function in it.
-        words: how the usage names the words that the function parses itself.
-        how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a
-            signal.
-        lone: an option whose value may be left out, and its values; the first one is then meant.
-    """
-
-    place: str
-    words: str = ""
-    how_to_go_on: str = "The same command starts again"
-    lone: tuple[str, tuple[str, ...]] = ("", ())
-
-    def load(self) -> Callable[..., None]:
-        """The function."""
-        module, function = self.place.split(".")
-        return getattr(import_module(f".{module}", __package__), function)
-
-    @property
-    def help(self) -> str:
-        """The first sentence of the function's docstring."""
-        module, function = self.place.split(".")
-        # Read as text: to import the files of all verbs would take longer than all else that
-        # `keepmtp --help` does.
-        text = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
-        _, _, body = text.partition(f"\ndef {function}(")
-        docstring = body.split('"""')[1]
-        return " ".join(docstring.partition("\n\n")[0].split())
-
-
 _FOR_VLLM = "[-- VLLM_OPTIONS]"
-
-# The groups of `keepmtp --help`, in the order of work; the last one is for the make targets and not
-# shown.
-_GROUPS: Mapping[str, Mapping[str, Verb]] = {
+# The groups of `keepmtp --help`, in the order of work, with the file in this folder and the
+# function of each verb; the last one is for the make targets and not shown.
+_GROUPS: Mapping[str, Mapping[str, str]] = {
     "Make": {
-        "ls": Verb("ls.ls", words="[WHAT]"),
-        "init": Verb("quantize.init"),
-        "plan": Verb("plan.plan"),
-        "quantize": Verb(
-            "quantize.quantize",
-            how_to_go_on="The same command goes on where this one stopped",
-        ),
-        "all": Verb(
-            "all.everything",
-            words=_FOR_VLLM,
-            how_to_go_on="The same command goes on: what was finished is not done again",
-        ),
+        "ls": "ls.ls",
+        "init": "quantize.init",
+        "plan": "plan.plan",
+        "quantize": "quantize.quantize",
+        "all": "all.everything",
     },
     "Judge": {
-        "check": Verb("check.check", lone=("--values", ("scales", "scalars", "all"))),
-        "explain": Verb("explain.explain"),
-        "gate": Verb("report.gate"),
-        "doctor": Verb("doctor.doctor"),
+        "check": "check.check",
+        "explain": "explain.explain",
+        "gate": "report.gate",
+        "doctor": "doctor.doctor",
     },
-    "Mend": {
-        "fix": Verb("mend.fix"),
-        "graft": Verb(
-            "mend.graft",
-            how_to_go_on="The same command goes on: what was fetched and packed is not done again",
-        ),
-        "convert": Verb("mend.convert"),
-    },
+    "Mend": {"fix": "mend.fix", "graft": "mend.graft", "convert": "mend.convert"},
     "Measure": {
-        "serve": Verb("serve.serve", words=_FOR_VLLM),
-        "serve-check": Verb("compare.serve_check", words=_FOR_VLLM),
-        "eval": Verb(
-            "eval.evaluate",
-            words=_FOR_VLLM,
-            how_to_go_on="The same command asks only the questions that have no answer yet",
-        ),
-        "bench": Verb(
-            "bench.bench",
-            words=_FOR_VLLM,
-            how_to_go_on="The same command measures only what is missing",
-        ),
-        "closeness": Verb(
-            "compare.closeness",
-            words=_FOR_VLLM,
-            how_to_go_on="The same command asks only the windows that are missing",
-        ),
+        "serve": "serve.serve",
+        "serve-check": "compare.serve_check",
+        "eval": "eval.evaluate",
+        "bench": "bench.bench",
+        "closeness": "compare.closeness",
     },
-    "Ship": {
-        "report": Verb("report.page"),
-        "card": Verb("report.card"),
-        "publish": Verb(
-            "publish.publish",
-            how_to_go_on="The same command goes on: what was sent is not sent again",
-        ),
-    },
-    "": {
-        "extra": Verb("quantize.extra"),
-        "where": Verb("quantize.where"),
-    },
+    "Ship": {"report": "report.page", "card": "report.card", "publish": "publish.publish"},
+    "": {"extra": "quantize.extra", "where": "quantize.where"},
 }
-VERBS: Mapping[str, Verb] = MappingProxyType(
-    {name: verb for group in _GROUPS.values() for name, verb in group.items()}
+VERBS: Mapping[str, str] = {
+    name: place for group in _GROUPS.values() for name, place in group.items()
+}
+# How the usage names the words that a verb reads itself.
+_WORDS = {"ls": "[WHAT]"} | dict.fromkeys(
+    ("all", "serve", "serve-check", "eval", "bench", "closeness"), _FOR_VLLM
 )
+# What the same command does once more, where one was stopped by Ctrl-C or a signal.
+_GOES_ON = ("quantize", "all", "graft", "eval", "bench", "closeness", "publish")
+_VALUES = "--values"  # its value may be left out
+
+
+def load(name: str) -> Callable[..., None]:
+    """The function of a verb."""
+    module, function = VERBS[name].split(".")
+    return getattr(import_module(f".{module}", __package__), function)
+
+
+def summary(name: str) -> str:
+    """The first sentence of a verb's docstring.
+
+    It is read as text: to import the files of all verbs would take longer than all else that
+    `keepmtp --help` does.
+    """
+    module, function = VERBS[name].split(".")
+    text = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
+    _, _, body = text.partition(f"\ndef {function}(")
+    docstring = body.split('"""')[1]
+    return " ".join(docstring.partition("\n\n")[0].split())
 
 
 # The section of a docstring that explains parameters, and one of them in it.
@@ -163,33 +115,20 @@ class _Command(_Starting, TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words, with `~` expanded, and the value of a lone option filled in."""
-        ours = len(args)
-        if "--" in args:
-            ours = args.index("--")
-        words = []
-        for word in args[:ours]:
-            # A shell expands `~` in `~/x`, but not in `--out=~/x` or in quotes.
-            option, equals, path = word.partition("=")
-            if option.startswith("--") and path.startswith("~"):
-                words.append(option + equals + os.path.expanduser(path))
-            else:
-                words.append(os.path.expanduser(word))
-        option, values = VERBS[str(self.name)].lone
-        if option and option in words:
-            at = words.index(option) + 1
-            follows = "".join(words[at : at + 1])
-            # A word that is nearly a value, and no file, is a typo of it.
-            is_typo = get_close_matches(follows, values) and not os.path.exists(follows)
-            if follows not in values and not is_typo:
-                words.insert(at, values[0])
-        return super().parse_args(ctx, [*words, *args[ours:]])
+        """Read the words, with the value of --values filled in."""
+        if _VALUES in args:
+            at = args.index(_VALUES) + 1
+            follows = "".join(args[at : at + 1])
+            # A word that is no place is a value, or a typo of one.
+            if not follows or follows[0] == "-" or "/" in follows or os.path.exists(follows):
+                args.insert(at, "scales")
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb in its usage."""
         pieces = super().collect_usage_pieces(ctx)
-        if words := VERBS[str(self.name)].words:
-            pieces.append(words)
+        if self.name in _WORDS:
+            pieces.append(_WORDS[self.name])
         return pieces
 
 
@@ -211,7 +150,7 @@ class _Verbs(_Starting, TyperGroup):
         for title, group in _GROUPS.items():
             if title:
                 with formatter.section(title):
-                    formatter.write_dl([(name, verb.help) for name, verb in group.items()])
+                    formatter.write_dl([(name, summary(name)) for name in group])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words before the verb."""
@@ -235,18 +174,16 @@ def _in_our_form(words: list[str]) -> Iterator[None]:
     except NoArgsIsHelpError:
         raise
     except UsageError as error:
-        name = ""
-        if error.ctx is not None:
-            name = str(error.ctx.info_name)
-        is_for_vllm = name in VERBS and VERBS[name].words == _FOR_VLLM
-        raise exits.refusal_of_usage(error, words, is_for_vllm=is_for_vllm) from error
+        cure = ""
+        if error.ctx is not None and _WORDS.get(str(error.ctx.info_name)) == _FOR_VLLM:
+            cure = "Words for `vllm serve` stand last, after `--`"
+        raise exits.refusal_of_usage(error, words, VERBS, cure=cure) from error
 
 
 def _load(name: str) -> Any:
-    verb = VERBS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    settings = {"allow_extra_args": bool(verb.words)}
-    alone.command(name, cls=_Command, context_settings=settings)(flat(verb.load()))
+    settings = {"allow_extra_args": name in _WORDS}
+    alone.command(name, cls=_Command, context_settings=settings)(flat(load(name)))
     return typer.main.get_command(alone)
 
 
@@ -289,8 +226,11 @@ def _on_one_line(example: re.Match[str]) -> str:
 
 def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
     """The parameters of a verb or of a group of options, each with its help."""
-    _, *sections = _OF_PARAMETERS.split(getdoc(verb) or "")
-    helps = dict(_PARAMETER.findall("".join(sections)))
+    from . import options
+
+    _, *shared = _OF_PARAMETERS.split(getdoc(options) or "")
+    _, *own = _OF_PARAMETERS.split(getdoc(verb) or "")
+    helps = dict(_PARAMETER.findall("\n".join([*shared, *own])))
     for name, parameter in signature(verb).parameters.items():
         kind = parameter.annotation
         option = None
@@ -306,8 +246,7 @@ def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
         elif name in helps:
             option = typer.Option()
         if option is not None:
-            words = helps.get(name, option.help or "")
-            option.help = " ".join(words.split())
+            option.help = " ".join(helps.get(name, option.help or "").split())
             kind = Annotated[kind, option]
         yield parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY)
 
@@ -352,8 +291,7 @@ def _common(
 
 def main() -> None:
     """Entry point; see `exits.py` for how it ends."""
-    how_to_go_on = Verb.how_to_go_on
-    named = [word for word in sys.argv[1:] if word in VERBS]
-    if named:
-        how_to_go_on = VERBS[named[0]].how_to_go_on
-    exits.run(typer.main.get_command(app), how_to_go_on=how_to_go_on)
+    does = "starts again"
+    if sys.argv[1:] and sys.argv[1] in _GOES_ON:
+        does = "goes on where this one stopped"
+    exits.run(typer.main.get_command(app), how_to_go_on=f"The same command {does}")

@@ -1,80 +1,76 @@
 """What the verbs that measure with servers share: from two checkpoints to a folder of results.
 
 In: the options that all of them have. Out: a `Session`, which knows what is measured and where
-results go.
+results go. It imports what help must not wait for, so verbs import it when they run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-
+from ..checkpoints.identity import identify
+from ..checkpoints.record import RECORD
+from ..checkpoints.source import Source, open_source, small_file
+from ..checkpoints.source_of import folder_it_was_made_from, original_of
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.frozen import frozen
-from ..validate.facts.vllm_env import TIMEOUT_SECONDS
-from .options import JsonOption, chosen_vllm, refuse_stray_words
+from ..recipes.protocol import Gates
+from ..validate.check.check import Checked
+from ..validate.facts.results import TIME, CheckData, Station, file_of, report_folder, write_result
+from ..validate.facts.schema import JudgementFact
+from ..validate.facts.served import Role
+from ..validate.measure.cures import switched_on, told
+from ..validate.measure.harness import Model, Setup
+from ..validate.measure.room import refuse_no_room
+from ..validate.measure.serve_line import refuse_settings
+from ..validate.measure.server import refuse_words
+from ..validate.report import report as reports
+from ..validate.report.check_data import check_data
+from ..validate.report.gates import decided_in, judge
+from .options import ServeOptions, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded
-from .tables import say
-
-if TYPE_CHECKING:
-    from ..checkpoints.source import Source
-    from ..recipes.protocol import Gates
-    from ..validate.facts.results import Station
-    from ..validate.facts.schema import JudgementFact
-    from ..validate.facts.served import Role
-    from ..validate.measure.harness import Model, Setup
+from .tables import tell
 
 _CURE = "Name it with --source, or compare nothing with --source none"
-OriginalOption = Annotated[
-    str | None,
-    typer.Option(
-        "--source",
-        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if "
-        "that is a folder here. `none`: nothing is compared.",
-    ),
-]
 
 
-@frozen
-class ServeOptions:
-    """A checkpoint that is measured with servers, and where the results go.
-
-    Attributes:
-        path: Checkpoint to measure: a folder or a Hub id.
-        timeout: Seconds a server may take to be healthy.
-        out: Folder for these results alone; default: NAME.report next to the checkpoint, with all
-            its results.
-    """
-
-    path: str
-    timeout: Annotated[float, typer.Option(min=1)] = TIMEOUT_SECONDS
-    out: Path | None = None
-    as_json: JsonOption = False
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Session:
     """One run of such a verb.
 
     Attributes:
+        verb: for refusals.
         station: whose result file is written.
         options: of the command line.
         extra: words for `vllm serve`.
-        opened, original: the checkpoint and what it was made from, None where nothing is compared;
-            not downloaded.
-        err: where progress goes.
+        source: what the checkpoint was made from; None takes its record's, `none` compares nothing.
     """
 
-    station: "Station"
+    verb: str
+    station: Station
     options: ServeOptions
-    extra: tuple[str, ...]
-    opened: "Source"
-    original: "Source | None"
-    err: Console
+    extra: list[str]
+    source: str | None
+
+    @cached_property
+    def opened(self) -> Source:
+        """The checkpoint, not downloaded.
+
+        Raises:
+            RecipeError, CheckpointError: see `open_source`; or words that keepmtp must choose
+                itself.
+        """
+        refuse_stray_words(self.verb, self.extra)
+        refuse_words(self.verb, self.extra)
+        return open_source(self.options.path)
+
+    @cached_property
+    def original(self) -> Source | None:
+        """What it was made from, not downloaded; None where nothing is compared."""
+        return original_of(self.opened, self.source, cure=_CURE)
 
     @property
     def is_recorded(self) -> bool:
@@ -84,14 +80,12 @@ class Session:
     @property
     def out(self) -> Path:
         """Where results go: those of a repository, which is no folder of anybody's, here."""
-        from ..validate.facts.results import report_folder
-
         if self.is_recorded:
             return report_folder(Path(self.options.path))
         return self.options.out or Path(f"{Path(self.opened.where).name}.report")
 
     @cached_property
-    def setup(self) -> "Setup":
+    def setup(self) -> Setup:
         """How to serve.
 
         Raises:
@@ -99,10 +93,6 @@ class Session:
             RecipeError: something is not installed that the CPU build of vLLM may need; or words
                 that this vLLM does not take.
         """
-        from ..validate.measure.harness import Setup
-        from ..validate.measure.room import refuse_no_room
-        from ..validate.measure.serve_line import refuse_settings
-
         # Whatever may be refused is refused before a server is started, which may take half an
         # hour.
         vllm = chosen_vllm()
@@ -112,43 +102,31 @@ class Session:
         if vllm.build == "cpu":
             require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
         refuse_no_room((self.opened, self.original), vllm, out=self.out, extra=self.extra)
-        return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra)
+        extra = tuple(self.extra)
+        return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=extra)
 
-    def model(self, role: "Role", source: "Source") -> "Model":
+    def model(self, role: Role, source: Source) -> Model:
         """One of the checkpoints, downloaded and hashed."""
-        from ..checkpoints.identity import identify
-        from ..validate.measure.cures import switched_on, told
-        from ..validate.measure.harness import Model
-
-        version = self.setup.vllm.version
-        if line := told(switched_on(source, version), version):
-            say(self.err, f"{role}: {line}")
         # `setup` refuses before anything is downloaded or kept.
-        cache = self.setup.out
-        local = downloaded(source, self.err, is_shown=not self.options.as_json)
+        setup = self.setup
+        if line := told(switched_on(source, setup.vllm.version), setup.vllm.version):
+            tell(f"{role}: {line}")
+        is_shown = not self.options.as_json
+        local = downloaded(source, is_shown=is_shown)
         assert local.folder is not None, "download() gives a folder"
-        reading = None
-        if not self.options.as_json:
-            reading = bytes_bar(self.err, "reading")
-        return Model(
-            role=role, source=local, identity=identify(local.folder, cache=cache, watch=reading)
-        )
+        reading = bytes_bar("reading") if is_shown else None
+        identity = identify(local.folder, cache=setup.out, watch=reading)
+        return Model(role=role, source=local, identity=identity)
 
-    def checkpoint(self, *but: "Station") -> "Model":
-        """The checkpoint. Results of other bytes are refused, but for those of this station and
-        `but`.
+    def models(self, *but: Station) -> tuple[Model, Model | None]:
+        """The checkpoint, and what it was made from, which is not the same bytes. Results of other
+        bytes are refused, but for those of this station and `but`.
         """
-        from ..validate.report import report as reports
-
-        model = self.model("checkpoint", self.opened)
+        checkpoint = self.model("checkpoint", self.opened)
         if self.is_recorded:
-            reports.refuse_stale(self.out, model.identity, but=(self.station, *but))
-        return model
-
-    def source_of(self, checkpoint: "Model") -> "Model | None":
-        """What it was made from, which is not the same bytes."""
+            reports.refuse_stale(self.out, checkpoint.identity, but=(self.station, *but))
         if self.original is None:
-            return None
+            return checkpoint, None
         source = self.model("source", self.original)
         # Compared with itself, everything would pass.
         if source.identity.sha256 == checkpoint.identity.sha256:
@@ -158,46 +136,30 @@ class Session:
                 got=f"the same bytes in {source.source.where}",
                 cure=_CURE,
             )
-        return source
+        return checkpoint, source
 
     @property
     def record(self) -> Path | None:
         """The checkpoint's keepmtp.json."""
-        from ..checkpoints.record import RECORD
-        from ..checkpoints.source import small_file
-
         return small_file(self.opened, RECORD)
 
     @property
-    def gates(self) -> "Gates":
+    def gates(self) -> Gates:
         """The gates of the recipe that the checkpoint was made by."""
-        from ..validate.report.gates import decided_in
-
         return decided_in(self.record, cure="Restore the keepmtp.json that keepmtp wrote")[0]
 
     @property
     def places(self) -> str:
         """Where the result and the servers' logs are."""
-        from ..validate.facts.results import file_of
-
         return f"Result: {file_of(self.out, self.station)}; logs: {self.out / 'logs'}"
 
-    def keep(self, fact: Any, checkpoint: "Model", **alone: Any) -> "JudgementFact":
+    def keep(self, fact: Any, checkpoint: Model, **alone: Any) -> JudgementFact:
         """Write the result.
 
         Returns: the judgement of all results of the checkpoint, or of `alone` where it joins none.
         """
-        from ..validate.facts.results import write_result
-        from ..validate.report import report as reports
-        from ..validate.report.gates import judge
-
-        write_result(
-            self.out,
-            self.station,
-            fact,
-            checkpoint=checkpoint.identity,
-            vllm=self.setup.vllm.version,
-        )
+        vllm = self.setup.vllm.version
+        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=vllm)
         if self.is_recorded:
             # The new result joins the others, and all gates are judged anew.
             judgement = reports.refresh(self.out).judgement
@@ -206,34 +168,64 @@ class Session:
         return judge(**alone)
 
 
-def begin(
-    verb: str, station: "Station", options: ServeOptions, words: list[str], source: str | None
-) -> Session:
-    """Open both checkpoints.
+def save(
+    folder: Path,
+    found: CheckData,
+    *,
+    vllm: str,
+    opened: Source | None = None,
+    source: Source | None = None,
+    **measured: Any,
+) -> Path:
+    """Write report.json of one checkpoint, and report.html where it can be made; returns the one to
+    look at.
 
     Args:
-        verb: for refusals.
-        station: whose result file will be written.
-        options: of the command line.
-        words: for `vllm serve`.
-        source: what the checkpoint was made from; None takes its record's, `none` compares nothing.
+        folder: made if need be; an older report in it is replaced.
+        found: the check, dry loads included.
+        vllm: the version that judged, or that the rules describe.
+        opened: the checkpoint; None where it could not be read.
+        source: what it was made from, for sizes before and after.
+        measured: more facts, as `assemble` names them.
+    """
+    data = check_data(found, opened=opened, source=source)
+    return reports.write(
+        folder,
+        reports.assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured),
+    )
+
+
+def recorder(paths: list[str]) -> Callable[[Checked], Path]:
+    """Hash the one checkpoint that is going to be checked, for `check --record`.
+
+    A file that changes during the check does not count as checked. Results of other bytes are
+    refused before a dry load.
+
+    Returns: called with what was found, it writes check.json and the report of all results, and
+    returns its path.
 
     Raises:
-        RecipeError, CheckpointError: see `open_source` and `original_of`; or words that keepmtp
-            must choose itself.
+        RecipeError: several checkpoints, or a Hub id.
+        CheckpointError: the folder of results holds results of other bytes.
     """
-    from ..checkpoints.source import open_source
-    from ..checkpoints.source_of import original_of
-    from ..validate.measure.server import refuse_words
+    if len(paths) != 1 or not Path(paths[0]).is_dir():
+        raise RecipeError(
+            "--record",
+            "keeps the check of one folder",
+            got=" ".join(paths),
+            cure="Run it for each, on a checkpoint that lies here",
+        )
+    checkpoint = Path(paths[0])
+    folder = report_folder(checkpoint)
+    identity = identify(checkpoint, cache=folder, watch=bytes_bar("reading"))
+    reports.refuse_stale(folder, identity, but=("check",))
 
-    refuse_stray_words(verb, words)
-    refuse_words(verb, words)
-    opened = open_source(options.path)
-    return Session(
-        station=station,
-        options=options,
-        extra=tuple(words),
-        opened=opened,
-        original=original_of(opened, source, cure=_CURE),
-        err=Console(stderr=True),
-    )
+    def keep(checked: Checked) -> Path:
+        made_from = folder_it_was_made_from(checkpoint)
+        source = made_from and open_source(str(made_from))
+        data = check_data(checked.data, opened=checked.source, source=source)
+        write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
+        reports.refresh(folder)
+        return folder / reports.JSON_FILE
+
+    return keep

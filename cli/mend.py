@@ -6,54 +6,57 @@ check and vLLM's own loaders find of it; exit status 1 if an error is left.
 """
 
 import shlex
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
+from rich.console import RenderableType
+from rich.text import Text
 
-from ..recipes.errors import RecipeError, size_in_words
+from ..recipes.errors import RecipeError, printable
 from ..recipes.extras import require_extra
-from ..recipes.frozen import Json, Raw, Say, frozen
-from . import exits, findings
-from .check import check_json
+from ..recipes.frozen import Json, frozen
+from . import exits
 from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
 from .progress import bytes_bar, spinner
-from .tables import answer, print_json, say
+from .tables import answer, in_words, tell
 
 if TYPE_CHECKING:
-    from ..cure.fix import Outcome
-    from ..cure.graft import Graft
-    from ..cure.rewritten import Judged, Rewritten
+    from ..cure.rewritten import Judged
 
 # Of the lines of a diff, by how they begin.
-_COLOURS = {
-    "---": "bold",
-    "+++": "bold",
-    "+": "green",
-    "-": "red",
-    "#": "bold",
-    "@": "cyan",
-    "~": "green",
-}
+_COLOURS = {"---": "bold", "+++": "bold", "+": "green", "-": "red", "#": "bold", "@": "cyan"}
 
 
 @frozen
-class Ending:
-    """Who judges the new folder.
+class NewFolder:
+    """The new checkpoint, and who judges it.
 
     Attributes:
+        out: The new folder; without it, or with --dry-run, nothing is written.
         gpus: GPU that vLLM pretends for the dry load at the end; may be repeated. Default sm100.
         static_only: End with the check alone: vLLM does not load the result.
     """
 
+    out: Path | None = None
     gpus: GpusOption = None
     static_only: bool = False
+    dry_run: DryRunOption = False
+    as_json: JsonOption = False
 
-    def judge(self, out: Path, doing: Say) -> "Judged":
-        """Check and load a new folder."""
+    def folder(self, verb: str = "") -> Path | None:
+        """The folder, if it shall be written. A verb that makes nothing else must have one."""
+        if self.dry_run:
+            return None
+        if self.out is None and verb:
+            raise RecipeError(
+                verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
+            )
+        return self.out
+
+    def judge(self, out: Path) -> "Judged":
+        """Check and load the new folder."""
         from ..cure.rewritten import GPUS, judge
 
         gpus = GPUS
@@ -61,17 +64,31 @@ class Ending:
             gpus = ()
         elif self.gpus:
             gpus = chosen_gpus(self.gpus)
-        with exits.judging(out):
+        with spinner() as doing:
             return judge(out, gpus=gpus, progress=doing)
 
+    def end(
+        self, judged: "Judged", value: Json, diff: Iterable[str], notes: Iterable[str], path: str
+    ) -> None:
+        """Print what was changed and what was found of it, where commands call it `path`; end with
+        the status that this comes to.
+        """
+        from . import findings
 
-def fix(
-    path: str,
-    ending: Ending,
-    out: Path | None = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+        parts: list[RenderableType] = []
+        for line in diff:
+            style = _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], "")
+            parts.append(Text(printable(line), style))
+        parts += findings.parts(judged.checked.data, path=path)
+        if judged.no_vllm is not None:
+            parts.append(f"not loaded by vLLM: {judged.no_vllm}")
+        status = 0
+        if not judged.ok:
+            status = exits.FINDINGS
+        answer(value, [*parts, *notes], as_json=self.as_json, status=status)
+
+
+def fix(path: str, new: NewFolder) -> None:
     """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
     folder.
 
@@ -102,95 +119,63 @@ def fix(
 
     Args:
         path: A checkpoint: a folder or a Hub id, ours or anyone's.
-        out: The new folder; without it nothing is written.
     """
     from ..cure.fix import cure_elsewhere, proposed, write
+    from ..cure.rewritten import Judged
+    from .findings import check_json
 
-    console = Console(quiet=as_json)
-    written = None
-    judged = None
-    with spinner(Console(stderr=True)) as doing:
+    with spinner() as doing:
         outcome = proposed(path, progress=doing)
-        proposal = outcome.proposal
-        diff = proposal.diffs()
-        for line in diff:
-            say(console, line, _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], ""))
-        if proposal.edits:
-            console.print()
-        # A person who only looks changes nothing. The new folder shares files with the old one
-        # (hard links), so nothing is ever written into either.
-        if out is not None and not dry_run and proposal.edits:
-            doing(f"{out}: writing")
-            written = write(outcome, out)
-            # Of a repository, OUT has the changed files alone: no checkpoint to judge.
-            if proposal.source.folder is not None:
-                judged = ending.judge(out, doing)
+    proposal = outcome.proposal
+    judged = Judged(outcome.after)
     # What is cured next: the new folder, if it has all of the checkpoint.
     next_one = proposal.source.where
-    data = outcome.after.data
-    shown = data
-    is_good = data.ok
-    accounts = ()
-    if judged is not None:
-        next_one = str(out)
-        data = shown = judged.checked.data
-        is_good = judged.ok
-        accounts = judged.checked.accounts
-    elif proposal.edits:
-        shown = data.model_copy(update={"path": f"{path}, as it would be"})
-    cures = []
-    for finding in data.findings:
-        cure = cure_elsewhere(finding, outcome, next_one)
-        if cure and cure not in cures:
-            cures.append(cure)
-    findings.show(console, shown, path=next_one)
-    for reason in proposal.not_here:
-        say(console, f"not cured in a repository, because it needs the shards: {reason}")
-    for cure in cures:
-        say(console, f"needs new values: {cure}")
-    not_loaded = None
-    if judged is not None and judged.no_vllm is not None:
-        not_loaded = str(judged.no_vllm)
-        say(console, f"not loaded by vLLM: {not_loaded}")
-    if written is not None:
-        if judged is None:
-            say(console, "not loaded by vLLM: OUT has only the files that changed")
-        say(console, written.sentence)
-    elif proposal.edits:
-        say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
-    else:
-        say(console, "nothing to change: there is no finding that fix can cure")
-    if as_json:
-        value = check_json(data, accounts) | _fixed_json(outcome, diff, written)
-        print_json(value | {"not_loaded": not_loaded, "cures": cures})
-    if not is_good:
-        raise typer.Exit(exits.FINDINGS)
-
-
-def _fixed_json(outcome: "Outcome", diff: list[str], written: "Rewritten | None") -> Json:
-    value: Json = {
+    written = None
+    out = new.folder()
+    if out is not None and proposal.edits:
+        # It shares files with the old one (hard links), so nothing is ever written into either.
+        written = write(outcome, out)
+        # Of a repository, OUT has the changed files alone: no checkpoint to judge.
+        if proposal.source.folder is not None:
+            judged = new.judge(out)
+            next_one = str(out)
+    checked = judged.checked
+    own = [cure_elsewhere(finding, outcome, next_one) for finding in checked.data.findings]
+    cures = [cure for cure in dict.fromkeys(own) if cure]
+    diff = proposal.diffs()
+    value = check_json(checked.data, checked.accounts) | {
         "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
-        "changes": [*dict.fromkeys(edit.why for edit in outcome.proposal.edits)],
+        "changes": [*dict.fromkeys(edit.why for edit in proposal.edits)],
         "diff": diff,
-        "needs_shards": [*outcome.proposal.not_here],
+        "needs_shards": [*proposal.not_here],
         "out": None,
         "new": [],
         "kept": 0,
+        "not_loaded": _not_loaded(judged),
+        "cures": cures,
     }
+    why = "not cured in a repository, because it needs the shards:"
+    notes = [f"{why} {reason}" for reason in proposal.not_here]
+    notes += [f"needs new values: {cure}" for cure in cures]
     if written is not None:
-        value |= {"out": str(written.folder), "new": [*written.new], "kept": len(written.kept)}
-    return value
+        value |= {"out": str(written.folder), "new": written.new, "kept": len(written.kept)}
+        notes.append(written.sentence)
+    elif proposal.edits:
+        notes.append(f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
+    else:
+        notes.append("nothing to change: there is no finding that fix can cure")
+    if proposal.edits and judged.checked is outcome.after:
+        supposed = checked.data.model_copy(update={"path": f"{path}, as it would be"})
+        judged = Judged(checked._replace(data=supposed))
+    new.end(judged, value, diff, notes, next_one)
 
 
 def graft(
     quantized: str,
     source: Annotated[str, typer.Option("--from")],
-    ending: Ending,
-    out: Path | None = None,
+    new: NewFolder,
     mtp: str | None = None,
     replace: bool = False,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is
     broken.
@@ -215,7 +200,6 @@ def graft(
     Args:
         quantized: The checkpoint that lost its MTP block: a folder or a Hub id.
         source: Folder or Hub id of the release that it was made from.
-        out: The new folder; not needed with --dry-run.
         mtp: The block: `source` (as released), `bf16`, or a scheme that needs no data; default:
             source where the checkpoint's config can say it, else bf16.
         replace: Also in place of a block with which nothing is wrong.
@@ -224,69 +208,46 @@ def graft(
     from ..checkpoints.source import open_source
     from ..cure.graft import carry_out, plan_graft
     from ..cure.rewritten import Judged
+    from .findings import check_json
 
-    _refuse_no_out("graft", out, dry_run=dry_run)
-    err = Console(stderr=True)
-    new = None
+    out = new.folder("graft")
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
-    for line in _foreseen(made):
-        say(err, line)
-    # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
-    judged = Judged(checked=made.checked)
-    if out is not None and not dry_run:
-        written = carry_out(made, out, bar=partial(bytes_bar, err))
-        say(err, written.sentence)
-        new = list(written.new)
-        if made.proposal.source.folder is not None:
-            judged = ending.judge(out, partial(say, err))
     plan = made.plan
-    diff = made.proposal.diffs()
-    not_loaded = None
-    if judged.no_vllm is not None:
-        not_loaded = str(judged.no_vllm)
-    value = {
+    value: Json = {
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "mtp": plan.recipe.mtp,
         "tensors": plan.num_outputs,
         "bytes": {"read": made.num_bytes_read, "written": plan.num_bytes_after},
         "shards": [shard.file for shard in plan.shards],
         "left_out": made.proposal.empty_shards,
-        "written_again": list(made.proposal.shards_again),
-        "diff": diff,
-        "new": new,
-        "vllm": not_loaded,
+        "written_again": [*made.proposal.shards_again],
     }
-    _end(judged, value, diff, as_json=as_json)
+    tell(in_words(value))
+    diff = made.proposal.diffs()
+    value |= {"diff": diff, "new": None}
+    # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
+    judged = Judged(made.checked)
+    if out is not None:
+        written = carry_out(made, out, bar=bytes_bar)
+        tell(written.sentence)
+        value["new"] = written.new
+        if made.proposal.source.folder is not None:
+            judged = new.judge(out)
+    checked = judged.checked
+    check = check_json(checked.data, checked.accounts)
+    value |= {"vllm": _not_loaded(judged), "check": check}
+    new.end(judged, value, diff, (), checked.data.path)
 
 
-def _foreseen(made: "Graft") -> Iterator[str]:
-    """What will be read and written."""
-    plan = made.plan
-    quantized = made.proposal.source
-    matrices = [tensor for tensor in plan.tensors if len(tensor.shape) >= 2]
-    forms = {tensor.scheme or "plain" for tensor in matrices}
-    files = ", ".join(shard.file for shard in plan.shards)
-    read = size_in_words(made.num_bytes_read)
-    written = size_in_words(plan.num_bytes_after)
-    yield f"read: {read} of {plan.source.where}, the MTP block alone"
-    yield f"write: {written} in {files}: {', '.join(sorted(forms))}"
-    if gone := made.proposal.empty_shards:
-        yield f"leave out: {', '.join(gone)}: nothing but the old block"
-    if again := made.proposal.shards_again:
-        yield f"write again: {', '.join(again)}: without the old block"
-    if quantized.folder is None:
-        yield (
-            f"OUT gets only files that are new or changed: {quantized.where} is not on this machine"
-        )
+def _not_loaded(judged: "Judged") -> str | None:
+    """Why vLLM did not load it."""
+    return judged.no_vllm and str(judged.no_vllm)
 
 
 def convert(
     path: str,
     to: Annotated[Literal["compressed-tensors", "modelopt"], typer.Option("--to")],
-    ending: Ending,
-    out: Path | None = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
+    new: NewFolder,
 ) -> None:
     """Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.
 
@@ -307,59 +268,31 @@ def convert(
     Args:
         path: A finished checkpoint's folder, ours or anyone's.
         to: The dialect it will have.
-        out: The new folder; not needed with --dry-run.
     """
     require_extra("convert", "quantize")
     from ..cure import convert as cure
+    from .findings import check_json
 
     planned = cure.plan_conversion(path, to)
     proposal = planned.proposal
-    shards = tuple(proposal.shards_again)
-    value = {
+    value: Json = {
         "path": path,
         "from": planned.first,
         "to": planned.to,
         "tensors_changed": planned.num_changed,
         "tensors_with_other_bytes": len(proposal.made),
-        "shards_written": shards,
+        "shards_written": [*proposal.shards_again],
         "bytes_written": proposal.num_bytes_again,
     }
-    sentence = (
-        f"{path} from {planned.first} to {to}: {planned.num_changed:,} tensors get another name or "
-        f"form, {len(proposal.made):,} of them other bytes; {len(shards)} shards are written "
-        f"({size_in_words(proposal.num_bytes_again)})"
-    )
-    if dry_run:
-        answer(value, [sentence, *proposal.diffs()], as_json=as_json)
+    out = new.folder("convert")
+    if out is None:
+        answer(value, [in_words(value), *proposal.diffs()], as_json=new.as_json)
         return
-    _refuse_no_out("convert", out, dry_run=dry_run)
-    assert out is not None
-    err = Console(stderr=True)
-    with bytes_bar(err, "converting")(proposal.num_bytes_again) as progress:
+    with bytes_bar("converting")(proposal.num_bytes_again) as progress:
         written = cure.convert(planned, out, progress=progress)
-    judged = ending.judge(out, partial(say, err))
-    value |= {"out": str(out), "new": written.new, "kept": written.kept}
-    _end(judged, value, [sentence, written.sentence], as_json=as_json)
-
-
-def _refuse_no_out(verb: str, out: Path | None, *, dry_run: bool) -> None:
-    if out is None and not dry_run:
-        raise RecipeError(
-            verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
-        )
-
-
-def _end(judged: "Judged", value: Raw, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print what was made, and what was found of it; end with the status that this comes to."""
+    judged = new.judge(out)
     checked = judged.checked
-    if as_json:
-        print_json({**value, "check": check_json(checked.data, checked.accounts)})
-    else:
-        console = Console()
-        for line in lines:
-            say(console, line)
-        if judged.no_vllm is not None:
-            say(console, f"vLLM was not asked: {judged.no_vllm}")
-        findings.show(console, checked.data)
-    if not judged.ok:
-        raise typer.Exit(exits.FINDINGS)
+    said = in_words(value)
+    value |= {"out": str(out), "new": written.new, "kept": written.kept}
+    value["check"] = check_json(checked.data, checked.accounts)
+    new.end(judged, value, [said, written.sentence], (), str(out))

@@ -3,19 +3,34 @@
 In: what typer read of a command line. Out: values, and refusals of what cannot be meant.
 
 A verb that has a parameter of a group's type has all its options (`flat` in main.py). What a
-docstring says of an option is its help.
+docstring says of an option is its help; this one's, where the verb's and the group's say nothing.
+
+Attributes:
+    model: A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a
+        checkpoint: a folder, a Hub id, or the address of its page.
+    mtp_source: Folder or Hub id of the MTP block, for a release that has none; only its MTP tensors
+        are read; default: the recipe's.
+    tps: Tensor-parallel size of the dry load; may be repeated.
+    as_json: Print JSON for machines instead of words and tables.
+    dry_run: Say what would be done, and stop.
+    run_model_code: Tasks such as humaneval may run what the model writes: in bubblewrap, or with
+        your rights without it.
+    source: What it was made from, folder or Hub id; default: what its keepmtp.json names, if that
+        is a folder here. `none`: nothing is compared.
 """
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import frozen, without
+from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
@@ -23,51 +38,26 @@ if TYPE_CHECKING:
     from ..validate.facts.dry_load import GPU
     from ..validate.facts.vllm_env import VLLM
 
-# Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and
-# signs.
-_GPU_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("a100", "a800", "a30", "ampere"), "sm80"),
-    **dict.fromkeys(("a10", "a10g", "a40", "a6000", "3080", "3090"), "sm86"),
-    **dict.fromkeys(("l40s", "l20", "l4", "4080", "4090", "6000ada", "ada"), "sm89"),
-    **dict.fromkeys(("h100", "h800", "h200", "h20", "gh200", "hopper"), "sm90"),
-    **dict.fromkeys(("b200", "gb200", "b300", "gb300", "blackwell", "sm103"), "sm100"),
-    **dict.fromkeys(("5080", "5090", "pro6000", "gb10", "sm121"), "sm120"),
+# vLLM's kernels go by the first name; people type the others, with NVIDIA, RTX and signs.
+_NAMES_OF = {
+    "sm80": "a100 a800 a30 ampere",
+    "sm86": "a10 a10g a40 a6000 3080 3090",
+    "sm89": "l40s l20 l4 4080 4090 6000ada ada",
+    "sm90": "h100 h800 h200 h20 gh200 hopper",
+    "sm100": "b200 gb200 b300 gb300 blackwell sm103",
+    "sm120": "5080 5090 pro6000 gb10 sm121",
 }
 
 AtLeastOne = Annotated[int, typer.Option(min=1)]
 AtLeastOneOrNone = Annotated[int | None, typer.Option(min=1)]
+K = ("-k", "--num-speculative-tokens")
+KOption = Annotated[int | None, typer.Option(*K, min=1)]
 GpusOption = Annotated[list[str] | None, typer.Option("--gpu")]
-TpsOption = Annotated[
-    list[int] | None,
-    typer.Option("--tp", min=1, help="Tensor-parallel size of the dry load; may be repeated."),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON for machines instead of words and tables.")
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
-MtpSourceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder or Hub id of the MTP block, for a release that has none; only its MTP tensors "
-        "are read; default: the recipe's."
-    ),
-]
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        help="A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a "
-        "checkpoint: a folder, a Hub id, or the address of its page."
-    ),
-]
-ModelCodeOption = Annotated[
-    bool,
-    typer.Option(
-        "--run-model-code",
-        help="Tasks such as humaneval may run what the model writes: in bubblewrap, or with your "
-        "rights without it.",
-    ),
-]
+TpsOption = Annotated[list[int] | None, typer.Option("--tp", min=1)]
+JsonOption = Annotated[bool, typer.Option("--json")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run")]
 VLLMsOption = Annotated[list[str] | None, typer.Option("--vllm", metavar="VERSIONS")]
+OriginalOption = Annotated[str | None, typer.Option("--source")]
 
 
 @frozen
@@ -88,12 +78,12 @@ class ModelOptions:
             `model_code: checkpoint` may run it, and the output gets its .py files.
     """
 
-    model: ModelArgument
+    model: str
     source: str | None = None
     scheme: str | None = None
     mtp: str | None = None
     calibration: str | None = None
-    mtp_source: MtpSourceOption = None
+    mtp_source: str | None = None
     requantize: bool = False
     trust_remote_code: bool = False
 
@@ -110,6 +100,23 @@ class ModelOptions:
         return api.plan(**asdict(self))
 
 
+@frozen
+class ServeOptions:
+    """A checkpoint that is measured with servers, and where the results go.
+
+    Attributes:
+        path: Checkpoint to measure: a folder or a Hub id.
+        timeout: Seconds a server may take to be healthy.
+        out: Folder for these results alone; default: NAME.report next to the checkpoint, with all
+            its results.
+    """
+
+    path: str
+    timeout: Annotated[float, typer.Option(min=1)] = TIMEOUT_SECONDS
+    out: Path | None = None
+    as_json: JsonOption = False
+
+
 def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
     """The GPUs to pretend, in keepmtp's order.
 
@@ -118,14 +125,15 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
     """
     from ..validate.facts.dry_load import GPUS
 
+    known = {name: sm for sm, names in _NAMES_OF.items() for name in names.split()}
     meant = set[str]()
     for word in words:
         typed = re.sub(r"nvidia|geforce|rtx|sxm\d?|pcie|nvl\d*|\b\d+gb|[\s_-]", "", word.lower())
-        name = _GPU_NAMES.get(typed, typed)
+        name = known.get(typed, typed)
         meant.add(name)
         if name not in GPUS:
             # V100 is no slip for H100: a card's first letter is its generation.
-            names = [each for each in (*GPUS, *_GPU_NAMES) if each[0] == name[:1]]
+            names = [each for each in (*GPUS, *known) if each[0] == name[:1]]
             cure = "Name an NVIDIA card from Ampere on, such as H100, or one of these"
             cure = did_you_mean(name, names, otherwise=cure)
             if "," in word:

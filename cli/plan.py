@@ -35,9 +35,7 @@ def plan(
             A100, H100, B200 or 5090.
     """
     from ..checkpoints.source import uncollected
-    from ..quantize.needs import needs
     from ..quantize.plan.checkpoint_as_model import NoSchemeError
-    from ..validate.facts.vllm_env import gpus_here
     from . import plan_tables
 
     try:
@@ -46,5 +44,4 @@ def plan(
         plan_tables.show_fits(unchosen, as_json=as_json)
         return
     with uncollected():
-        found = needs.needs_of(made, needs.machine_of(gpu_memory, here=gpus_here()))
-        plan_tables.show(made, found, as_json=as_json)
+        plan_tables.show(made, as_json=as_json, gpu_memory=gpu_memory)

@@ -5,7 +5,7 @@ In: a plan. Out: tables on standard output, or one JSON value. Nothing is decide
 """
 
 import shlex
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
-from ..quantize.needs.needs import Needs, lines
+from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
@@ -25,47 +25,43 @@ from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
-from ..recipes.model_file import find_path, in_words
+from ..recipes.model_file import find_path
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
-from ..recipes.yaml_file import on_one_line
+from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.serve_line import serve_words
 from ..validate.report.provenance import gpus_of
 from . import tables
-from .tables import by_reason, counted, table
+from .tables import by_reason, counted, in_words, table
 
 _LOCAL = "local"
-# MiMo-7B, 15.7 GB, takes 44 to 54 s on two cores: docs/benchmarks.md.
-_BYTES_A_MINUTE = 17 * 10**9
+# What a row of a plan is told apart by.
+_ROW = ("part", "modules", "fate", "stored_before", "stored_as", "reason")
 
 
-def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
-    """Print a plan and what it needs, and for people also what would stop the run."""
+def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
+    """Print a plan and what it needs, here or with such GPUs, and for people also what would stop
+    the run.
+    """
+    needs = needs_of(made, machine_of(gpu_memory, here=gpus_here()))
     value = plan_json(made)
-    tables.answer(value | {"needs": asdict(needs)}, _parts(made, value, needs), as_json=as_json)
+    tables.answer(value | {"needs": needs}, _parts(made, value, needs), as_json=as_json)
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
-    """What can be made of a checkpoint: a row for each variant, whose minutes are known where no
-    data is needed.
-    """
+    """What can be made of a checkpoint: a row for each variant."""
     rows = []
     cells = []
     for fit in unchosen.fits:
         gpus = [f"{count} x {name}" for count, name, _ in gpus_of(unchosen.source, fit.num_bytes)]
-        minutes = None
-        if not fit.data:
-            minutes = 1 + fit.num_bytes_before // _BYTES_A_MINUTE
-        rows.append(asdict(fit) | {"gpus": gpus, "minutes": minutes})
+        rows.append(asdict(fit) | {"gpus": gpus})
         size = size_in_words(fit.num_bytes)
         held_by = ", ".join(gpus) or "-"
-        cells.append([fit.variant, fit.data or "none", size, held_by, str(minutes or "-")])
-    columns = ("variant", "data", ">bytes", "GPUs that hold it", ">minutes")
-    note = "Minutes are those of two cores; of a run with data they are not known."
-    parts = [table(str(unchosen.where), columns, cells), f"{note} Choose one with --scheme."]
-    value = {"source": unchosen.source.where, "variants": rows}
-    tables.answer(value, parts, as_json=as_json)
+        cells.append([fit.variant, fit.data or "none", size, held_by])
+    columns = ("variant", "data", ">bytes", "GPUs that hold it")
+    parts = [table(str(unchosen.where), columns, cells), "Choose one with --scheme."]
+    tables.answer({"source": unchosen.source.where, "variants": rows}, parts, as_json=as_json)
 
 
 def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
@@ -85,12 +81,18 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
         yield code
     if made.source.left:
         yield f"left: {listed(made.source.left)}"
-    yield ""
-    if "search" in value:
-        yield from _budget(value["search"])
-    if calibration := value["calibration"]:
-        yield from _will_do(made, calibration)
+    if search := value.get("search"):
         yield ""
+        yield f"Budget {search['budget']}: a search chooses the words of {search['units']} units:"
+        for name, size in search["plans"].items():
+            yield f"  {name:<12} {in_words(size)}"
+    if planned := value["calibration"]:
+        assert made.recipe.calibration is not None
+        yield ""
+        settings = made.recipe.calibration.model_dump(mode="json", exclude_defaults=True)
+        yield f"calibration: {in_words(settings)}"
+        yield f"with it: {in_words(planned)}"
+    yield ""
     yield "quantization_config, in vLLM's runtime names"
     yield from _entries(value["quantization_config"])
     yield ""
@@ -131,35 +133,18 @@ def _served_by(made: Plan) -> Iterator[str]:
             yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
 
 
-def _fates(groups: list[Json]) -> Iterator[list[str] | None]:
-    """Module groups by what becomes of them, with sizes before and after."""
-    sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
-    for group in groups:
-        stored = group["stored_as"]
-        added = "a copy"
-        if group["modules"] == "attention":
-            added = "a scale"
-        fates = {
-            "quantize": f"quantize to {stored}",
-            "dequantize": f"{stored} from {group['stored_before']}",
-            "add": f"add {added}",
-            "drop": "drop",
-            "keep": f"keep {stored}",
-        }
-        total = sums[group["part"], group["modules"], fates[group["fate"]]]
-        for key in ("tensors", "bytes_before", "bytes_after"):
-            total[key] += group[key]
-    previous = ""
-    for (part, modules, fate), total in sums.items():
-        shown = part
-        if part == previous:
-            shown = ""
-        elif previous:
+def _fates(rows: list[Json]) -> Iterator[list[str] | None]:
+    """The rows of a plan, with a line before the MTP block."""
+    part = rows[0]["part"]
+    for row in rows:
+        if row["part"] != part:
+            part = row["part"]
             yield None
-        before = size_in_words(total["bytes_before"])
-        after = size_in_words(total["bytes_after"])
-        yield [shown, modules, fate, f"{total['tensors']:,}", before, after]
-        previous = part
+        fate = f"{row['fate']} {row['stored_as']}"
+        if row["fate"] == "dequantize":
+            fate += f" from {row['stored_before']}"
+        sizes = [size_in_words(row["bytes_before"]), size_in_words(row["bytes_after"])]
+        yield [part, row["modules"], fate, f"{row['tensors']:,}", *sizes]
 
 
 def totals(plan: Plan) -> str:
@@ -180,56 +165,38 @@ def totals(plan: Plan) -> str:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
-    schemes = {tensor.scheme or "plain" for tensor in plan.mtp if len(tensor.shape) >= 2}
-    block = f"stored as {', '.join(sorted(schemes))}"
-    if schemes == {"plain"}:
-        dtypes = Counter[str]()
-        for tensor in plan.mtp:
-            dtypes.update(output.dtype for output in tensor.outputs)
-        ((most, _),) = dtypes.most_common(1)
-        block = f"kept in {most}"
-    if any(tensor.tuned for tensor in plan.tensors):
-        block = f"tuned, {block}"
+    forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
+    block = ", ".join(sorted(forms))
     size = size_in_words(plan.num_bytes_after)
-    if plan.recipe.kv_cache:
-        size += ", FP8 KV cache"
     return Text(f"{printable(str(folder))}: {size}, MTP block {block}. Serve it:\n  {command}")
+
+
+def _stored(tensor: TensorPlan) -> str:
+    dtypes = {output.dtype for output in tensor.outputs}
+    return tensor.scheme or "/".join(sorted(dtypes)) or "-"
 
 
 def plan_rows(plan: Plan) -> list[Json]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
-        dtypes = {output.dtype for output in tensor.outputs}
-        stored = tensor.scheme or "/".join(sorted(dtypes)) or "-"
-        key = (tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason)
+        key = (tensor.part, tensor.role, tensor.fate, tensor.form, _stored(tensor), tensor.reason)
         groups[key].append(tensor)
     rows = []
-    for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
+    for key, tensors in sorted(groups.items()):
+        row: Json = dict(zip(_ROW, key, strict=True))
+        row |= {"tensors": len(tensors), "bytes_before": 0}
         # A copy that is added has the bytes of its original, which are counted there.
-        num_before = 0
-        if fate != "add":
-            num_before = plan.num_bytes_read(tensors)
-        num_after = 0
-        for tensor in tensors:
-            num_after += sum(output.num_bytes for output in tensor.outputs)
-        rows.append(
-            {
-                "part": part,
-                "modules": role,
-                "fate": fate,
-                "stored_before": form,
-                "stored_as": stored,
-                "reason": reason,
-                "tensors": len(tensors),
-                "bytes_before": num_before,
-                "bytes_after": num_after,
-            }
+        if row["fate"] != "add":
+            row["bytes_before"] = plan.num_bytes_read(tensors)
+        row["bytes_after"] = sum(
+            output.num_bytes for tensor in tensors for output in tensor.outputs
         )
+        rows.append(row)
     return rows
 
 
-def budget_json(plan: Plan) -> Json:
+def _searched(plan: Plan) -> Json:
     """What is known of a search before it: the budget, the units, and the sizes that are
     possible.
     """
@@ -250,20 +217,6 @@ def budget_json(plan: Plan) -> Json:
     return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
 
 
-def _budget(search: Json) -> Iterator[str]:
-    """The same for people."""
-    yield (
-        f"Budget {search['budget']}: a search chooses the words of {search['units']} units. All "
-        "files would have"
-    )
-    for name, size in search["plans"].items():
-        fits = "does not fit"
-        if size["fits"]:
-            fits = "fits"
-        yield f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {fits}"
-    yield ""
-
-
 def plan_json(plan: Plan) -> Json:
     """A plan for machines: totals, rows by module group, the quantization_config, and the
     calibration.
@@ -274,7 +227,7 @@ def plan_json(plan: Plan) -> Json:
     if not plan.trust_remote_code:
         left = [*plan.source.code, *left]
     value = {
-        "recipe": plan.recipe.model_dump(mode="json"),
+        "recipe": plan.recipe,
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
@@ -291,72 +244,12 @@ def plan_json(plan: Plan) -> Json:
     if other is not None:
         value["mtp_source"] = {"name": other.where, "revision": other.revision}
     if plan.recipe.is_searched:
-        value["search"] = budget_json(plan)
+        value["search"] = _searched(plan)
     return value
 
 
-def _will_do(plan: Plan, planned: Json) -> Iterator[str]:
-    """The calibration of a plan: data, what is chosen by measuring, and the MTP pass."""
-    yield _data(plan, planned["tokens"])
-    if planned["candidates"]:
-        candidates = "; ".join(on_one_line(words) for words in planned["candidates"])
-        yield (
-            "MTP block: auto. The smallest candidate that is shown to keep "
-            f"{planned['min_acceptance']:.1%} of the released model's acceptance is written, at "
-            f"{planned['confidence']:.0%} confidence; until then it is planned as bf16. "
-            f"Candidates: {candidates}."
-        )
-    if (tuned := plan.recipe.mtp_tuned) is not None:
-        yield (
-            f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} "
-            f"sequences on what the quantized backbone computes, as {on_one_line(tuned.mtp)}, and "
-            "written where it is shown to draft better than untrained, at "
-            f"{plan.recipe.gates.confidence:.0%} confidence."
-        )
-        if tuned.guard:
-            kinds = ", ".join(texts.title for texts in tuned.guard)
-            yield f"Guards: it may not be worse on {kinds} either; none of that is trained on."
-        elif not plan.calibration.also:
-            yield "It will be judged on one kind of text alone; mtp_tuned.guard names others."
-    if planned["mtp_pass"]["possible"]:
-        yield (
-            "MTP pass: the block is run on the backbone's hidden states, and its acceptance is "
-            "measured without a server."
-        )
-    else:
-        why = planned["mtp_pass"]["why"]
-        yield f"MTP pass: not possible, {why}; acceptance is not measured."
-
-
-def _data(plan: Plan, num_tokens: int) -> str:
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    how = calibration.algorithm
-    if calibration.knobs:
-        how += f" ({in_words(calibration.knobs)})"
-    if calibration.backend == "modelopt":
-        how += " by modelopt"
-    mix = []
-    for texts in calibration.mix:
-        subset = ""
-        if texts.subset:
-            subset = f"{texts.subset}, "
-        rows = f"{texts.dataset_revision}, {subset}split {texts.split}, column {texts.column}"
-        named = f"{texts.dataset} ({rows})"
-        if calibration.also:
-            named = f"{texts.share:.0%} {named}"
-        mix.append(named)
-    held_out = f"{calibration.held_out:,} more are held out to measure on"
-    if calibration.held_out_by == "model":
-        held_out += ", answered by the model itself if memory holds it"
-    return (
-        f"{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
-        f"tokens ({num_tokens:,}) of {'; '.join(mix)}; {held_out}."
-    )
-
-
 def will_do_json(plan: Plan) -> Json | None:
-    """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
+    """The calibration of a plan, for machines; None without one. The dataset is in the recipe."""
     recipe = plan.recipe
     family = plan.view.family
     if recipe.calibration is None or not plan.needs_batches:

@@ -13,33 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 
 from ..quantize.run.processes import place_of_process
 from ..quantize.run.progress import SILENT, CalibrationStep, RunProgress, Step
 from ..recipes.errors import printable, size_in_words
 from ..recipes.frozen import Advance, Bar, Say
-from .tables import say
+from .tables import ERR, tell
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
-
-    AnyStep = CalibrationStep | Step
-    Show = Callable[[str, int, int, str, AnyStep], None]
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
@@ -48,7 +34,7 @@ _WHAT = TextColumn("{task.description}", markup=False)
 
 
 @contextmanager
-def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
+def run_progress(*, as_json: bool) -> Iterator[RunProgress]:
     """The progress of one run. Only the first process shows any."""
     with ExitStack() as shown:
 
@@ -56,44 +42,44 @@ def run_progress(console: Console, *, as_json: bool) -> Iterator[RunProgress]:
             # A terminal has one live bar at a time: calibration's ends when packing begins. The
             # stack ends the last one, so that no error is printed over it.
             shown.close()
-            return bytes_bar(console, "packing")(total_bytes)
+            return bytes_bar("packing")(total_bytes)
 
         if place_of_process().rank:
             yield SILENT
         elif as_json:
             yield RunProgress(calibration=_json_line)
         else:
-            show = shown.enter_context(_parts(console))
-
-            def calibrating(step: CalibrationStep) -> None:
-                show(step.step, step.done, step.total, in_words(step), step)
-
+            show = shown.enter_context(_bars())
             yield RunProgress(
-                calibration=calibrating,
+                calibration=lambda step: show(step.step, step.done, step.total, in_words(step)),
                 packing=packing,
-                values=bytes_bar(console, "reading values"),
-                download=partial(downloaded, console=console),
+                values=bytes_bar("reading values"),
+                download=downloaded,
             )
 
 
 @contextmanager
-def spinner(console: Console, *, is_shown: bool = True) -> Iterator[Say]:
+def spinner(*, is_shown: bool = True) -> Iterator[Say]:
     """What loaders do now, on a terminal."""
-    is_hidden = not (is_shown and console.is_terminal)
-    columns = (SpinnerColumn(), _WHAT, TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
+    with _live(SpinnerColumn(), is_shown=is_shown, transient=True) as progress:
         task = progress.add_task("starting vLLM", total=None)
-
-        def tell(doing: str) -> None:
-            progress.update(task, description=printable(doing))
-
-        yield tell
+        yield lambda doing: progress.update(task, description=printable(doing))
 
 
-def bytes_bar(console: Console, label: str) -> Bar:
-    """Rate and time left, for packing and for hashing: a bar on a terminal, else lines. Any thread
-    may call it.
-    """
+def _live(*columns: ProgressColumn, is_shown: bool, transient: bool = False) -> Progress:
+    """Bars on a terminal. An answer that goes into a file is none of its lines."""
+    return Progress(
+        _WHAT,
+        *columns,
+        console=ERR,
+        transient=transient,
+        disable=not (is_shown and ERR.is_terminal),
+        redirect_stdout=sys.stdout.isatty(),
+    )
+
+
+def bytes_bar(label: str) -> Bar:
+    """Rate and time left, for packing and for hashing. Any thread may call it."""
 
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Advance]:
@@ -104,31 +90,37 @@ def bytes_bar(console: Console, label: str) -> Bar:
             nonlocal done
             with lock:
                 done += num_bytes
-                show(done, total_bytes)
+                show(label, done, total_bytes)
 
-        with _bytes(console, label) as show:
+        with _bars(first_after=_LINE_SECONDS) as show:
             yield advance
 
     return bar
 
 
 @contextmanager
-def _bytes(console: Console, label: str) -> Iterator[Callable[[int, int], None]]:
-    """Called with the number of bytes that are done, and in all."""
-    paced = Paced(first_after=_LINE_SECONDS)
-    columns = (
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(_WHAT, *columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=None)
+def _bars(*, as_json: bool = False, first_after: float = 0.0) -> "Iterator[Callable[..., None]]":
+    """The parts of a long run: on a terminal a bar for each, with words after it; else a line now
+    and then. Without words they are those of bytes.
+    """
+    paced = Paced(first_after=first_after)
+    tasks = {}
+    words_column = TextColumn("{task.fields[words]}", markup=False)
+    with _live(BarColumn(), words_column, is_shown=not as_json) as bars:
 
-        def show(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if not console.is_terminal and paced.is_due(done, total):
-                say(console, f"{label}  {paced.in_words(done, total)}")
+        def show(
+            part: str, done: int, total: int, words: str = "", step: Step | None = None
+        ) -> None:
+            if not bars.disable:
+                if part not in tasks:
+                    tasks[part] = bars.add_task(part, total=total, words="")
+                words = words or paced.in_words(done, total)
+                bars.update(tasks[part], completed=done, total=total, words=printable(words))
+            elif paced.is_due(done, total, part):
+                if as_json:
+                    _json_line(step)
+                else:
+                    tell(f"{part}  {words or paced.in_words(done, total)}")
 
         yield show
 
@@ -169,10 +161,8 @@ class Paced:
         return f"{share}  {rate / 2**20:,.1f} MiB/s{_eta((total - done) / rate)}"
 
 
-def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> "Source":
-    """The same source with its files on this machine, as `download`: a bar on a terminal, else
-    lines.
-    """
+def downloaded(source: "Source", *, is_shown: bool = True) -> "Source":
+    """The same source with its files on this machine, as `download`, with a bar or lines."""
     from huggingface_hub.utils import tqdm
 
     from ..checkpoints.source import download
@@ -189,55 +179,26 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Called by the Hub's client, now and then."""
-            if self.is_of_bytes and self.total and not console.file.closed:
-                show(int(self.n), int(self.total))
+            if self.is_of_bytes and self.total and not ERR.file.closed:
+                show("download", int(self.n), int(self.total))
 
-    with ExitStack() as shown:
-        if source.folder is None or source.mtp_source is not None:
-            show = shown.enter_context(_bytes(console, "download"))
+    with _bars(first_after=_LINE_SECONDS) as show:
         return download(source, bars=Bar)
 
 
 @contextmanager
-def _parts(console: Console, *, as_json: bool = False) -> "Iterator[Show]":
-    """The parts of a long run: on a terminal a bar for each, with words after it; else a line now
-    and then.
-    """
-    is_bar = console.is_terminal and not as_json
-    paced = Paced()
-    tasks = {}
-    words_column = TextColumn("{task.fields[words]}", markup=False)
-    with Progress(_WHAT, BarColumn(), words_column, console=console, disable=not is_bar) as bars:
-
-        def show(part: str, done: int, total: int, words: str, step: "AnyStep") -> None:
-            if is_bar:
-                if part not in tasks:
-                    tasks[part] = bars.add_task(part, total=total, words="")
-                bars.update(tasks[part], completed=done, total=total, words=printable(words))
-            elif not paced.is_due(done, total, part):
-                return
-            elif as_json:
-                _json_line(step)
-            else:
-                say(console, f"{part}  {words}")
-
-        yield show
-
-
-@contextmanager
-def asking(console: Console, *, as_json: bool) -> Iterator[Callable[[Step], None]]:
+def asking(*, as_json: bool) -> Iterator[Callable[[Step], None]]:
     """The progress of what is measured with servers: a bar a checkpoint, or lines."""
 
     def asked(step: Step) -> None:
-        num = f"{step.unit} {step.done:,} of {step.total:,}"
-        eta = _eta(step.eta_seconds)
         rate = ""
         if step.tokens_per_second > 0:
             rate = f"  {step.tokens_per_second:,.0f} tok/s"
-        words = step.doing or f"{num}{rate}{eta}"
+        num = f"{step.unit} {step.done:,} of {step.total:,}"
+        words = step.doing or f"{num}{rate}{_eta(step.eta_seconds)}"
         show(f"{step.role} {step.task}".rstrip(), step.done, step.total, words, step)
 
-    with _parts(console, as_json=as_json) as show:
+    with _bars(as_json=as_json) as show:
         yield asked
 
 
@@ -247,7 +208,7 @@ def _eta(seconds: float | None) -> str:
     return f"  ETA {timedelta(seconds=round(seconds))}"
 
 
-def in_words(step: "CalibrationStep") -> str:
+def in_words(step: CalibrationStep) -> str:
     """`layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB`."""
     return (
         f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  "
@@ -256,6 +217,6 @@ def in_words(step: "CalibrationStep") -> str:
     )
 
 
-def _json_line(step: "AnyStep") -> None:
+def _json_line(step: Any) -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()

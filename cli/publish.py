@@ -6,25 +6,17 @@ exactly those files.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
-from ..recipes.frozen import Json
+from ..recipes.frozen import without
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
-from .tables import answer, counted, say, table
-
-if TYPE_CHECKING:
-    from ..validate.publish.upload import FileState, Parcel, Published
-
-_RULE = "going public must be confirmed"
+from .tables import ERR, answer, counted, in_words, table, tell
 
 
 def publish(
@@ -60,8 +52,7 @@ def publish(
         update: Replace files that differ in a repository that exists. Its history keeps them, and
             nothing is deleted.
     """
-    err = Console(stderr=True)
-    if err.is_terminal:
+    if ERR.is_terminal:
         # Nothing else draws a bar while files are sent.
         os.environ.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
     from huggingface_hub import constants, get_token
@@ -70,138 +61,83 @@ def publish(
     from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub
-    from ..validate.publish.upload import prepare, ready_report
 
-    tell = partial(say, err)
     publishing.check_name(repo)
     url = f"{constants.ENDPOINT}/{repo}"
-    tell(f"folder      {os.path.realpath(path)}")
-    tell(f"repository  {url}")
-    ready_report(path)
+    tell(f"{os.path.realpath(path)} to {url}")
+    publishing.ready_report(path)
     token = get_token()
     if token is None and not dry_run:
         cure = "Set HF_TOKEN, or run `hf auth login`"
         raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
-    # What was public once cannot be taken back: where nobody can be asked, hours of hashing are not
-    # begun.
+    # What was public once cannot be taken back. It is asked before hours of hashing.
     if public and not dry_run and not yes:
-        _refuse_nobody(f"{repo} would be public")
+        _confirm(f"{repo} would be public")
     require_extra("publish", "quantize")  # torch reads the values
-    parcel = prepare(
-        path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values")
+    parcel = publishing.prepare(
+        path, repo=repo, watch=bytes_bar("hashing"), reading=bytes_bar("reading values")
     )
-    hub = Hub(token, watch=tell) if token else None
-    before = None
+    size = size_in_words(parcel.num_bytes)
     found = {}
+    files = []
+    for name, local in parcel.files.items():
+        files.append({"name": name, "bytes": local.num_bytes, "sha256": local.sha256})
+    value = {"repo": repo, "files": files}
     there = "nothing was asked: no token"
     with stopped_by_signals():
-        if hub is not None:
+        is_public = False
+        hub = Hub(token or "", watch=tell)
+        if token:
             hub.sign_in()
             before = hub.look(repo)
             found = publishing.compare(parcel, before)
             there = "a new private repository"
             if before is not None:
-                kind = "private" if before.is_private else "PUBLIC"
-                files = counted(len(before.files), "file")
-                there = f"a {kind} repository with {files}, at commit {before.commit}"
+                is_public = not before.is_private
+                kind = "PUBLIC" if is_public else "private"
+                there = f"a {kind} repository with {len(before.files)} files"
+                there += f", at commit {before.commit}"
             tell(f"on the Hub  {there}")
-        if hub is None or dry_run:
+        if not token or dry_run:
             others = publishing.named(found, "other")
-            _answer_dry(parcel, repo, there, found, others, as_json=as_json)
+            rows = []
+            for file in files:
+                file |= {"on_the_hub": found.get(file["name"], "not asked")}
+                rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
+            value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
+            head = ("file", ">size", "on the Hub")
+            parts = [table("would be sent", head, rows), in_words(without(value, "files"))]
+            answer(value, parts, as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
+        tell(f"to send     {counted(len(files), 'file')}, {size}")
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
-        is_public = before is not None and not before.is_private
-        tell(f"to send     {counted(len(parcel.files), 'file')}, {size_in_words(parcel.num_bytes)}")
         if is_public and not yes:
             read = "so what is sent can be read on a branch before it is checked"
             _confirm(f"{repo} is public, {read}")
-        elif public and not yes:
-            _confirm(f"{repo} would be public")
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
-    value = _published_json(parcel, done)
-    answer({"repo": repo, "url": url, **value}, _published(parcel, url, done), as_json=as_json)
-
-
-def _published_json(parcel: "Parcel", done: "Published") -> Json:
-    return {
+    value |= {
+        "url": url,
         "commit": done.commit,
         "private": done.is_private,
-        "files": _files(parcel, {}),
         "uploaded_bytes": done.num_bytes,
         "kept_files": done.kept,
         "other_files": done.others,
         "verified": True,
     }
-
-
-def _answer_dry(
-    parcel: "Parcel",
-    repo: str,
-    there: str,
-    found: "Mapping[str, FileState]",
-    others: list[str],
-    *,
-    as_json: bool,
-) -> None:
-    """What would be sent, and what is there; `found` is empty where nobody could ask."""
-    value = {
-        "repo": repo,
-        "there": there,
-        "files": _files(parcel, found),
-        "bytes": parcel.num_bytes,
-        "other_files": others,
-    }
-    rows = []
-    for name, local in parcel.files.items():
-        rows.append((name, size_in_words(local.num_bytes), found.get(name, "not asked")))
-    size = size_in_words(parcel.num_bytes)
-    parts: list[RenderableType] = [
-        table(f"would be sent to {repo}", ("file", ">size", "on the Hub"), rows),
-        f"{len(parcel.files)} files, {size}. On the Hub: {there}.",
-    ]
-    if others:
-        parts.append(f"There and not of this checkpoint: {', '.join(others)}.")
-    answer(value, parts, as_json=as_json)
-
-
-def _refuse_nobody(what: str) -> None:
-    """Refuse where no person can be asked."""
-    if not sys.stdin.isatty():
-        raise RecipeError(
-            "publish", _RULE, got=f"no terminal to ask on, and {what}", cure="Add --yes"
-        )
+    said = Text.assemble(("published", "green"), f" {in_words(without(value, 'files'))}")
+    answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
 
 
 def _confirm(what: str) -> None:
-    """Ask whether to go on."""
-    _refuse_nobody(what)
-    if not typer.confirm(f"{printable(what)}. Go on?", err=True):
-        raise RecipeError("publish", _RULE, got="no", cure="Nothing was sent")
-
-
-def _published(parcel: "Parcel", url: str, done: "Published") -> Iterator[RenderableType]:
-    count = len(parcel.files)
-    kept = len(done.kept)
-    kind = "private" if done.is_private else "public"
-    yield Text.assemble(("published", "green"), f" {url} ({kind}), commit {done.commit}")
-    if count > kept:
-        sent = f"{counted(count - kept, 'file')}, {size_in_words(done.num_bytes)}"
-        yield f"sent {sent}; were there already: {kept}"
-    else:
-        yield f"all {count} files were there already"
-    yield f"checked there: sizes and hashes of {count} files"
-    if done.others:
-        yield f"not ours and left alone: {', '.join(done.others)}"
-
-
-def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
-    files = []
-    for name, local in parcel.files.items():
-        there = {"on_the_hub": found[name]} if found else {}
-        files.append({"name": name, "bytes": local.num_bytes, "sha256": local.sha256, **there})
-    return files
+    """Ask whether to go on; refuse where no person can be asked."""
+    got = f"no terminal to ask on, and {what}"
+    if sys.stdin.isatty():
+        if typer.confirm(f"{printable(what)}. Go on?", err=True):
+            return
+        got = "no"
+    raise RecipeError("publish", "going public must be confirmed", got=got, cure="Add --yes")

@@ -5,41 +5,33 @@ In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; 
 error. Of `init` a recipe to edit, of `where` the name of a folder.
 """
 
-import glob
 import importlib
 import os
 import shlex
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
-from ..recipes.errors import RecipeError, folded, printable
-from . import findings
+from ..recipes.errors import RecipeError
 from .options import (
     AtLeastOneOrNone,
     DryRunOption,
     JsonOption,
-    ModelArgument,
     ModelOptions,
-    MtpSourceOption,
 )
 from .progress import run_progress
-from .tables import drawn, print_json, say, show
+from .tables import answer, show, tell
 
 if TYPE_CHECKING:
-    from ..quantize.calibrate.mtp.facts import CalibrationFact
     from ..quantize.plan.plan import Plan
     from ..quantize.run.progress import RunProgress
 
 # A command to which an extra's name is added: it installs what that extra needs.
 _INSTALL = "KEEPMTP_INSTALL"
-_NEXT_TO_IT = (".partial", ".report", ".card", ".calibration")  # of a checkpoint
 
 
 def quantize(
@@ -84,93 +76,78 @@ def quantize(
             the backbone if this folder is there under the name of its own OUT.
     """
     from .. import api, pipeline
-    from ..quantize.needs import needs
     from ..quantize.run.processes import place_of_process
-    from ..validate.facts.vllm_env import gpus_here
     from ..validate.report.check_data import calibration_fact
-    from . import plan_tables
-    from .check import check_json
+    from . import findings, plan_tables
+    from .measured import calibrated
 
     made = choices.plan()
     # Under torchrun every process runs this, and only the first one prints.
     rank = place_of_process().rank
     if dry_run:
         if not rank:
-            needed = needs.needs_of(made, needs.machine_of(here=gpus_here()))
-            plan_tables.show(made, needed, as_json=as_json)
+            plan_tables.show(made, as_json=as_json)
         return
-    target = out or pipeline.default_out(made.recipe)
-    err = Console(stderr=True, quiet=as_json or bool(rank))
-    with run_progress(Console(stderr=True), as_json=as_json) as progress:
-        progress = _beginning(progress, made, err, is_first=not rank)
+    with run_progress(as_json=as_json) as progress:
         result = api.quantize(
-            made, target, threads=threads, keep_calibration=keep_calibration, progress=progress
+            made,
+            out or pipeline.default_out(made.recipe),
+            threads=threads,
+            keep_calibration=keep_calibration,
+            progress=_beginning(progress, made, is_said=not (as_json or rank)),
         )
     if rank:
         return
     settings = result.plan.recipe.calibration
     fact = None
+    parts: list[RenderableType] = []
+    if result.was_there:
+        parts.append(f"{result.out}: finished before, with the same recipe, source and versions.")
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
-    if not as_json:
-        if result.was_there:
-            show([f"{result.out}: finished before, with the same recipe, source and versions."])
-        if fact:
-            show(found(fact))
-        findings.show(Console(), result.report)
-        show([plan_tables.next_steps(result.plan, result.out)])
-        return
+        parts += calibrated(fact)
+    parts += findings.parts(result.report)
+    parts.append(plan_tables.next_steps(result.plan, result.out))
     value = {
         "out": str(result.out),
         "plan": plan_tables.plan_json(result.plan),
-        "check": check_json(result.report),
-        "calibration": None,
+        "check": findings.check_json(result.report),
+        "calibration": fact,
     }
-    if fact is not None:
-        value["calibration"] = fact.model_dump(mode="json")
-    print_json(value)
+    answer(value, parts, as_json=as_json)
 
 
-def _beginning(
-    progress: "RunProgress", made: "Plan", err: Console, *, is_first: bool
-) -> "RunProgress":
+def _beginning(progress: "RunProgress", made: "Plan", *, is_said: bool) -> "RunProgress":
     """The progress of a run that says what it reads and makes once nothing refuses it, and brings
     packages where `make quantize` has said how.
     """
+    from ..quantize.run.child import Child, environment
     from . import plan_tables
 
-    @cache
-    def commits() -> str:
-        return plan_tables.commits_line(made)
+    commits = cache(partial(plan_tables.commits_line, made))
 
     def accepted() -> None:
-        if is_first and commits():
-            say(err, commits())
-        say(err, f"{made.recipe.name}: {plan_tables.totals(made)}")
+        if is_said:
+            for line in filter(
+                None, (commits(), f"{made.recipe.name}: {plan_tables.totals(made)}")
+            ):
+                tell(line)
 
     def install(extra: str) -> None:
+        """By the command that the make target names: the plan need not be made again."""
         commits()  # which refuses a dataset that is out of reach
-        _installed(extra)
+        *command, stamp = shlex.split(os.environ[_INSTALL])
+        own = environment(reaches_hub=True, is_ours=True)
+        with Child([*command, stamp + extra], environment=own) as child:
+            status = child.process.wait()
+        if status:
+            raise typer.Exit(status)
+        importlib.invalidate_caches()
 
     progress = replace(progress, accepted=accepted)
     if _INSTALL in os.environ:
         progress = replace(progress, install=install)
     return progress
-
-
-def _installed(extra: str) -> None:
-    """The packages of an extra, brought by the command that `make quantize` names: the plan that
-    this process has made need not be made again.
-    """
-    from ..quantize.run.child import Child, environment
-
-    *command, stamp = shlex.split(os.environ[_INSTALL])
-    own = environment(reaches_hub=True, is_ours=True)
-    with Child([*command, stamp + extra], environment=own) as child:
-        status = child.process.wait()
-    if status:
-        raise typer.Exit(status)
-    importlib.invalidate_caches()
 
 
 def extra(choices: ModelOptions) -> None:
@@ -187,41 +164,10 @@ def extra(choices: ModelOptions) -> None:
     own_code.refuse_untrusted_code(made)
     own_code.refuse_no_draft(made)
     plan_tables.commits_line(made)
-    sys.stdout.write(f"{refusals.extra_of(made)}\n")
+    show([refusals.extra_of(made)])
 
 
-def found(fact: "CalibrationFact") -> Iterator[RenderableType]:
-    """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
-    from ..validate.report import tables
-
-    yield drawn("held-out text, without a server", tables.held_out(fact))
-    if search := fact.search:
-        title = f"plans for {search.budget}, measured on held-out text before calibration"
-        yield drawn(title, tables.plans(search))
-        yield f"{search.units:,} units were searched."
-        yield (
-            "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
-            "without a search."
-        )
-        yield (
-            "bits: of weights and scales, for each weight; kept: part of the release's acceptance; "
-            "lost: nats of it, where a loss against another plan is shown."
-        )
-        yield ""
-    if fact.candidates:
-        title = "candidates for the MTP block"
-        if fact.min_acceptance is not None:
-            title += f"; {fact.min_acceptance:.1%} must be kept"
-        if fact.confidence is not None:
-            title += f", at {fact.confidence:.0%} confidence"
-        yield drawn(title, tables.candidates(fact))
-    yield from tables.calibration_notes(fact)
-    yield ""
-
-
-def init(
-    model: ModelArgument, out: Path = Path("recipe.yaml"), mtp_source: MtpSourceOption = None
-) -> None:
+def init(model: str, out: Path = Path("recipe.yaml"), mtp_source: str | None = None) -> None:
     """Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.
 
     `keepmtp quantize recipe.yaml` takes it as it is. Comments explain its keys.
@@ -242,7 +188,7 @@ def init(
             "--out", "the folder of the file must exist", got=out, cure="Make it, or choose another"
         )
     write_whole(out, _text(model, out, mtp_source))
-    sys.stdout.write(f"{printable(str(out))}\n")
+    show([str(out)])
 
 
 def _text(model: str, out: Path, mtp_source: str | None) -> str:
@@ -286,41 +232,19 @@ def where(choices: ModelOptions) -> None:
     """Print the folder that `keepmtp quantize` with the same words has written; the make targets
     ask this.
     """
-    from ..checkpoints.record import RECORD
-    from ..quantize.plan.checkpoint_as_model import model_name, model_word
-    from ..recipes.find import find_recipe
+    from .. import pipeline
 
-    word = model_word(choices.model)
-    scheme = choices.scheme
-    mtp = choices.mtp
-    name = ""
-    if word.is_recipe:
-        recipe, _ = find_recipe(word.name, scheme=scheme, mtp=mtp, calibration=choices.calibration)
-        model = recipe.model
-        name = recipe.name
-    else:
-        model = model_name(word.name)
-        if scheme:
-            name = f"{model}.{folded(scheme)}"
-            if mtp:
-                name += f"-mtp-{folded(mtp)}"
-    rule = "SCHEME must be given where MODEL is a checkpoint"
-    if name:
-        wanted = Path("out", name)
-        if (wanted / "config.json").is_file():
-            sys.stdout.write(f"{printable(str(wanted))}\n")
-            return
-        rule = f"{wanted} must be there"
+    recipe = choices.recipe()
+    folder = pipeline.default_out(recipe)
     # Nothing is guessed: with two variants in out/, the bare name means the default one, or
     # nothing.
-    there = []
-    for record in sorted(Path("out").glob(f"{glob.escape(model)}.*/{RECORD}")):
-        folder = str(record.parent)
-        if not folder.endswith(_NEXT_TO_IT):
-            there.append(folder)
-    got = f"no out/{model}.*"
-    cure = "Run make quantize, or name a folder by OUT"
-    if there:
-        got = f"only {', '.join(there)}"
-        cure = "Name one by SCHEME or OUT"
-    raise RecipeError(f"MODEL {choices.model}", rule, got=got, cure=cure)
+    if not (folder / "config.json").is_file():
+        made = sorted(str(record.parent) for record in folder.parent.glob("*/keepmtp.json"))
+        there = [name for name in made if name.startswith(f"out/{recipe.model}.")]
+        raise RecipeError(
+            f"MODEL {choices.model}",
+            f"{folder} must be there",
+            got=", ".join(there) or f"no out/{recipe.model}.*",
+            cure="Run make quantize, or name a folder by SCHEME or OUT",
+        )
+    show([str(folder)])

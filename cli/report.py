@@ -5,26 +5,18 @@ exit status and a table of reasons, or the model card in NAME.card. `keepmtp che
 `serve-check` write their reports with `save` and `recorder`.
 """
 
-import sys
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable
 from .exits import OF_VERDICT
 from .options import JsonOption
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS, answer, verdict
+from .tables import answer, in_words, show, verdict
 
 if TYPE_CHECKING:
-    from ..checkpoints.source import Source
-    from ..validate.check.check import Checked
-    from ..validate.facts.results import CheckData
+    pass
 
 
 def gate(path: Path, as_json: JsonOption = False) -> None:
@@ -54,20 +46,13 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     full = of_checkpoint(checkpoint)
     assert full.judgement is not None and full.identity is not None, "verify() has made both"
     folder = report_folder(checkpoint)
-    bar = bytes_bar(Console(stderr=True), "reading")
     # ... or on bytes that have changed since.
-    refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
-    found = {
-        "path": full.path,
-        "sha256": full.identity.sha256,
-        **full.judgement.model_dump(mode="json"),
-    }
-    answer(
-        found,
-        verdict(full.path, full.judgement),
-        as_json=as_json,
-        status=OF_VERDICT[full.judgement.verdict],
-    )
+    now = identify(checkpoint, cache=folder, watch=bytes_bar("reading"))
+    refuse_other_bytes(checkpoint, full.identity, now)
+    judged = full.judgement
+    found = {"path": full.path, "sha256": full.identity.sha256, **judged.model_dump(mode="json")}
+    status = OF_VERDICT[judged.verdict]
+    answer(found, verdict(full.path, judged), as_json=as_json, status=status)
 
 
 def page(path: Path, out: Path | None = None) -> None:
@@ -87,11 +72,9 @@ def page(path: Path, out: Path | None = None) -> None:
     """
     from .. import api
     from ..validate.facts.results import results_of
-    from ..validate.report.html import require_extra
 
-    require_extra()
     page = api.report_page(api.report(path), out or results_of(path) or path.parent)
-    sys.stdout.write(f"{printable(str(page))}\n")
+    show([str(page)])
 
 
 def card(
@@ -125,90 +108,20 @@ def card(
     """
     from .. import api
 
-    bar = bytes_bar(Console(stderr=True), "reading")
-    words = {"base_model": base_model, "license_id": license_id}
-    made, report = api.card(path, source=source, out=out, progress=bar, **words)
+    made, report = api.card(
+        path,
+        source=source,
+        base_model=base_model,
+        license_id=license_id,
+        out=out,
+        progress=bytes_bar("reading"),
+    )
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     # A checkpoint that failed its gates gets a card too, which says so first; `keepmtp publish`
     # refuses it.
     judged = "not judged"
-    title = Text("not judged", "yellow")
     if report.judgement:
         judged = report.judgement.verdict
-        title = Text(report.judgement.title, VERDICT_COLOURS[judged])
-    found = {"card": str(made), "files": files, "verdict": judged, "says": report.verdict.says}
-    says = Text.assemble("It says: ", title, f". {printable(report.verdict.says)}")
-    answer(found, [f"{made}: {', '.join(files)}", says], as_json=as_json)
-
-
-def save(
-    folder: Path,
-    found: "CheckData",
-    *,
-    vllm: str,
-    opened: "Source | None" = None,
-    source: "Source | None" = None,
-    **measured: Any,
-) -> Path:
-    """Write report.json of one checkpoint, and report.html where it can be made; returns the one to
-    look at.
-
-    Args:
-        folder: made if need be; an older report in it is replaced.
-        found: the check, dry loads included.
-        vllm: the version that judged, or that the rules describe.
-        opened: the checkpoint; None where it could not be read.
-        source: what it was made from, for sizes before and after.
-        measured: more facts, as `assemble` names them.
-    """
-    from ..validate.facts.results import TIME
-    from ..validate.report.check_data import check_data
-    from ..validate.report.report import assemble, write
-
-    data = check_data(found, opened=opened, source=source)
-    return write(
-        folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured)
-    )
-
-
-def recorder(paths: list[str], err: Console) -> "Callable[[Checked], Path]":
-    """Hash the one checkpoint that is going to be checked, for `check --record`.
-
-    A file that changes during the check does not count as checked. Results of other bytes are
-    refused before a dry load.
-
-    Returns: called with what was found, it writes check.json and the report of all results, and
-    returns its path.
-
-    Raises:
-        RecipeError: several checkpoints, or a Hub id.
-        CheckpointError: the folder of results holds results of other bytes.
-    """
-    from ..checkpoints.identity import identify
-    from ..checkpoints.source import open_source
-    from ..checkpoints.source_of import folder_it_was_made_from
-    from ..validate.facts.results import report_folder, write_result
-    from ..validate.report import report as reports
-    from ..validate.report.check_data import check_data
-
-    if len(paths) != 1 or not Path(paths[0]).is_dir():
-        raise RecipeError(
-            "--record",
-            "keeps the check of one folder",
-            got=" ".join(paths),
-            cure="Run it for each, on a checkpoint that lies here",
-        )
-    checkpoint = Path(paths[0])
-    folder = report_folder(checkpoint)
-    identity = identify(checkpoint, cache=folder, watch=bytes_bar(err, "reading"))
-    reports.refuse_stale(folder, identity, but=("check",))
-
-    def keep(checked: "Checked") -> Path:
-        made_from = folder_it_was_made_from(checkpoint)
-        source = made_from and open_source(str(made_from))
-        data = check_data(checked.data, opened=checked.source, source=source)
-        write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
-        reports.refresh(folder)
-        return folder / reports.JSON_FILE
-
-    return keep
+    says = report.verdict.says
+    found = {"card": str(made), "files": files, "verdict": judged, "says": says}
+    answer(found, [in_words(found)], as_json=as_json)

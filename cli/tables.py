@@ -30,6 +30,15 @@ VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {
 }
 
 
+# Where everything goes that is not the answer.
+ERR = Console(stderr=True)
+
+
+def tell(line: str | Text, style: str = "") -> None:
+    """One line on standard error."""
+    say(ERR, line, style)
+
+
 def say(console: Console, line: str | Text, style: str = "") -> None:
     """One line as it is, fit for a terminal, which may wrap it."""
     if isinstance(line, str):
@@ -56,9 +65,9 @@ def answer(
         raise typer.Exit(status)
 
 
-def show(parts: Iterable[RenderableType]) -> None:
+def show(parts: Iterable[RenderableType], console: Console | None = None) -> None:
     """Print an answer for people, on standard output; a string is a line."""
-    out = Console()
+    out = console or Console()
     for part in parts:
         if isinstance(part, str | Text):
             say(out, part)
@@ -67,8 +76,23 @@ def show(parts: Iterable[RenderableType]) -> None:
 
 
 def print_json(value: object) -> None:
-    """One JSON value on a line of standard output, nothing else."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """One JSON value on a line of standard output, nothing else; it may hold facts."""
+    sys.stdout.write(json.dumps(value, default=_plain) + "\n")
+
+
+def _plain(value: object) -> object:
+    from pydantic_core import to_jsonable_python
+
+    return to_jsonable_python(value)
+
+
+def in_words(value: object) -> str:
+    """A JSON value for people, on one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return "; ".join(map(in_words, value)) or "none"
+    return str(value or "none")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text] | None]) -> Table:

@@ -70,7 +70,7 @@ def test_no_target_guesses_a_folder(target, checkout):
     words = ("MODEL=glm-4.7", "REPO=org/name", "DRY_RUN=1")
     done = make(target, *words, cwd=checkout, status=2)
     assert (
-        "got only out/glm-4.7.fp8-dynamic, out/glm-4.7.nvfp4-fp8. Name one by SCHEME or OUT."
+        "got out/glm-4.7.fp8-dynamic, out/glm-4.7.nvfp4-fp8. Run make quantize, or name a folder by"
         in done.stderr
     )
 

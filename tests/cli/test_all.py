@@ -57,11 +57,8 @@ def test_the_commands_in_their_order(place):
 
 
 def test_what_is_refused_before_anything_runs(place):
-    for words, says in (
-        ("unknown.yaml", "--text: names the held-out text to compare on; got none"),
-        ("tiny-glm4-moe --out made", "whose variant is w4a16-fp8; got w8a16"),
-    ):
-        refused(f"all {words}", says=says, cwd=place)
+    says = "--text: names the held-out text to compare on; got none"
+    refused("all unknown.yaml", says=says, cwd=place)
     assert not (place / "out").exists()
 
 
@@ -71,17 +68,6 @@ def test_words_for_vllm_reach_it_through_make(target):
     done = make(*words, "VLLM_ARGS=--tensor-parallel-size 8")
     line = " ".join(done.stdout.replace("\\\n", " ").splitlines()[-1].split())
     assert re.search(r"keepmtp .*-k 3 -- --tensor-parallel-size 8$", line), done.stdout
-
-
-def test_other_gates_do_not_make_another_checkpoint(place):
-    """They judge the bytes and change none; another scheme does."""
-    text = (place / "made" / "recipe.yaml").read_text()
-    recipe = place / "recipe.yaml"
-    words = "all recipe.yaml --scheme W8A16 --out made --dry-run"
-    recipe.write_text(text + "gates:\n  max_drop: 0.05\n")
-    ran(words, cwd=place)
-    recipe.write_text(text.replace("dense_mlp: FP8_BLOCK", "dense_mlp: bf16"))
-    refused(words, says="whose backbone is", cwd=place)
 
 
 @cases

@@ -5,7 +5,8 @@ import io
 import pytest
 from benches import bench_fact
 from commands import ROOT, ran
-from keepmtp.cli.bench import numbers, shown
+from keepmtp.cli.bench import numbers
+from keepmtp.cli.measured import benched as shown
 from keepmtp.recipes.errors import RecipeError
 from printed import printed
 from rich.console import Console

@@ -9,8 +9,8 @@ import pytest
 from commands import ROOT, keepmtp_without
 from evaluations import Answers, evaluation, several
 from json_files import put_json
-from keepmtp.cli.eval import shown as parts
 from keepmtp.cli.main import app
+from keepmtp.cli.measured import evaluated as parts
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.measure import tasks

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from commands import keepmtp
-from keepmtp.cli.findings import pasted, show, with_path
-from keepmtp.cli.tables import table
+from keepmtp.cli.findings import parts, pasted, with_path
+from keepmtp.cli.tables import show, table
 from keepmtp.validate.check.check import Checked, examine
 from keepmtp.validate.dryload.check_on import _once, with_loads
 from keepmtp.validate.facts.dry_load import (
@@ -74,7 +74,8 @@ def found(*findings: Finding, path: str = "out/x", **kept) -> CheckData:
 def shown(data: CheckData, width: int | None = None) -> str:
     """On a terminal of this width, or in a pipe."""
     file = io.StringIO()
-    show(Console(file=file, width=width, force_terminal=width is not None), data)
+    console = Console(file=file, width=width, force_terminal=width is not None)
+    show(parts(data, console=console), console)
     return file.getvalue()
 
 

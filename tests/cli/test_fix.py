@@ -11,7 +11,7 @@ from broken import BROKEN
 from checkpoint_files import write
 from good_checkpoints import GOOD
 from json_files import json_of
-from keepmtp.cli.main import VERBS, flat, main
+from keepmtp.cli.main import flat, load, main
 from printed import printed
 
 
@@ -67,7 +67,7 @@ def test_static_only_does_not_look_for_vllm(fix):
 def test_all_cures_end_alike():
     for verb in ("fix", "graft", "convert"):
         options = {"dry_run", "gpus", "static_only", "as_json"}
-        assert options <= {*signature(flat(VERBS[verb].load())).parameters}, verb
+        assert options <= {*signature(flat(load(verb))).parameters}, verb
 
 
 def test_json_has_the_changes_the_diff_and_what_is_left(fix):

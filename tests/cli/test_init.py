@@ -46,7 +46,7 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n' * 600_000)
     (tmp_path / "all.yaml").write_text(yaml.safe_dump(raw))
     for words in ("--scheme nvfp4-fp8", "--scheme nvfp4-mtp-auto --calibration mine"):
-        assert "of my.jsonl (local" in ran(f"plan all.yaml {words}", cwd=tmp_path)
+        assert "dataset: my.jsonl" in ran(f"plan all.yaml {words}", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -111,11 +111,11 @@ def test_the_words_of_the_run_find_its_folder(folder):
     for words, says in (
         (
             "glm-4.7",
-            "MODEL glm-4.7: out/glm-4.7.nvfp4a16-fp8 must be there; got only "
-            "out/glm-4.7.fp8-dynamic, out/glm-4.7.w4a16-fp8. Name one by SCHEME or OUT.",
+            "MODEL glm-4.7: out/glm-4.7.nvfp4a16-fp8 must be there; got "
+            "out/glm-4.7.fp8-dynamic, out/glm-4.7.w4a16-fp8. Run make quantize, or name",
         ),
         ("mimo-7b", "got no out/mimo-7b.*. Run make quantize"),
-        ("./tune", f"SCHEME must be given where MODEL is a checkpoint; got only {TUNE}"),
+        ("./tune", f"SCHEME must be given where MODEL is a checkpoint; got {TUNE}"),
     ):
         refused(f"where {words}", says=says, cwd=folder)
 

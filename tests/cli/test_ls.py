@@ -7,13 +7,11 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 
 import pytest
 from commands import KEEPMTP, environment_without, ran
-from keepmtp.cli.ls import COLUMNS, details, rows, screen
-from keepmtp.recipes.find import find_recipe
+from keepmtp.cli.ls import COLUMNS, rows, screen
 from keepmtp.recipes.model_file import listed
 from printed import printed
 
@@ -51,15 +49,6 @@ def test_the_screen_is_the_same_in_a_pipe_and_on_a_terminal():
     assert ran("ls", COLUMNS="") == ran("ls", COLUMNS="80") == on_a_terminal("ls", columns=80)
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
-def test_a_model_in_full(model):
-    variants = [row for row in listed() if row.model == model]
-    lines = details(variants, 80)
-    assert max(len(line) for line in lines if sys.executable not in line) <= 80
-    commands = [line.split()[-1] for line in lines if line.startswith("  keepmtp quantize ")]
-    assert [find_recipe(word)[0].name for word in commands] == [row.name for row in variants]
-
-
 def test_what_is_asked_for_by_name_is_said_whole():
     """A model, one of its recipes, the schemes."""
     model = ran("ls tiny-glm4-moe", COLUMNS="80")
@@ -77,7 +66,7 @@ def test_listings_for_machines():
     assert [row["recipe"] for row in listing["models"]] == [row.name for row in listed()]
     for name, found in listing.items():
         assert json.loads(ran(f"ls {name} --json")) == {name: found}
-    assert "glm-4.7.nvfp4a16-fp8 *" in ran("ls models")
+    assert re.search(r"glm-4\.7\.nvfp4a16-fp8 +\* +-", ran("ls models"))
 
 
 def test_families_say_what_can_be_calibrated_and_why_not():
@@ -91,7 +80,7 @@ def test_families_say_what_can_be_calibrated_and_why_not():
     # transformers builds this backbone, but its MTP block cannot be run.
     assert can("glm5_next").startswith("yes yes yes no ")
     shown = ran("ls families", COLUMNS="80")
-    assert max(map(len, shown.splitlines()[:-1])) <= 80 and "calibrate MTP" in shown
+    assert max(map(len, shown.splitlines()[:-1])) <= 80 and "can be calibrated" in shown
 
 
 def test_schemes_say_which_searches_they_have():

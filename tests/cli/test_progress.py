@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -14,7 +15,9 @@ from keepmtp.cli.progress import (
     bytes_bar,
     downloaded,
     run_progress,
+    spinner,
 )
+from keepmtp.cli.tables import show
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.quantize.run.progress import Step as Asked
@@ -45,9 +48,22 @@ class Screen(Console):
         return self.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_log_has_the_first_step_and_the_last_of_each_part():
-    log = Screen()
-    with run_progress(log, as_json=False) as progress:
+@pytest.fixture
+def screen(monkeypatch) -> Callable[..., Screen]:
+    """Called with is_terminal: what is written on standard error from then on."""
+
+    def shown(*, is_terminal: bool = False) -> Screen:
+        made = Screen(is_terminal=is_terminal)
+        monkeypatch.setattr("keepmtp.cli.progress.ERR", made)
+        monkeypatch.setattr("keepmtp.cli.tables.ERR", made)
+        return made
+
+    return shown
+
+
+def test_a_log_has_the_first_step_and_the_last_of_each_part(screen):
+    log = screen()
+    with run_progress(as_json=False) as progress:
         for done in (12, 13, 61):
             progress.calibration(replace(STEP, done=done))
         for done in (1, 2):
@@ -59,9 +75,9 @@ def test_a_log_has_the_first_step_and_the_last_of_each_part():
     ]
 
 
-def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed():
-    terminal = Screen(is_terminal=True)
-    with pytest.raises(ZeroDivisionError), run_progress(terminal, as_json=False) as progress:
+def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed(screen):
+    terminal = screen(is_terminal=True)
+    with pytest.raises(ZeroDivisionError), run_progress(as_json=False) as progress:
         progress.calibration(STEP)
         progress.calibration(replace(STEP, done=13))
         with progress.packing(100) as advance:
@@ -71,11 +87,10 @@ def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed():
 
 
 def test_machines_get_json_lines(capsys):
-    err = Console(stderr=True, force_terminal=True)
-    with run_progress(err, as_json=True) as progress:
+    with run_progress(as_json=True) as progress:
         progress.calibration(STEP)
         assert progress.packing is None
-    with asking(err, as_json=True) as show:
+    with asking(as_json=True) as show:
         show(ASKED)
     out, said = capsys.readouterr()
     assert out == "" and [json.loads(line) for line in said.splitlines()] == [
@@ -89,13 +104,13 @@ def test_other_processes_are_silent(monkeypatch):
     assert place_of_process().size == 1, "a stray variable is no torchrun"
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (place_of_process().rank, place_of_process().size) == (3, 8)
-    with run_progress(Console(), as_json=False) as progress:
+    with run_progress(as_json=False) as progress:
         assert progress.calibration is None and progress.packing is None
 
 
-def test_a_log_of_an_evaluation_has_few_lines():
-    log = Screen()
-    with asking(log, as_json=False) as show:
+def test_a_log_of_an_evaluation_has_few_lines(screen):
+    log = screen()
+    with asking(as_json=False) as show:
         for doing in ("starting, 0 s [x]", "starting, 1 s", "", "", ""):
             show(replace(ASKED, doing=doing))
         show(replace(ASKED, done=1319, eta_seconds=0.0))
@@ -108,12 +123,21 @@ def test_a_log_of_an_evaluation_has_few_lines():
     ]
 
 
-def test_an_evaluation_on_a_terminal():
-    terminal = Screen(is_terminal=True)
-    with asking(terminal, as_json=False) as show:
+def test_an_evaluation_on_a_terminal(screen):
+    terminal = screen(is_terminal=True)
+    with asking(as_json=False) as show:
         show(replace(ASKED, doing="starting [x]"))
         show(ASKED)
     assert "question 700 of 1,319" in terminal.text
+
+
+def test_an_answer_in_a_file_is_no_line_of_the_terminal(screen, capsys):
+    """Each checkpoint's answer is printed while the next one is loaded."""
+    terminal = screen(is_terminal=True)
+    with spinner() as doing:
+        doing("loading")
+        show(["check passed"])
+    assert capsys.readouterr().out == "check passed\n" and "passed" not in terminal.text
 
 
 # --- bytes in a log -------------------------------------------------------------------------------
@@ -147,9 +171,9 @@ def test_a_server_that_starts_for_ten_minutes_has_a_line_each_half_minute():
     assert paced.is_due(1319, 1319, "checkpoint"), "each part has its last line"
 
 
-def test_a_log_of_packing_and_of_hashing():
-    log = Screen()
-    with bytes_bar(log, "packing")(200) as advance:
+def test_a_log_of_packing_and_of_hashing(screen):
+    log = screen()
+    with bytes_bar("packing")(200) as advance:
         advance(40)
         advance(160)
     (line,) = log.text.splitlines()
@@ -157,11 +181,11 @@ def test_a_log_of_packing_and_of_hashing():
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_download_is_shown_in_our_manner_alone(is_terminal, serve_hub, capfd):
+def test_a_download_is_shown_in_our_manner_alone(is_terminal, serve_hub, capfd, screen):
     """The Hub's own client, over the loopback Hub."""
     serve_hub(ROOT / "models" / "tiny-glm4-moe")
-    screen = Screen(is_terminal=is_terminal)
-    assert downloaded(open_source("org/model"), screen).folder is not None
+    screen = screen(is_terminal=is_terminal)
+    assert downloaded(open_source("org/model")).folder is not None
     assert capfd.readouterr().err == "" and "Fetching" not in screen.text
     assert "download " in screen.text and "MiB" in screen.text
     if not is_terminal:

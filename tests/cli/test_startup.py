@@ -13,7 +13,7 @@ import sys
 import pytest
 from commands import keepmtp
 from keepmtp import __version__
-from keepmtp.cli.main import VERBS
+from keepmtp.cli.main import VERBS, load, summary
 from printed import printed
 from tables import cases
 
@@ -71,5 +71,5 @@ def test_the_help_of_a_verb_loads_no_station(verb):
     modules, said = loaded(f"{verb} -h")
     assert slow(modules) <= {"rich", "yaml"}
     printed(f"help_{verb}.txt", said)
-    first, _, _ = str(inspect.getdoc(VERBS[verb].load())).partition("\n\n")
-    assert VERBS[verb].help == " ".join(first.split()), "what `keepmtp --help` says of it"
+    first, _, _ = str(inspect.getdoc(load(verb))).partition("\n\n")
+    assert summary(verb) == " ".join(first.split()), "what `keepmtp --help` says of it"

@@ -16,15 +16,12 @@ from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
-from ...recipes.frozen import Raw, frozen
-from ...recipes.schema import AUTO, Recipe
+from ...recipes.frozen import frozen
 from ..check.runtime_view import RuntimeView
 from ..measure.room import least_gpus
 
 # What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about
 # its bytes.
-_NOT_OF_THE_BYTES = frozenset({"summary", "evaluation", "gates"})
-_CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _MOST_GPUS = 8
@@ -67,22 +64,6 @@ def recipe_text(folder: Path) -> str:
             got=str(error),
             cure="Restore the file, or quantize again",
         ) from error
-
-
-def other_decision(recipe: Recipe, made: Raw) -> str | None:
-    """The first key of `recipe` that the recipe of a record has otherwise; None where both make the
-    same bytes.
-
-    Summary, evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own
-    outcomes.
-    """
-    passed_over = set(_NOT_OF_THE_BYTES)
-    if recipe.mtp == AUTO:
-        passed_over |= _CHOSEN
-    for key, value in recipe.model_dump(mode="json", exclude=passed_over).items():
-        if made.get(key) != value:
-            return key
-    return None
 
 
 def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:

@@ -14,7 +14,7 @@ from checkpoint_files import as_source, lose, write
 from good import ours, planned, released, with_scales
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects import choose
-from keepmtp.cli.check import check_json
+from keepmtp.cli.findings import check_json
 from keepmtp.recipes.conventions import ALGORITHMS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import families

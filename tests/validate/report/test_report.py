@@ -22,8 +22,8 @@ from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.quantize import found as calibration_found
-from keepmtp.cli.report import save
+from keepmtp.cli.measured import calibrated as calibration_found
+from keepmtp.cli.measuring import save
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.protocol import Gates

@@ -1,0 +1,126 @@
+"""What was measured, for people: by eval, bench and serve-check, and by a run that calibrates.
+
+In: a fact. Out: tables and lines. It imports what help must not wait for, so verbs import it when
+they run.
+"""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+
+from ..quantize.calibrate.mtp.facts import CalibrationFact
+from ..validate.facts.benched import BenchFact
+from ..validate.facts.evaluated import EvaluationFact
+from ..validate.facts.schema import JudgementFact
+from ..validate.facts.served import ServeCheck, how_served
+from ..validate.report import tables
+from .tables import drawn, in_words, reasons, verdict
+
+OWN_GATES = ("findings", "loads", "acceptance")
+"""Those that serve-check measures."""
+
+
+def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[RenderableType]:
+    """For each task the scores, what they lost and the drafts; then all tasks, the gates, and
+    notes.
+    """
+    path = fact.checkpoint.path
+    for task in fact.by_task:
+        yield drawn(f"eval {path}: {task.protocol.title}", tables.scores(task))
+        if task.paired:
+            yield drawn("checkpoint less source", tables.differences(task))
+        yield drawn("drafts over the same questions", tables.drafts(task))
+    if together := tables.tasks(fact, judged.gates.filter):
+        yield drawn("recovery: of the source's score, and its interval", together)
+    yield from verdict(path, judged)
+    for task in fact.by_task:
+        for model in task.evaluated:
+            if model.reason:
+                yield how_served(model.title, model.as_served, model.reason)
+            if not model.drafts:
+                yield f"The {model.title} has no MTP block: it was served with MTP off."
+            if model.sittings > 1:
+                yield f"The {model.title} was asked in {model.sittings} sittings."
+        said = in_words(task.protocol.model_dump(exclude_none=True))
+        environment = task.environment
+        yield (
+            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; lm-eval "
+            f"{environment['lm-eval']}, vLLM {environment['vllm']} on {environment['device']}."
+        )
+    yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
+
+
+def benched(found: BenchFact) -> Iterator[RenderableType]:
+    """A table for each checkpoint; then the recommendations, and what a reader should know."""
+    for benched in found.benched:
+        yield drawn(f"bench {benched.path} ({benched.role})", tables.cells(benched))
+        if benched.as_served != "native":
+            served = f"served as a {benched.as_served}. {benched.reason}"
+            yield f"NOT the checkpoint's speed: it was {served}."
+        elif benched.reason:
+            yield how_served(benched.role, benched.as_served, benched.reason)
+    yield from tables.speed_notes(found)
+    yield (
+        "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
+        "repetition; best: the k that is recommended; first, each: milliseconds to the first token "
+        "and to each further one, medians; by position: drafted tokens that were accepted; length: "
+        "tokens a step of the target."
+    )
+    form = "as texts"
+    if found.checkpoint.form == "chat":
+        form = "as messages through the chat template"
+    yield (
+        f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
+        f"themselves or after {found.output_tokens:,} tokens."
+    )
+    yield "Each server was started once: what changed on the machine between them does not show."
+    yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
+
+
+def served(found: ServeCheck, judged: JudgementFact, places: str) -> Iterator[RenderableType]:
+    """One row a server, then the gates, then what a reader should know."""
+    path = found.checkpoint.path
+    yield drawn(f"serve-check {path}", tables.servers(found))
+    own = [one for one in judged.reasons if one.gate in OWN_GATES]
+    yield reasons(f"gate {path}", own)
+    for each in found.served:
+        if each.reason:
+            yield how_served(each.role, each.as_served, each.reason)
+        for run in each.runs:
+            if not run.is_repeatable:
+                yield f"{each.role}, k={run.k}: the same prompt got other tokens the second time."
+    yield (
+        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step of "
+        "the target; same: outputs equal to those of k=0."
+    )
+    environment = found.environment
+    asked = f"{len(found.prompts)} prompts, {found.seconds:.0f} s in all"
+    yield f"vLLM {environment['vllm']} on {environment['device']}; {asked}."
+    yield places
+
+
+def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
+    """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
+    yield drawn("held-out text, without a server", tables.held_out(fact))
+    if search := fact.search:
+        title = f"plans for {search.budget}, measured on held-out text before calibration"
+        yield drawn(title, tables.plans(search))
+        yield f"{search.units:,} units were searched."
+        yield (
+            "The recipe that was found is recipe.yaml in the output; it can be edited, and runs "
+            "without a search."
+        )
+        yield (
+            "bits: of weights and scales, for each weight; kept: part of the release's acceptance; "
+            "lost: nats of it, where a loss against another plan is shown."
+        )
+        yield ""
+    if fact.candidates:
+        title = "candidates for the MTP block"
+        if fact.min_acceptance is not None:
+            title += f"; {fact.min_acceptance:.1%} must be kept"
+        if fact.confidence is not None:
+            title += f", at {fact.confidence:.0%} confidence"
+        yield drawn(title, tables.candidates(fact))
+    yield from tables.calibration_notes(fact)
+    yield ""

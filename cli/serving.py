@@ -1,0 +1,187 @@
+"""What `keepmtp serve` does with a checkpoint: judge it, choose k, run the server.
+
+In: a checkpoint and the options of the verb. Out: a server's life, or the commands to be run
+elsewhere. It imports what help must not wait for, so the verb imports it when it runs.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from .. import api
+from ..checkpoints.source import Source
+from ..recipes.errors import GateError, RecipeError, VLLMError
+from ..recipes.extras import missing
+from ..validate.check.check import Checked
+from ..validate.facts.findings import errors_of
+from ..validate.facts.vllm_env import TESTED, VLLM
+from ..validate.measure.bf16_copy import why_no_kernel
+from ..validate.measure.cures import switched_on
+from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
+from ..validate.measure.room import refuse_full_gpus
+from ..validate.measure.serve_line import docker_words, serve_words
+from ..validate.measure.server import last_error
+from ..validate.report.best_k import BestK, best_k
+from . import exits
+from .findings import with_path
+from .progress import downloaded
+from .serve import ServerOptions
+from .tables import answer, tell
+
+_MOST_K = 16
+# On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32).
+_CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
+
+
+def run(
+    opened: Source,
+    best: BestK,
+    vllm: VLLM,
+    extra: Sequence[str],
+    server: ServerOptions,
+    address: Address,
+) -> ServerLife:
+    """Serve until it is stopped, and say how it went.
+
+    Raises:
+        VLLMError: this machine has no kernels for it, or its GPUs are full.
+    """
+    if lack := why_no_kernel(opened, vllm):
+        raise VLLMError(
+            opened.where,
+            "must have kernels on this machine",
+            got=lack,
+            cure="Serve it on a GPU; `keepmtp serve-check` measures a BF16 copy",
+        )
+    refuse_full_gpus(opened, vllm, extra)
+    local = downloaded(opened)
+    words = ["--host", server.host, "--port", str(server.port)]
+    if opened.folder is None:
+        # Clients ask for the repository, not for a folder of the Hub's cache.
+        words += ["--served-model-name", opened.where]
+    if vllm.build == "cpu":
+        words += _CPU_WORDS
+    line = serve_words(str(local.folder), best.k, *words, *extra)
+    tell(f"k={best.k}: {best.why}")
+    if best.versions:
+        tell(f"vLLM {vllm.version}; {best.versions}")
+    tell(shlex.join(line))
+    with ExitStack() as files:
+        log = sys.stderr.fileno()
+        if server.log is not None:
+            log = files.enter_context(open(server.log, "wb"))
+        life = serve_until_stopped(
+            vllm,
+            line[1:],
+            k=best.k,
+            address=address,
+            expected=best.measured,
+            measured_by=best.measured_by,
+            every=server.every,
+            log=log,
+            tell=tell,
+        )
+    if not life.is_stopped:
+        rule = "must come up"
+        if life.is_healthy:
+            rule = "must serve until it is stopped"
+        got = f"exit status {life.status} after {life.seconds:.0f} s"
+        cure = "Read its words above, or name a file with --log"
+        if server.log is not None:
+            got = f"{got}: {last_error(server.log, life.status)}"
+            cure = f"Read {server.log}"
+        exits.say_refusal(VLLMError("vllm serve", rule, got=got, cure=cure))
+    return life
+
+
+def checked_errors(path: str) -> Checked:
+    """The checkpoint, which has no error.
+
+    Raises:
+        GateError: the check has an error; or, where the packages that read values are there, a
+            scale is wrong.
+        KeepMTPError: there is nothing to judge.
+    """
+    (checked,) = api.check_all([path])
+    refuse_errors(path, checked)
+    if Path(path).is_dir() and not missing("quantize"):
+        from ..validate.check.values import with_values  # imports torch
+
+        checked = with_values(checked, "scalars")
+        refuse_errors(path, checked)
+    if warnings := len(checked.data.findings):
+        tell(f"check: no errors, warnings: {warnings}: `{command('check', path)}` has them")
+    return checked
+
+
+def command(verb: str, path: str) -> str:
+    """A command of keepmtp about the checkpoint."""
+    return shlex.join(["keepmtp", verb, path])
+
+
+def refuse_errors(path: str, checked: Checked) -> None:
+    """Refuse a checkpoint that is not to be served.
+
+    Raises:
+        GateError: it has an error; names the first.
+    """
+
+    if checked.refusal is not None:
+        raise checked.refusal
+    if errors := errors_of(checked.data.findings):
+        first, *others = errors
+        got = f"{first.where}: {first.says}"
+        if others:
+            got += f" (and {len(others)} more: `{command('check', path)}`)"
+        rule = "must pass the check before it is served"
+        raise GateError(path, rule, got=got, cure=with_path(first.cure, path))
+
+
+def chosen_k(opened: Source, asked: int | None, num_mtp_layers: int, device: str) -> BestK:
+    """The number that the user says, or else the best that is known.
+
+    Raises:
+        RecipeError: vLLM cannot draft so many.
+    """
+    best = best_k(opened, num_mtp_layers, device=device)
+    if asked is not None and asked != best.k:
+        best = replace(best, k=asked, why="as you say")
+    rule = cure = ""
+    if best.k and not num_mtp_layers:
+        rule = "a checkpoint without an MTP block cannot draft"
+        cure = "Use -k 0, or `keepmtp graft` its release's block"
+    elif best.k > _MOST_K:
+        rule = f"must be at most {_MOST_K}: later drafts build on guesses"
+        cure = "Use -k 4 or less; `keepmtp bench` finds the best"
+    elif num_mtp_layers and best.k > num_mtp_layers and best.k % num_mtp_layers:
+        rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
+        cure = f"Use -k {num_mtp_layers}"
+    if rule:
+        raise RecipeError("-k", rule, got=best.k, cure=cure)
+    return best
+
+
+def print_commands(
+    opened: Source,
+    best: BestK,
+    further: Sequence[str],
+    cures: Sequence[str] = (),
+    *,
+    as_json: bool,
+) -> None:
+    """Print the serve line for a shell, where `cures` are switched on, and for Docker."""
+    model = opened.where
+    if opened.folder is not None:
+        model = str(opened.folder.absolute())  # Docker mounts it
+    line = serve_words(opened.where, best.k, *further, cures=cures)
+    cures = switched_on(opened, TESTED[0])
+    docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures)
+    value = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
+    lines = [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)]
+    if best.versions:
+        value["versions"] = best.versions
+        lines.insert(1, f"# vLLM: {best.versions}")
+    answer(value, lines, as_json=as_json)
