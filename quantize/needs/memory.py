@@ -33,13 +33,13 @@ from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
 
 BF16, F32, F64 = 2, 4, 8
+# Python with torch, transformers and llm-compressor, before a tensor is read.
 PROCESS_BYTES = 1_200_000_000
-"""Python with torch, transformers and llm-compressor, before a tensor is read."""
+# What CUDA and its libraries take of a GPU before a tensor is there.
 CONTEXT_BYTES = 600_000_000
-"""What CUDA and its libraries take of a GPU before a tensor is there."""
+# What the allocator has of a GPU, over what tensors take at most, with segments that grow
+# (`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25.
 FRAGMENTS = 1.05
-"""What the allocator has of a GPU, over what tensors take at most, with segments that grow
-(`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25."""
 # Weights to a byte of the scales and zero points that they have where they are rewritten: three
 # bytes for a group of 16, the smallest.
 _WEIGHTS_A_BYTE = 5

@@ -24,8 +24,8 @@ from .memory import (
 )
 from .room import calibration_bytes, output_bytes
 
+# What is counted may be so many times what is needed.
 SURE = 1.3
-"""What is counted may be so many times what is needed."""
 
 
 @frozen

@@ -63,10 +63,9 @@ class PackedModule:
     tensors: Mapping[str, Tensor]
 
 
+# The weights of the modules that a tensor of the plan, or one expert of a stack, becomes: [N, K] in
+# floating point.
 ReadWeights = Callable[[TensorPlan, int | None], Sequence[Tensor]]
-"""The weights of the modules that a tensor of the plan, or one expert of a stack, becomes: [N, K]
-in floating point.
-"""
 
 
 def packed_groups(

@@ -35,10 +35,10 @@ from ....recipes.schema import Calibration, Texts
 from ...plan.texts_here import READERS, SHORTER, file_of, refuse_columns
 from .tokenize import Answered, DataRow, Encoders, one_line
 
+# Rows are drawn in a seeded order from this many first ones of the split, then from as many next
+# ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
+# should be shuffled beforehand.
 SHUFFLED_ROWS = 10_000
-"""Rows are drawn in a seeded order from this many first ones of the split, then from as many next
-ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
-should be shuffled beforehand."""
 _START_BYTES = 4096
 _EncodedRow = tuple[int, DataRow, list[int]]  # its number, it, and its token ids
 _UNREADABLE = (

@@ -98,8 +98,8 @@ class LayerAutoRound(AutoRoundModifier):
     one.
     """
 
+    # Decoder layer -> its modules that are tuned, with their names.
     _layers: dict[nn.Module, dict[nn.Module, str]] = PrivateAttr(default_factory=dict)
-    """Decoder layer -> its modules that are tuned, with their names."""
 
     def _is_decoding_layer(self, module: nn.Module) -> bool:
         return module in self._layers

@@ -95,10 +95,10 @@ class BoundedAWQ(AWQModifier):
 
     offload_device: Any = torch.device("cpu")
     _batches: Any = PrivateAttr()
+    # Those within one expert, whose search sees no weight that another one changes.
     _waiting: list[ResolvedMapping] = PrivateAttr(default_factory=list)
-    """Those within one expert, whose search sees no weight that another one changes."""
+    # The module around a smoothing -> its scale, once that was searched ahead.
     _scales: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)
-    """The module around a smoothing -> its scale, once that was searched ahead."""
     _is_searching: bool = PrivateAttr(default=False)
 
     def _set_resolved_mappings(self, model: nn.Module) -> None:

@@ -37,9 +37,9 @@ from .activations import e2m1
 from .work import LayerWork
 
 _E4M3_MAX, _E4M3_MIN, _E2M1_MAX = 448.0, 2.0**-9, 6.0
+# Sweep -> the E4M3 scale of a group with the largest magnitude; room above it is for groups that
+# end at 4, not 6.
 _LARGEST_SCALE: Mapping[str, float] = {"four-over-six": 256.0}
-"""Sweep -> the E4M3 scale of a group with the largest magnitude; room above it is for groups that
-end at 4, not 6."""
 
 
 @contextmanager

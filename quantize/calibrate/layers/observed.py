@@ -80,12 +80,12 @@ class Observed:
         }
         self._squares: dict[str, Any] = defaultdict(int)
         self._tokens = dict.fromkeys(self.modules, 0)
+        # Stack of experts -> how many tokens the router sent to each.
         self._routed: dict[str, Any] = defaultdict(int)
-        """Stack of experts -> how many tokens the router sent to each."""
         self._ends_of: dict[InputIdentity, Tensor] = {}
         self._squares_of: dict[InputIdentity, Tensor] = {}
+        # One for each tensor that the model has returned.
         self._finite: list[Tensor] = []
-        """One for each tensor that the model has returned."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Hooks on the modules look at what they are handed while this lasts."""

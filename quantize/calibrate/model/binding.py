@@ -73,8 +73,8 @@ def scheme_of(piece: Piece) -> str:
     return piece.tensor.scheme
 
 
+# Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension.
 Binding = Mapping[str, tuple[Piece, ...]]
-"""Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension."""
 
 
 @frozen

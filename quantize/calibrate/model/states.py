@@ -35,16 +35,12 @@ from ....recipes.errors import CheckpointError
 from ...run.ranks import Ranks
 from ...run.statistics import save
 
+# The calibration text as llm-compressor hands it on, held-out text of the release and as a server
+# computes it, and the calibration text as a server computes it, for the MTP block.
 Stream = Literal["calibration", "source", "served", "mtp"]
-"""The calibration text as llm-compressor hands it on, held-out text of the release and as a server
-computes it, and the calibration text as a server computes it, for the MTP block.
-"""
+# What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more
+# for the next one. Rows are the first dimension of every value.
 LayerState = tuple[Tensor | None, ...]
-"""What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more
-for the next one.
-
-Rows are the first dimension of every value.
-"""
 
 
 _MAX_WAITING = 8  # puts that are not on disk yet

@@ -58,14 +58,12 @@ from ..model.states import Stream
 from .facts import DIGITS, AcceptanceFact
 from .mtp_block import MtpBlock, draft_steps
 
+# Positions of a draft that are measured, where the model has a block for each.
 NUM_STEPS = 3
-"""Positions of a draft that are measured, where the model has a block for each."""
+# Sequences below which nothing is known.
 FEWEST_SEQUENCES = 4
-"""Sequences below which nothing is known."""
+# Slots whose predictions are compared at a time: in F32, those of a whole sequence are gigabytes.
 _SLOTS_AT_ONCE = 256
-"""Slots whose predictions are compared at a time: in F32, those of a whole sequence are
-gigabytes.
-"""
 
 
 class NothingCounts(RecipeError):

@@ -15,8 +15,8 @@ from pydantic import Field, PositiveInt, computed_field, model_validator
 from ....checkpoints.fact import Count, Fact, Figure, Share
 from ....recipes.schema import Texts, TextsOfMix
 
+# Of a share or a length in the record. What is decided is decided before rounding.
 DIGITS = 5
-"""Of a share or a length in the record. What is decided is decided before rounding."""
 
 
 class DataFact(Fact):

@@ -52,10 +52,9 @@ from .facts import (
 from .mtp_block import bound_block
 from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
+# Of the way from the released weights to the trained ones, where held-out text of several kinds
+# chooses.
 SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Of the way from the released weights to the trained ones, where held-out text of several kinds
-chooses.
-"""
 _REPORTS = 50  # of a training: a log has a line for each
 
 

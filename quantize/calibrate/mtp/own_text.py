@@ -31,12 +31,12 @@ from ..data.data import CalibrationData, ids_sha256
 from ..model.skeleton import Skeleton
 from .acceptance import end_ids
 
+# A model writes no more than these in a sequence: token by token, without a server.
 MOST_NEW_TOKENS = 512
-"""A model writes no more than these in a sequence: token by token, without a server."""
+# Sequences that are written together: the calls of a model cost more than what they compute.
 _AT_A_TIME = 16
-"""Sequences that are written together: the calls of a model cost more than what they compute."""
+# Times the weights: keys and values of these sequences, and the allocator's blocks.
 _ROOM = 1.2
-"""Times the weights: keys and values of these sequences, and the allocator's blocks."""
 
 
 def with_own_text(

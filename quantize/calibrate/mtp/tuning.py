@@ -48,10 +48,10 @@ from ..layers.served import InMemory, serve_tuned
 from .acceptance import block_input, head_input
 from .mtp_block import MtpBlock, draft_steps
 
+# Of AdamW; no weight decays, since the released weights are where training begins.
 BETAS = (0.9, 0.95)
-"""Of AdamW; no weight decays, since the released weights are where training begins."""
+# Slots whose logits are in memory together.
 SLOTS = 256
-"""Slots whose logits are in memory together."""
 _LARGEST_GRADIENT = 1.0  # its norm; larger ones are scaled down to it
 _WARM_UP = 0.1  # of the steps
 _SAVE_SECONDS = 300.0

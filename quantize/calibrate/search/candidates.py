@@ -45,11 +45,11 @@ from ..model.hooks import hooked, modules_of
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _TOKENS_AT_ONCE = 4_096
 
+# Linear layer of a layer or block, by its path there -> the largest magnitude of its input.
 LargestInputs = Mapping[str, float]
-"""Linear layer of a layer or block, by its path there -> the largest magnitude of its input."""
 
+# Unit and word -> sum over tokens of (g . d)^2.
 UnitErrors = dict[tuple[str, str], float]
-"""Unit and word -> sum over tokens of (g . d)^2."""
 
 
 def static_scale(leaf: str, largest: float) -> Tensor:

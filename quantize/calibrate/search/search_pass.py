@@ -50,8 +50,8 @@ from ..mtp.facts import DIGITS, SearchFact, TriedPlanFact
 from .candidates import LargestInputs, as_candidate
 from .sensitivity import SearchRun, Sensitivities
 
+# Part of the loss: when the knapsack's solver may stop. Sensitivities are known to two digits.
 _GAP = 1e-6
-"""Part of the loss: when the knapsack's solver may stop. Sensitivities are known to two digits."""
 
 
 def search(
