@@ -15,7 +15,6 @@ Easy to get wrong: there are four streams of hidden states, and they must not be
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
@@ -29,7 +28,7 @@ from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
 from ....recipes.frozen import frozen
 from ...plan.plan import Plan
-from ...run.progress import ProgressCallback, progress_since
+from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
 from ...run.statistics import write_statistics
 from ..data.claim import claim_pass, has_mtp_stream
@@ -80,16 +79,12 @@ def calibrate_backbone(
         states=States(folder / "states", ranks),
     )
     backbone.states.tidy()
-    first = backbone.states.num_done()
-    started = time.monotonic()
-    for index in range(first, len(skeleton)):
+    tokens = data.ids.numel()
+    report = reporter(progress, ranks, "backbone", total=len(skeleton), tokens=tokens)
+    for index in range(backbone.states.num_done(), len(skeleton)):
         with fitting(plan, f"decoder layer {index} and a batch", device):
             _calibrate_layer(backbone, index)
-        if progress and ranks.is_first:
-            done = {"done": index + 1, "total": len(skeleton), "num_here": index + 1 - first}
-            progress(
-                progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device)
-            )
+        report(index + 1)
     return backbone
 
 

@@ -24,7 +24,6 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +45,7 @@ from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..model.states import States, Stream
 from ..mtp.acceptance import Acceptance, NothingCounts, Target, acceptance, target
-from ..mtp.facts import DIGITS, SearchFact, TriedPlanFact
+from ..mtp.facts import SearchFact, TriedPlanFact
 from .candidates import LargestInputs, as_candidate
 from .sensitivity import SearchRun, Sensitivities
 
@@ -114,22 +113,19 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
         shares: Json = {}
         if drafts is not None and released is not None:
-            value, low = drafts.kept_of(released, confidence)
-            shares = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
+            kept, low = drafts.kept_of(released, confidence)
             # What it keeps of another plan's, at most: acceptance is known to a few percent, and
             # without the limit noise would decide.
-            at_most = math.inf
-            for other in others:
-                values, reaches = drafts.compared(other, confidence)
-                at_most = min(at_most, max(map(add, values, reaches)))
-            shares["lost"] = max(0.0, round(-math.log(max(at_most, 1e-9)), 7))
+            most = min(drafts.compared(other, confidence).sum(dim=0).max() for other in others)
+            lost = max(0.0, -math.log(max(float(most), 1e-9)))
+            shares = {"kept": kept, "kept_at_least": low, "lost": lost}
         facts.append(
             TriedPlanFact(
                 title=title,
                 bytes=choices.num_bytes(assignment),
                 bits=round(choices.bits(assignment), 4),
-                predicted=round(sensitivities.predicted(assignment), 7),
-                divergence=round(own.divergence, 7),
+                predicted=sensitivities.predicted(assignment),
+                divergence=own.divergence,
                 **shares,
             )
         )

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ....checkpoints.files import write_whole
 from ....recipes.errors import CheckpointError
 from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, auto_of, rows_looked_at
-from ...run.progress import ProgressCallback
+from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
 from ..data.data import CalibrationData
 from ..layers.forwards import released
@@ -41,7 +41,6 @@ from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import LayerState, States, as_state
 from ..mtp.mtp_block import MtpBlock, draft_steps
-from ..mtp.mtp_pass import reporter
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .candidates import Seen, largest_inputs, unit_errors, watching
 
