@@ -69,7 +69,7 @@ def with_own_text(
     kept = load_file(path)
     own = {
         "held_out_by": "model",
-        "held_out_ids_sha256": ids_sha256(kept["ids"].flatten().tolist()),
+        "held_out_ids_sha256": ids_sha256(kept["ids"]),
         "held_out_written_tokens": int(kept["written"].sum()),
     }
     return replace(
