@@ -31,7 +31,7 @@ from ...plan.plan import Plan
 from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
 from ...run.statistics import write_statistics
-from ..data.claim import claim_pass, has_mtp_stream
+from ..data.claim import claim_pass, fingerprint, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.batches import Batches
 from ..model.hooks import hooked
@@ -213,7 +213,7 @@ class Backbone:
             for piece in work.binding[f"{module.removeprefix(work.path)}.weight"]:
                 coverage[piece.module] = tokens
         metadata = {
-            "fingerprint": (self.folder / "fingerprint").read_text(),
+            "fingerprint": fingerprint(self.skeleton.plan, self.data, self.ranks.size),
             "coverage": json.dumps(coverage),
         }
         write_statistics(path, tensors, metadata)

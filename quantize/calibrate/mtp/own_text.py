@@ -136,17 +136,11 @@ def _write(
         disable_hf_kernels(model),
     ):
         generate: Any = model.generate
-        for start in range(0, len(ids), _AT_A_TIME):
-            prompts = []
-            masks = []
-            for row in range(start, min(start + _AT_A_TIME, len(ids))):
-                prompt = prompt_of(data, row)
-                prompts.append(prompt)
-                masks.append(torch.ones_like(prompt))
-            mask = pad_sequence(masks, **sides)
-            shortest = min(map(len, prompts))
+        for rows in torch.arange(len(ids)).split(_AT_A_TIME):
+            prompts = [prompt_of(data, row) for row in rows.tolist()]
+            mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **sides)
             config = GenerationConfig(
-                max_new_tokens=min(MOST_NEW_TOKENS, length - shortest),
+                max_new_tokens=min(MOST_NEW_TOKENS, length - min(map(len, prompts))),
                 do_sample=False,
                 use_cache=True,
                 **stops,
@@ -156,14 +150,13 @@ def _write(
                 attention_mask=mask.to(skeleton.device),
                 generation_config=config,
             )[:, mask.shape[1] :].cpu()
-            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start):
+            for row, prompt, answer in zip(rows, prompts, answers, strict=True):
                 first = len(prompt)
                 is_end = torch.isin(answer, torch.tensor(ends, dtype=answer.dtype))
-                if is_end.any():
-                    answer = answer[: int(is_end.int().argmax()) + 1]
-                last = min(first + len(answer), first + MOST_NEW_TOKENS, length)
-                ids[row, first:last] = answer[: last - first]
-                written[row, first:last] = True
+                # What is before the first end, and that.
+                size = min(int((is_end.cumsum(0) == 0).sum()) + 1, len(answer), length - first)
+                ids[row, first : first + size] = answer[:size]
+                written[row, first : first + size] = True
 
 
 def prompt_of(data: CalibrationData, row: int) -> Tensor:

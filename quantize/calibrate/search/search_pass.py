@@ -170,23 +170,17 @@ def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
 ) -> dict[str, str]:
     """The best words by sensitivities, with these for some units."""
-    words: list[list[str]] = []  # of each unit
-    units: list[list[tuple[int, float]]] = []
+    words: list[dict[str, tuple[int, float]]] = []  # of each unit, with cost and loss
     for unit in choices.units:
-        own_words = []
-        options = []
+        own = {}
         for option in unit.options:
             if fixed.get(unit.name, option.word) == option.word:
                 loss = sensitivities.predicted({unit.name: option.word})
-                own_words.append(option.word)
-                options.append((choices.cost(option), loss))
-        words.append(own_words)
-        units.append(options)
-    assignment = {}
-    numbers = best_packing(units, choices.room)
-    for unit, own_words, number in zip(choices.units, words, numbers, strict=True):
-        assignment[unit.name] = own_words[number]
-    return assignment
+                own[option.word] = choices.cost(option), loss
+        words.append(own)
+    numbers = best_packing([[*own.values()] for own in words], choices.room)
+    chosen = zip(choices.units, words, numbers, strict=True)
+    return {unit.name: [*own][number] for unit, own, number in chosen}
 
 
 def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
