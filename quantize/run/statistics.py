@@ -53,8 +53,7 @@ class Statistics:
             fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
 
         Raises:
-            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of
-                another file.
+            CheckpointError: a file is damaged or belongs to another run.
         """
         entries = dict[HFName, Entry]()
         sums = dict[HFName, str]()
@@ -63,9 +62,6 @@ class Statistics:
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
-            if twice := sorted(entries.keys() & header.entries.keys()):
-                rule = f"{twice[0]} must be in one file only"
-                raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
             entries |= header.entries
             sums |= json.loads(header.metadata.get(_SUMS, "{}"))
         return cls(folder=folder, entries=entries, sums=sums)
@@ -112,16 +108,12 @@ def write_statistics(
         CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    apart = dict[str, Tensor]()
-    sums = dict[str, str]()
-    storages = set[int]()
+    apart = {}
+    sums = {}
     for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
-            value = value.clone()
-        storages.add(value.untyped_storage().data_ptr())
+        value = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
         apart[name] = value
-        sums[name] = _sum(value.reshape(-1).view(torch.uint8))
+        sums[name] = _sum(value.view(-1).view(torch.uint8))
     with making(path) as partial:
         save(apart, partial, {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
         sort_metadata(partial)
@@ -182,26 +174,24 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
 
 def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit takes from the statistics, once all of it is found there."""
-    required = dict[HFName, Output]()
-    optional = dict[HFName, Output]()
+    required = list[Output]()
+    optional = list[Output]()
     for tensor in unit:
         if tensor.calibrated or tensor.tuned:
-            for output in (*tensor.calibrated_outputs, *tensor.importances):
-                required[output.name] = output
+            required += [*tensor.calibrated_outputs, *tensor.importances]
         if tensor.may_change:
-            for output in tensor.outputs:
-                optional[output.name] = output
-    if statistics.entries.keys() & (optional.keys() - required.keys()):
-        required |= optional  # modules that share a global scale change together
-    for name in sorted(required):
+            optional += tensor.outputs
+    names = {output.name for output in required}
+    if any(output.name in statistics and output.name not in names for output in optional):
+        required += optional  # modules that share a global scale change together
+    found = {output.name: output for output in required}
+    for name in sorted(found):
         if name not in statistics:
-            raise CheckpointError(
-                statistics.folder,
-                f"calibration must give {name}",
-                got="no such tensor",
-                cure=cure_of(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
-            )
-    return required
+            kind = "mtp-" if unit[0].part == "mtp" else "layer-"
+            rule = f"calibration must give {name}"
+            cure = cure_of(statistics.folder / kind)
+            raise CheckpointError(statistics.folder, rule, got="no such tensor", cure=cure)
+    return found
 
 
 def _read(path: Path) -> FileHeader:

@@ -146,12 +146,9 @@ class Skeleton:
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
-        return bind(
-            self._real[index],
-            self.tensors_of(index),
-            self.names.path_in_layer,
-            self.plan.source.where,
-        )
+        layer = self._real[index]
+        where = self.plan.source.where
+        return bind(layer, self.tensors_of(index), self.names.in_layer, where)
 
     @contextmanager
     def layer(
@@ -212,11 +209,10 @@ class Skeleton:
         if not tensors:  # without a head of its own it is tied
             tensors = _top(self.plan, "embedding")
 
-        def path_of(tensor: TensorPlan) -> tuple[str, int]:
-            return tensor.name.rpartition(".")[2], 0
+        def path_of(name: HFName) -> tuple[str, int]:
+            return name.rpartition(".")[2], 0
 
-        binding = bind(self._head, tensors, path_of, self.plan.source.where)
-        self.fill(self._head, binding)
+        self.fill(self._head, bind(self._head, tensors, path_of, self.plan.source.where))
         self.model.set_output_embeddings(self._head)
         try:
             yield
@@ -277,10 +273,10 @@ class Skeleton:
         state = decoder.state_dict()
         stem = view.layout.layers.disk.partition("layers.")[0]
 
-        def path_of(tensor: TensorPlan) -> tuple[str, int]:
-            path, turn = self.names.rename(tensor.name)
+        def path_of(name: HFName) -> tuple[str, int]:
+            path, turn = self.names.rename(name)
             if path.removeprefix(inside) not in state:
-                path, turn = self.names.rename(tensor.name.removeprefix(stem))
+                path, turn = self.names.rename(name.removeprefix(stem))
             return path.removeprefix(inside), turn
 
         tensors = [tensor for tensor in _top(self.plan) if tensor.role != "head"]
@@ -429,7 +425,7 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
             kind = frozenset((tensor.name.removeprefix(stem), tensor.shape) for tensor in tensors)
             if kind not in kinds:
                 kinds.add(kind)
-                bind(modules[index], tensors, names.path_in_layer, plan.source.where)
+                bind(modules[index], tensors, names.in_layer, plan.source.where)
     except (RecipeError, CheckpointError) as error:
         return error
     return None

@@ -487,11 +487,7 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
     tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
-
-    def path_of(tensor: TensorPlan) -> tuple[str, int]:
-        return block.path_of(tensor.name)
-
-    return bind(block, tensors, path_of, str(plan.source.where))
+    return bind(block, tensors, block.path_of, plan.source.where)
 
 
 def bound_block(plan: Plan, index: int) -> MtpBlock:

@@ -28,7 +28,7 @@ from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
 from ...plan.tensor_plan import outputs_of
 from ...run.progress import ProgressCallback, reporter
-from ...run.statistics import cure_of
+from ...run.statistics import read_metadata
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone, fitting
 from .acceptance import (
@@ -154,9 +154,7 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
     """Copy a policy's statistics next to the backbone's, in place of those of another policy."""
     if backbone.ranks.is_first:
         for file in files:
-            if not file.is_file():
-                rule = "must hold what was measured with its block"
-                raise CheckpointError(file, rule, got="no file", cure=cure_of(file))
+            read_metadata(file)  # one that is missing or damaged is refused
         folder = backbone.folder / "statistics"
         folder.mkdir(exist_ok=True)
         for path in folder.glob("mtp-*"):
