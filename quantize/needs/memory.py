@@ -89,8 +89,8 @@ def stations(plan: Plan) -> list[StationMemory]:
         plan: its recipe has a calibration block.
     """
     layers: dict[int, list[TensorPlan]] = defaultdict(list)
-    around = list[TensorPlan]()
-    block = list[TensorPlan]()
+    around = []
+    block = []
     for tensor in plan.tensors:
         if tensor.fate in ("drop", "add") or tensor.role == "vision":
             continue
@@ -105,7 +105,7 @@ def stations(plan: Plan) -> list[StationMemory]:
     head = head or [tensor for tensor in around if tensor.role == "embedding"]
     index = max(layers, key=lambda index: _elements(layers[index]), default=0)
     layer = layers[index]
-    found = list[StationMemory]()
+    found = []
 
     def add(name: str, tensors: Sequence[TensorPlan], device: int, host: int) -> None:
         device += BF16 * (_elements(around) + _elements(tensors))
@@ -254,7 +254,7 @@ def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: boo
 
 def _inputs(tensors: Iterable[TensorPlan], *, one_turn: bool = False) -> list[int]:
     """The channels of each distinct input of what is rewritten."""
-    found = dict[object, int]()
+    found = {}
     for tensor in _rewritten(tensors):
         width = tensor.shape[-1]
         is_second = tensor.module.endswith(_SECOND)

@@ -135,7 +135,7 @@ def _pack_weight(
     importance: Tensor | None,
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
-    outputs = dict[str, Tensor]()
+    outputs = {}
     for spec in scheme.weight_tensors(*weight.shape):
         outputs[spec.suffix] = weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     if "weight_shape" in outputs:

@@ -145,7 +145,7 @@ def _packed(
         exact = mxfp4_as_nvfp4([(weight_of(t).to(device), scale_of(t).to(device)) for t in found])
         if exact is not None:
             return exact
-    weights = list[Tensor]()
+    weights = []
     for tensor in unit:
         weights += read(tensor, expert)
     try:
@@ -189,7 +189,7 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
         `GLOBAL_SCALE` F32 [1], a divisor: value = code * weight_scale / divisor.
     """
     exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
-    used = list[Tensor]()
+    used = []
     for (packed, _), exponent in zip(members, exponents, strict=True):
         blocks = (packed.view(torch.uint8) & _MAGNITUDE_BITS).unflatten(1, (exponent.shape[1], -1))
         # Blocks of zeros carry arbitrary exponents, and must not widen the range.

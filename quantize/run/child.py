@@ -63,7 +63,7 @@ def environment(
             other child gets what is listed and no secret, and stays offline.
         is_ours: it runs keepmtp's own Python.
     """
-    kept = dict[str, str]()
+    kept = {}
     for name, value in os.environ.items():
         if name in _OURS and not is_ours:
             continue

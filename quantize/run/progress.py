@@ -76,7 +76,7 @@ def reporter(
         tokens: tokens that one step computes.
     """
     started = time.monotonic()
-    seen: list[int] = []
+    seen = []
 
     def report(done: int) -> None:
         seen.append(done)

@@ -55,8 +55,8 @@ class Statistics:
         Raises:
             CheckpointError: a file is damaged or belongs to another run.
         """
-        entries = dict[HFName, Entry]()
-        sums = dict[HFName, str]()
+        entries = {}
+        sums = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
@@ -158,7 +158,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
                 cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
             )
         return
-    allowed = dict[HFName, Output]()
+    allowed = {}
     for unit in plan.units:
         allowed |= _taken(unit, statistics)
     for name, entry in statistics.entries.items():
@@ -174,8 +174,8 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
 
 def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit takes from the statistics, once all of it is found there."""
-    required = list[Output]()
-    optional = list[Output]()
+    required = []
+    optional = []
     for tensor in unit:
         if tensor.calibrated or tensor.tuned:
             required += [*tensor.calibrated_outputs, *tensor.importances]

@@ -107,7 +107,8 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
                 old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, values))
                 raise RecipeError(
                     folder,
-                    "an unfinished calibration can only be resumed as it was begun",
+                    "an unfinished calibration can only be resumed with the same recipe, source, "
+                    "dataset, versions and device",
                     got=f"another {name} ({key} was {old} and is {new})",
                     cure=f"Undo this change to go on, or remove {folder} to start anew",
                 )

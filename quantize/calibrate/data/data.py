@@ -76,7 +76,7 @@ class CalibrationData:
     @property
     def rows_of_kinds(self) -> dict[str, list[int]]:
         """Kind of held-out text -> its sequences; one kind where nothing says which they are."""
-        found: dict[str, list[int]] = {}
+        found = {}
         kinds = self.held_out_kinds or ("",) * len(self.held_out_ids)
         for row, kind in enumerate(kinds):
             found.setdefault(kind, []).append(row)
@@ -112,7 +112,7 @@ def calibration_data(
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
     num_held = portions(calibration.held_out, shares)
-    drawn: list[_Drawn] = []
+    drawn = []
     calibrated_on: set[str] = set()
     with Encoders(source, may_run_code=calibration.model_code == "checkpoint") as encoding:
         for texts, own_used, own_held in zip(mix, num_used, num_held, strict=True):
@@ -121,8 +121,8 @@ def calibration_data(
         for texts in guard:
             own_held = calibration.held_out
             drawn.append(_draw(calibration, encoding, texts, 0, own_held, calibrated_on))
-    numbers: list[int] = []
-    kinds: list[list[int]] = []  # the number of its dataset, for each held-out token
+    numbers = []
+    kinds = []  # the number of its dataset, for each held-out token
     for kind, own in enumerate(drawn):
         numbers += own.numbers + own.held_numbers
         kinds.append([kind] * len(own.held_ids))
@@ -172,8 +172,8 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers with this sum, as near to the shares as can be; the largest remainders get what
     is left.
     """
-    whole: list[int] = []
-    missing: list[tuple[float, int]] = []  # the most negative first; of equal ones the first
+    whole = []
+    missing = []  # the most negative first; of equal ones the first
     for index, share in enumerate(shares):
         whole.append(int(total * share))
         missing.append((whole[index] - total * share, index))

@@ -81,7 +81,7 @@ def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str
     """Decoder layer -> those of the modules that are within it; a decoder layer is an entry of the
     outermost list.
     """
-    layers: dict[str, list[str]] = {}
+    layers = {}
     for name in modules:
         parts = name.split(".")
         for end in range(1, len(parts)):

@@ -141,7 +141,7 @@ class BoundedAWQ(AWQModifier):
 
     def _groups(self) -> list[list[ResolvedMapping]]:
         """Mappings within experts whose caches fit together; one at least."""
-        groups: list[list[ResolvedMapping]] = []
+        groups = []
         room = host_room()
         left = 0
         for mapping in self._waiting:

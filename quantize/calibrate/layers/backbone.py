@@ -89,14 +89,12 @@ def calibrate_backbone(
 
 
 def _calibrate_layer(backbone: "Backbone", index: int) -> None:
-    """Observe, rewrite and serve one layer, while the next is read; its states are whole once its
-    statistics are.
-    """
+    """Observe, rewrite and serve one layer; its states are whole once its statistics are."""
     skeleton = backbone.skeleton
     plan = backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
+    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index):
         # Held-out text as the release computes it: the layer has its released weights so far.
         backbone.run("source", index, outputs, serving(model))
         handing_over = nullcontext()
@@ -208,7 +206,7 @@ class Backbone:
             work: on the layer or block.
             tensors: by their names on disk.
         """
-        coverage: dict[HFName, int] = {}
+        coverage = {}
         for module, tokens in found.coverage.items():
             for piece in work.binding[f"{module.removeprefix(work.path)}.weight"]:
                 coverage[piece.module] = tokens

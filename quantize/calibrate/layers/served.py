@@ -133,7 +133,7 @@ def served_rows(
         given: what calibration found.
         from_model: pack the weights that are there, also where the source has others.
     """
-    places: dict[HFName, tuple[str, slice, TensorPlan, Tensor]] = {}
+    places = {}
     units: dict[str, dict[HFName, TensorPlan]] = defaultdict(dict)
     for name, pieces in binding.items():
         for piece in pieces:

@@ -156,7 +156,7 @@ class States:
                 got=got,
                 cure=f"{cure}: calibration starts anew",
             )
-        whole: list[Tensor | None] = []
+        whole = []
         for of_files in zip(*parts, strict=True):
             if of_files[0] is None:
                 whole.append(None)
@@ -181,7 +181,7 @@ class NextStates:
         Raises:
             CheckpointError: an earlier file could not be written.
         """
-        own: dict[str, Tensor] = {}
+        own = {}
         num_rows = 0
         for turn, value in enumerate(state):
             if value is not None:

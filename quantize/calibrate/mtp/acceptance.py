@@ -360,11 +360,13 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
                 head: Any = block.head or model.get_output_embeddings()
                 # Of BF16 it takes five times as long.
                 drafts.append(head(output).float().argmax(dim=-1).cpu())
-            written = None
-            if backbone.data.held_out_written is not None:
-                written = backbone.data.held_out_written[row]
+            written = backbone.data.held_out_written
             counts[row] = server_counts(
-                sequence.ids[0], target.choices[row], torch.cat(drafts), ends=ends, written=written
+                sequence.ids[0],
+                target.choices[row],
+                torch.cat(drafts),
+                ends=ends,
+                written=None if written is None else written[row],
             )
     accepted = Acceptance(backbone.ranks.sum(counts))
     if not accepted.num_slots:
@@ -454,10 +456,8 @@ def end_ids(plan: Plan) -> frozenset[int]:
     path = plan.source.folder / "generation_config.json"
     if path.is_file():
         holders.append(read_object(path, path))
-    ends: set[int] = set()
+    ends = list[Any]()
     for holder in holders:
         value = holder.get("eos_token_id")
-        if not isinstance(value, list):
-            value = [value]
-        ends.update(number for number in value if isinstance(number, int))
-    return frozenset(ends)
+        ends += value if isinstance(value, list) else [value]
+    return frozenset(number for number in ends if isinstance(number, int))

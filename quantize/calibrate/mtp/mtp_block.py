@@ -396,8 +396,8 @@ def draft_steps(
     assert len(blocks) == 1 or num_steps <= len(blocks)
     places_T = torch.arange(ids.shape[1], device=ids.device)
     cache = None
-    positions: list[Tensor] = []
-    outputs: list[Tensor] = []
+    positions = []
+    outputs = []
     for step in range(1, num_steps + 1):
         block = blocks[min(step, len(blocks)) - 1]
         if cache is None or len(blocks) > 1:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ....checkpoints.files import making
 from ....recipes.errors import CheckpointError, GateError, RecipeError
@@ -97,7 +96,7 @@ def mtp_pass(
         unmeasured = str(error)
     rows = [_row(source, "source", of_release), _row(served, "source", of_backbone)]
     kept_of_block = None
-    files: list[Path] = []
+    files = []
     if refusal is None:
         if is_served_changed(final):
             kept_of_block = _kept(of_both, of_backbone)
@@ -196,16 +195,16 @@ def choose(
     policies = candidates_for(auto.candidates, groups)
     tokens = data.ids.numel() + data.held_out_ids.numel()
     report = reporter(progress, results.backbone.ranks, "mtp", total=len(policies), tokens=tokens)
-    facts: list[CandidateFact] = []
-    plans: list[Plan] = []
+    facts = []
+    plans = []
     for policy in policies:
         try:
             plans.append(with_policy(results.plan, policy))
         except RecipeError as error:
             facts.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error)))
     plans.sort(key=_num_bytes, reverse=True)
-    shown: list[tuple[CandidateFact, Plan]] = []
-    likely: list[tuple[CandidateFact, Plan]] = []
+    shown = []
+    likely = []
     is_over = False
     for plan in plans:
         is_rounded = any(tensor.fate == "quantize" for tensor in block_tensors(plan))
@@ -293,7 +292,7 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
     shares: Sequence[float] = [settings.share or 1.0]
     if settings.share is None and len(kinds) > 1:
         shares = SHARES
-    judged: list[tuple[TunedFact, Plan]] = []
+    judged = []
     for share in shares:
         at = settings
         if share < 1:
@@ -329,9 +328,9 @@ def gains(
     all of so many tries.
     """
     sure = 1 - (1 - confidence) / num_tries
-    facts: list[GainFact] = []
-    gains_KN: list[Tensor] = []  # by kind, and by the number of tokens a step
-    reaches_KN: list[Tensor] = []
+    facts = []
+    gains_KN = []  # by kind, and by the number of tokens a step
+    reaches_KN = []
     for kind, rows in kinds.items():
         own = after.of_rows(rows)
         theirs = before.of_rows(rows)

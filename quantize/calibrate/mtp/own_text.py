@@ -89,7 +89,7 @@ def _places(plan: Plan, device: torch.device) -> list[torch.device]:
         is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
         if is_there and tensor.role != "vision":
             sizes[tensor.layer] += int(2 * prod(tensor.shape) * _ROOM)
-    free: dict[torch.device, int] = {}
+    free = {}
     if device.type != "cpu":
         free[device], _ = torch.cuda.mem_get_info(device)
         for index in range(torch.cuda.device_count()):
@@ -100,7 +100,7 @@ def _places(plan: Plan, device: torch.device) -> list[torch.device]:
     free[device] -= sizes.pop(None)  # what is around the layers
     if free[device] < 0:
         return []
-    places: list[torch.device] = []
+    places = []
     for _, size in sorted(sizes.items()):
         for place, room in free.items():
             if room >= size:
@@ -125,7 +125,7 @@ def _write(
     length = ids.shape[1]
     ends = sorted(end_ids(skeleton.plan))
     pad = min(ends, default=0)
-    stops: dict[str, Any] = {}
+    stops = {}
     if ends:
         stops = {"eos_token_id": ends, "pad_token_id": pad}
     sides: dict[str, Any] = {"batch_first": True, "padding_side": "left"}

@@ -40,7 +40,6 @@ from ....recipes.family import HFName
 from ....recipes.schema import MtpTuned
 from ...pack.unit import separate
 from ...plan.plan import Plan
-from ...plan.tensor_plan import TensorPlan
 from ...run.statistics import read_metadata, write_statistics
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
@@ -255,7 +254,7 @@ def rates_of(weights: Mapping[str, Tensor], settings: MtpTuned) -> list[float]:
     """
     if settings.relative_rate is None:
         return [settings.learning_rate or 0.0] * len(weights)
-    sizes: dict[str, float] = {}  # root mean square of each matrix
+    sizes = {}  # root mean square of each matrix
     for name, weight in weights.items():
         if weight.ndim > 1:
             sizes[name] = float(weight.norm()) / math.sqrt(weight.numel())
@@ -271,7 +270,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def _plain(block: MtpBlock) -> dict[HFName, Tensor]:
     """The tuned tensors that are written in floating point, by their names on disk."""
-    tensors: dict[HFName, TensorPlan] = {}
+    tensors = {}
     parts: dict[HFName, dict[tuple[int, int], Tensor]] = defaultdict(dict)
     for name, pieces in block.binding.items():
         tensor = pieces[0].tensor
@@ -284,7 +283,7 @@ def _plain(block: MtpBlock) -> dict[HFName, Tensor]:
         for piece, rows in zip(pieces, value.split(sizes), strict=True):
             tensors[piece.tensor.name] = piece.tensor
             parts[piece.tensor.name][piece.expert or 0, piece.part] = rows
-    found: dict[HFName, Tensor] = {}
+    found = {}
     for name, tensor in tensors.items():
         own = parts[name]
         values: Sequence[Tensor] = [torch.cat([own[key] for key in sorted(own)]).view(tensor.shape)]

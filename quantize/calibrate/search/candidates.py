@@ -175,7 +175,7 @@ def watching(
         path: its path in the model, with a dot; "" for the model itself.
     """
     searched = _unit_of(choices)
-    seen = dict[str, Seen]()
+    seen = {}
     hooks = []
     for name, pieces in binding.items():
         if pieces[0].tensor.name in searched:

@@ -43,7 +43,7 @@ from ..data.claim import left_behind, search_fingerprint
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
-from ..model.states import States, Stream
+from ..model.states import States
 from ..mtp.acceptance import Acceptance, NothingCounts, Target, acceptance, target
 from ..mtp.facts import SearchFact, TriedPlanFact
 from .candidates import LargestInputs, as_candidate
@@ -159,7 +159,7 @@ def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, As
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
         if fixed and choices.fits({**choices.smallest, **fixed}):
             wanted.append((title, packed(choices, sensitivities, fixed)))
-    found: dict[str, Assignment] = {}
+    found = {}
     for title, assignment in wanted:
         if assignment not in found.values():
             found[title] = assignment
@@ -170,7 +170,7 @@ def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
 ) -> dict[str, str]:
     """The best words by sensitivities, with these for some units."""
-    words: list[dict[str, tuple[int, float]]] = []  # of each unit, with cost and loss
+    words = []  # of each unit, with cost and loss
     for unit in choices.units:
         own = {}
         for option in unit.options:
@@ -249,7 +249,7 @@ def measure_plans(
     """
     skeleton = run.skeleton
     ranks = run.ranks
-    sides: list[tuple[Plan | None, Stream, Backbone]] = []
+    sides = []
     for number, plan in enumerate((None, *plans)):
         place = folder / f"{number:02d}"
         states = States(place / "states", ranks)
@@ -259,7 +259,7 @@ def measure_plans(
     for index in range(min(side.states.num_done() for *_, side in sides), len(skeleton)):
         binding = skeleton.bind_layer(index)
         path = f"{skeleton.layer_path}.{index}."
-        with skeleton.layer(index, index + 1):
+        with skeleton.layer(index):
             for plan, stream, backbone in sides:
                 if backbone.states.num_done() > index:  # before a kill
                     continue
@@ -267,7 +267,7 @@ def measure_plans(
                 with candidate, backbone.states.writing(index + 1) as outputs:
                     backbone.run(stream, index, outputs, serving(skeleton.model))
         run.report(2 * len(skeleton) + 2 + index)
-    measured = list[tuple[Target, Acceptance | None]]()
+    measured = []
     blocks = run.blocks()
     reference = None
     for plan, stream, backbone in sides:

@@ -147,7 +147,7 @@ class SearchRun:
     def _forward(self, index: int) -> None:
         skeleton = self.skeleton
         with (
-            skeleton.layer(index, index + 1) as layer,
+            skeleton.layer(index) as layer,
             self._states.writing(index + 1, keeps=True) as outputs,
             torch.no_grad(),
             released(skeleton.model),
@@ -237,7 +237,7 @@ class SearchRun:
                 return output.requires_grad_()
 
             begin.append(model.get_input_embeddings().register_forward_hook(require))
-        with skeleton.layer(index, index - 1) as layer:
+        with skeleton.layer(index) as layer:
             model.requires_grad_(False)
             with (
                 watching(model, self.choices, binding, path) as seen,
@@ -316,7 +316,7 @@ class SearchRun:
 @contextmanager
 def _returned_by(layer: nn.Module) -> Iterator[list[LayerState]]:
     """Collects what a layer returns, to be popped."""
-    returned: list[LayerState] = []
+    returned = []
 
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         returned.append(as_state(output))
