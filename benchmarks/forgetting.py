@@ -391,8 +391,8 @@ def lines(arm: Arm, found: Mapping[str, Any], size: Size) -> Iterator[str]:
         cells, low = [], math.inf
         for own in rows.values():
             before = counts["before"].of_rows(own)
-            values, reaches = counts[name].of_rows(own).compared(before, (1 + CONFIDENCE) / 2)
-            pairs = [*zip(values, reaches, strict=True)]
+            found_2K = counts[name].of_rows(own).compared(before, (1 + CONFIDENCE) / 2)
+            pairs = found_2K.T.tolist()
             low = min(low, *(value - reach for value, reach in pairs))
             cells.append("<br>".join(f"{100 * v:.1f} ± {100 * r:.1f}" for v, r in pairs))
         mean = gains(counts["before"], counts[name], rows, CONFIDENCE, 1)

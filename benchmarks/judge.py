@@ -124,7 +124,6 @@ class Judge:
         ranks = Ranks(rank=0, size=1, device=CPU)
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "states").mkdir(parents=True)
-        (folder / "fingerprint").write_text(str(source.where))
         run = Backbone(
             folder=folder,
             skeleton=Skeleton(plan, device=CPU),

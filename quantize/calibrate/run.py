@@ -129,7 +129,7 @@ def calibrate(
 
 def _coverage(folder: Path) -> Json:
     """How many tokens the modules on disk saw; of routed experts, how many the router sent them."""
-    tokens: dict[str, int] = {}
+    tokens = {}
     for path in sorted(folder.glob("layer-*.safetensors")):
         tokens |= json.loads(read_metadata(path)["coverage"])
     fewest = None

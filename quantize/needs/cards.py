@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ...recipes.errors import RecipeError, did_you_mean
 from ...recipes.frozen import frozen
 
+# Name -> memory in GB, of 10^9 bytes.
 CARDS: Mapping[str, int] = {
     "3090": 24,
     "A10": 24,
@@ -25,7 +26,6 @@ CARDS: Mapping[str, int] = {
     "B200": 180,
     "B300": 270,
 }
-"""Name -> memory in GB, of 10^9 bytes."""
 
 
 @frozen

@@ -21,8 +21,7 @@ tests/quantize/calibrate/layers/test_bounded.py. Linux Documentation/filesystems
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 
@@ -33,13 +32,13 @@ from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
 
 BF16, F32, F64 = 2, 4, 8
+# Python with torch, transformers and llm-compressor, before a tensor is read.
 PROCESS_BYTES = 1_200_000_000
-"""Python with torch, transformers and llm-compressor, before a tensor is read."""
+# What CUDA and its libraries take of a GPU before a tensor is there.
 CONTEXT_BYTES = 600_000_000
-"""What CUDA and its libraries take of a GPU before a tensor is there."""
+# What the allocator has of a GPU, over what tensors take at most, with segments that grow
+# (`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25.
 FRAGMENTS = 1.05
-"""What the allocator has of a GPU, over what tensors take at most, with segments that grow
-(`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25."""
 # Weights to a byte of the scales and zero points that they have where they are rewritten: three
 # bytes for a group of 16, the smallest.
 _WEIGHTS_A_BYTE = 5
@@ -82,83 +81,62 @@ class StationMemory:
     host_bytes: int
 
 
-def stations(plan: Plan, *, batch_size: int | None = None) -> list[StationMemory]:
+def stations(plan: Plan) -> list[StationMemory]:
     """The stations of a calibrated run, in their order; of the decoder layers the one with most
     weights.
 
     Args:
         plan: its recipe has a calibration block.
-        batch_size: sequences in a batch, instead of the recipe's.
     """
     layers: dict[int, list[TensorPlan]] = defaultdict(list)
-    around = list[TensorPlan]()
-    head = list[TensorPlan]()
-    block = list[TensorPlan]()
+    around = []
+    block = []
     for tensor in plan.tensors:
         if tensor.fate in ("drop", "add") or tensor.role == "vision":
             continue
-        if tensor.part == "mtp":
-            block += [tensor] if tensor.role not in ("embedding", "head") else []
-        elif tensor.layer is not None:
+        if tensor.part == "backbone" and tensor.layer is not None:
             layers[tensor.layer].append(tensor)
-        else:
-            (head if tensor.role == "head" else around).append(tensor)
+        elif tensor.part == "backbone":
+            around.append(tensor)
+        elif tensor.role not in ("embedding", "head"):
+            block.append(tensor)
+    head = [tensor for tensor in around if tensor.role == "head"]
+    around = [tensor for tensor in around if tensor.role != "head"]
     head = head or [tensor for tensor in around if tensor.role == "embedding"]
     index = max(layers, key=lambda index: _elements(layers[index]), default=0)
-
-    calibration = plan.calibration
-    batch = _Batch(plan, batch_size or calibration.batch_size)
-    alone = _Batch(plan, 1)
-    length = calibration.sequence_length
-    vocabulary = max(tensor.shape[0] for tensor in head)
-    states = 2 * batch.tokens * batch.channels * BF16  # two batches: one is read, one is written
-    drafts = alone.activations(block, _DRAFT_STEPS * length)
-    if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
-        drafts = max(drafts, batch.activations(block, length))
-
-    found = list[StationMemory]()
+    layer = layers[index]
+    found = []
 
     def add(name: str, tensors: Sequence[TensorPlan], device: int, host: int) -> None:
         device += BF16 * (_elements(around) + _elements(tensors))
         found.append(StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host))
 
-    layer = layers[index]
-    device, host = batch.algorithm(layer)
-    device += batch.activations(layer, length)
+    size = plan.calibration.batch_size
+    length = plan.calibration.sequence_length
+    vocabulary = max(tensor.shape[0] for tensor in head)
+    states = 2 * size * length * channels(plan) * BF16  # two batches: one is read, one is written
+    device, host = _of_algorithm(plan, layer)
+    device += _activations(plan, layer, size, length)
     add(f"decoder layer {index}", layer, device, host + plan.num_bytes_read(layer) + states)
     # Logits of one sequence, the same in F32, and the logarithm of their softmax.
     add("head", head, length * vocabulary * (BF16 + 2 * F32), 0)
     if plan.view.family.draft is not None and plan.view.num_mtp_layers:
-        device, host = batch.algorithm(block)
+        device, host = _of_algorithm(plan, block)
+        drafts = _activations(plan, block, 1, _DRAFT_STEPS * length)
+        if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
+            drafts = max(drafts, _activations(plan, block, size, length))
         add("MTP block", [*head, *block], device + drafts, host + states)
-    if (tuned := plan.recipe.mtp_tuned) is not None:
+    tuned = plan.recipe.mtp_tuned
+    if tuned is not None:
         # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes
         # of them.
-        trained = _elements(tensor for tensor in block if tensor.tuned) * (5 * F32 + BF16)
-        loss = min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
+        device = _elements(tensor for tensor in block if tensor.tuned) * (5 * F32 + BF16)
+        device += min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
         chosen = plan.view.number("num_experts_per_tok") or 1
-        steps = (
-            alone.gradients(block, step * length, chosen, copies=2)
-            for step in range(1, tuned.draft_steps + 1)
-        )
-        add("training of the MTP block", [*head, *block], trained + loss + sum(steps), states)
+        for step in range(1, tuned.draft_steps + 1):
+            device += _gradients(plan, block, 1, step * length, chosen, copies=2)
+        add("training of the MTP block", [*head, *block], device, states)
     return found
-
-
-def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
-    """The most sequences in a batch that a device with so many free bytes holds, a power of two; 0
-    for none.
-
-    Args:
-        plan: its recipe has a calibration block.
-        device_bytes: free before the model is there.
-        at_most: no more than these, such as the sequences that there are.
-    """
-    for power in reversed(range(at_most.bit_length())):
-        needed = max(station.device_bytes for station in stations(plan, batch_size=2**power))
-        if needed * FRAGMENTS <= device_bytes:
-            return 2**power
-    return 0
 
 
 def channels(plan: Plan) -> int:
@@ -166,104 +144,91 @@ def channels(plan: Plan) -> int:
     return plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """So many sequences of a plan's text."""
+def _num_scores(plan: Plan, keys: int) -> int:
+    """Elements of one copy of a sequence's attention scores."""
+    return plan.view.number("num_attention_heads") * plan.calibration.sequence_length * keys
 
-    plan: Plan
-    size: int
 
-    @property
-    def tokens(self) -> int:
-        return self.size * self.plan.calibration.sequence_length
+def _num_experts(plan: Plan) -> int:
+    return plan.view.number("n_routed_experts", "num_experts", "num_local_experts")
 
-    @property
-    def channels(self) -> int:
-        """Of the residual stream."""
-        return channels(self.plan)
 
-    def scores(self, keys: int) -> int:
-        """Elements of one copy of a sequence's attention scores."""
-        length = self.plan.calibration.sequence_length
-        return self.plan.view.number("num_attention_heads") * length * keys
+def _activations(plan: Plan, tensors: Sequence[TensorPlan], size: int, keys: int) -> int:
+    """What so many sequences take: states, what attention or MLP keep while they compute, and the
+    largest of what is computed for a moment.
+    """
+    tokens = size * plan.calibration.sequence_length
+    # What attention's projections compute, and keys and values repeated for every head; rotated
+    # copies too.
+    linears = [shape for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2]
+    inner = max((columns for _, columns in linears), default=0)
+    attention = BF16 * (tokens * sum(rows for rows, _ in linears) + size * keys * inner * 4)
+    # Without its own kernels, linear attention computes in F32.
+    if _matrices(tensors, "linear_attention"):
+        attention += _LINEAR * F32 * tokens * inner
+    # Gate, up and two products of a dense MLP, the shared experts or one expert; and what a
+    # router chooses, of all that there are.
+    mlps = (min(shape[-2:]) for shape in _matrices(tensors, *_DENSE, "experts"))
+    chosen = plan.view.number("num_experts_per_tok", "moe_topk") * _num_experts(plan)
+    mlp = tokens * (BF16 * (4 * max(mlps, default=0) + 3 * channels(plan)) + chosen * F64)
+    # Input, residual, normed copy, output; and the mask.
+    states = tokens * (4 * channels(plan) + 2 * keys) * BF16
+    # A sequence's scores; or rounding to a scheme: the widest matrix, one expert's of a stack,
+    # or the widest input. A norm's F32 copies are fewer.
+    largest = tokens * channels(plan)
+    for tensor in tensors:
+        if tensor.fate == "quantize":
+            largest = max(largest, prod(tensor.shape[-2:]))
+            if SCHEMES[tensor.scheme].inputs:
+                largest = max(largest, tokens * tensor.shape[-1])
+    briefly = max(_num_scores(plan, keys) * (BF16 + 2 * F32), _ROUNDING * F32 * largest)
+    return states + max(attention, mlp) + briefly
 
-    def activations(self, tensors: Sequence[TensorPlan], keys: int) -> int:
-        """States, what attention or MLP keep while they compute, and the largest of what is
-        computed for a moment.
-        """
-        # What attention's projections compute, and keys and values repeated for every head; rotated
-        # copies too.
-        linears = [shape for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2]
-        inner = max((columns for _, columns in linears), default=0)
-        attention = BF16 * (
-            self.tokens * sum(rows for rows, _ in linears) + self.size * keys * inner * 4
-        )
-        # Without its own kernels, linear attention computes in F32.
-        if _matrices(tensors, "linear_attention"):
-            attention += _LINEAR * F32 * self.tokens * inner
-        # Gate, up and two products of a dense MLP, the shared experts or one expert; and what a
-        # router chooses, of all that there are.
-        mlps = (min(shape[-2:]) for shape in _matrices(tensors, *_DENSE, "experts"))
-        chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") * self._num_experts
-        mlp = BF16 * (4 * max(mlps, default=0) + 3 * self.channels) + chosen * F64
-        # Input, residual, normed copy, output; and the mask.
-        states = self.tokens * (4 * self.channels + 2 * keys) * BF16
-        # A sequence's scores; or rounding to a scheme: the widest matrix, one expert's of a stack,
-        # or the widest input. A norm's F32 copies are fewer.
-        rounded = [tensor for tensor in tensors if tensor.fate == "quantize"]
-        matrix = max((prod(tensor.shape[-2:]) for tensor in rounded), default=0)
-        inputs = max(
-            (tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs),
-            default=self.channels,
-        )
-        rounding = _ROUNDING * F32 * max(matrix, self.tokens * inputs)
-        briefly = max(self.scores(keys) * (BF16 + 2 * F32), rounding)
-        return states + max(attention, self.tokens * mlp) + briefly
 
-    @property
-    def _num_experts(self) -> int:
-        return self.plan.view.number("n_routed_experts", "num_experts", "num_local_experts")
+def _gradients(
+    plan: Plan,
+    tensors: Sequence[TensorPlan],
+    size: int,
+    keys: int,
+    num_experts: int,
+    copies: int = 1,
+) -> int:
+    """What autograd keeps of a layer's inputs and outputs, where each token is sent to so many
+    experts.
 
-    def gradients(
-        self, tensors: Sequence[TensorPlan], keys: int, num_experts: int, copies: int = 1
-    ) -> int:
-        """What autograd keeps of a layer's inputs and outputs, where each token is sent to so many
-        experts.
+    A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
+    """
+    narrow = min((min(shape[-2:]) for shape in _matrices(tensors, "experts")), default=0)
+    wide = 6 * num_experts * narrow
+    for tensor in tensors:
+        if len(tensor.shape) > 1 and tensor.role != "experts":
+            wide += sum(tensor.shape[-2:])
+    states = channels(plan) * (12 * BF16 + 4 * F32)
+    scores = _num_scores(plan, keys) * (2 * BF16 + F32)
+    tokens = size * plan.calibration.sequence_length
+    return tokens * (wide * copies * BF16 + states) + size * scores
 
-        A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
-        """
-        narrow = min((min(shape[-2:]) for shape in _matrices(tensors, "experts")), default=0)
-        wide = 6 * num_experts * narrow
-        for tensor in tensors:
-            if len(tensor.shape) > 1 and tensor.role != "experts":
-                wide += sum(tensor.shape[-2:])
-        states = self.channels * (12 * BF16 + 4 * F32)
-        scores = self.scores(keys) * (2 * BF16 + F32)
-        return self.tokens * (wide * copies * BF16 + states) + self.size * scores
 
-    def algorithm(self, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
-        """What the algorithm holds for a layer or block, on the device and on the host."""
-        calibration = self.plan.calibration
+def _of_algorithm(plan: Plan, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
+    """What the algorithm holds for a layer or block, on the device and on the host."""
+    calibration = plan.calibration
+    text = calibration.samples * calibration.sequence_length
+    rewritten = _rewritten(tensors)
+    scales = _elements(rewritten) // _WEIGHTS_A_BYTE
+    if rewritten and calibration.algorithm == "gptq":  # and an inverse
+        widest = max(tensor.shape[-1] for tensor in rewritten)
+        return scales + hessian_bytes(tensors) + 2 * F32 * widest**2, 0
+    if rewritten and calibration.algorithm == "awq":  # the outputs of a module in all batches
+        outputs = text * plan.view.number("hidden_size") * BF16
+        return scales + outputs, awq_cache_bytes(tensors, text, one_turn=True)
+    if rewritten and calibration.algorithm == "autoround":
+        knobs = calibration.autoround or AutoRoundKnobs()
         length = calibration.sequence_length
-        text = calibration.samples * length
-        rewritten = _rewritten(tensors)
-        scales = _elements(rewritten) // _WEIGHTS_A_BYTE
-        match calibration.algorithm if rewritten else "minmax":
-            case "gptq":  # and an inverse
-                widest = max(tensor.shape[-1] for tensor in rewritten)
-                return scales + hessian_bytes(tensors) + 2 * F32 * widest**2, 0
-            case "awq":  # the outputs of a module in all batches
-                outputs = text * self.plan.view.number("hidden_size") * BF16
-                return scales + outputs, awq_cache_bytes(tensors, text, one_turn=True)
-            case (
-                "autoround"
-            ):  # all states: what the layer is handed, and what it returns before and after
-                step = _Batch(self.plan, (calibration.autoround or AutoRoundKnobs()).batch_size)
-                learned = _A_LEARNED_WEIGHT * _elements(rewritten)
-                learned += step.gradients(tensors, length, self._num_experts)
-                return learned, 3 * text * self.channels * BF16
-            case _:
-                return scales, 0
+        learned = _A_LEARNED_WEIGHT * _elements(rewritten)
+        learned += _gradients(plan, tensors, knobs.batch_size, length, _num_experts(plan))
+        # All states: what the layer is handed, and what it returns before and after.
+        return learned, 3 * text * channels(plan) * BF16
+    return scales, 0
 
 
 def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
@@ -272,7 +237,7 @@ def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
     Args:
         tensors: of one layer, or of the MTP block.
     """
-    return _of_inputs(tensors, lambda channels: F32 * channels**2)
+    return F32 * sum(width**2 for width in _inputs(tensors))
 
 
 def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool) -> int:
@@ -284,31 +249,24 @@ def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: boo
         tokens: of all batches of a process.
         one_turn: experts are taken in turns, one at a time, as where memory is short.
     """
-    return _of_inputs(tensors, lambda channels: BF16 * tokens * channels, one_turn=one_turn)
+    return BF16 * tokens * sum(_inputs(tensors, one_turn=one_turn))
 
 
-def _of_inputs(
-    tensors: Iterable[TensorPlan],
-    num_bytes: Callable[[int], int],
-    *,
-    one_turn: bool = False,
-) -> int:
-    """Bytes for each distinct input of what is rewritten, by its channels."""
-    shared = dict[object, int]()
-    of_experts = dict[object, int]()
+def _inputs(tensors: Iterable[TensorPlan], *, one_turn: bool = False) -> list[int]:
+    """The channels of each distinct input of what is rewritten."""
+    found = {}
     for tensor in _rewritten(tensors):
-        size = num_bytes(tensor.shape[-1])
+        width = tensor.shape[-1]
         is_second = tensor.module.endswith(_SECOND)
-        if tensor.role == "experts" and is_second:
-            # A stack holds all experts.
-            for expert in range(tensor.shape[0] if tensor.stacked else 1):
-                of_experts[tensor.module, expert] = size
-        elif tensor.role in (*_DENSE, "experts") and not is_second:
-            shared["input of the MLP", tensor.shape[-1]] = size
-        else:
-            shared[tensor.runtime] = size
-    in_turn = of_experts.values()
-    return sum(shared.values()) + (max(in_turn, default=0) if one_turn else sum(in_turn))
+        if tensor.role in (*_DENSE, "experts") and not is_second:
+            found["input of the MLP", width] = width
+        elif tensor.role != "experts":
+            found[tensor.runtime] = width
+        elif one_turn or not tensor.stacked:
+            found["one expert" if one_turn else tensor.module] = width
+        else:  # a stack holds all experts
+            found |= dict.fromkeys(((tensor.module, e) for e in range(tensor.shape[0])), width)
+    return [*found.values()]
 
 
 def _rewritten(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:

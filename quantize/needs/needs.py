@@ -15,17 +15,11 @@ from ...recipes.find import data_free_alternative
 from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from .cards import GPU, card_of
-from .memory import (
-    CONTEXT_BYTES,
-    FRAGMENTS,
-    free_host_bytes,
-    largest_batch_size,
-    stations,
-)
+from .memory import CONTEXT_BYTES, FRAGMENTS, free_host_bytes, stations
 from .room import calibration_bytes, output_bytes
 
+# What is counted may be so many times what is needed.
 SURE = 1.3
-"""What is counted may be so many times what is needed."""
 
 
 @frozen
@@ -34,10 +28,8 @@ class Machine:
 
     # What people read of it.
     title: str
-    # Without a GPU the CPU calibrates.
-    has_gpu: bool = True
-    # Bytes that are free for tensors on one device.
-    device_bytes: int
+    # Bytes that are free for tensors on one GPU; None without one, where the CPU calibrates.
+    device_bytes: int | None
     # Bytes of free main memory; None where another machine is meant.
     host_bytes: int | None
 
@@ -75,15 +67,13 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
     Raises:
         RecipeError: an unknown card.
     """
-    free = None  # of another machine it is not known
     if gpu_memory is not None:
         title, size = card_of(gpu_memory)
+        free = None  # of another machine it is not known
     else:
         free = free_host_bytes()
         if not here:
-            return Machine(
-                title="this machine's CPU", has_gpu=False, device_bytes=free, host_bytes=free
-            )
+            return Machine(title="this machine's CPU", device_bytes=None, host_bytes=free)
         title = f"this machine's {here[0].name}"
         size = int(here[0].memory_gib * 2**30)
     return Machine(title=title, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free)
@@ -101,17 +91,15 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
         needs.backbone = why_not_calibrated(family, plan.recipe.model)
     needs.mtp = needs.backbone or family.no_draft
     needs.batch_size = calibration.batch_size
-    needs.host = 0
     needs.host_there = machine.host_bytes
-    if machine.has_gpu:
-        needs.device = 0
-        needs.device_there = machine.device_bytes
+    needs.device_there = machine.device_bytes
+    needs.host = 0
     for station in stations(plan):
         device = int(station.device_bytes * FRAGMENTS)
         host = station.host_bytes
-        if needs.device is None:
+        if machine.device_bytes is None:
             host += device  # without a GPU main memory holds everything
-        elif device > needs.device:
+        elif device > (needs.device or 0):
             needs.device = device
             needs.device_station = station.name
         if host > needs.host:
@@ -122,36 +110,39 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
 
 def lines(needs: Needs) -> list[str]:
     """For people, each shorter than a terminal is wide."""
-    said = [f"Needs, counted for {needs.machine}:"]
+    batches = ""
     if needs.batch_size is not None:
-        said = [f"Needs, counted for {needs.machine}, in batches of {needs.batch_size}:"]
-        for part, why_not in (("backbone", needs.backbone), ("MTP block", needs.mtp)):
-            says = "can be calibrated"
-            if why_not:
-                says = f"cannot be calibrated: {why_not}"
-            said.append(f"  {part:<10} {says}")
-    if needs.device is not None:
-        line = f"  GPU        {size_in_words(needs.device)} at most, {needs.device_station}"
-        said.append(line + _there(needs.device, needs.device_there, "there"))
-    if needs.host is not None:
-        line = f"  memory     {size_in_words(needs.host)} a process, {needs.host_station}"
-        said.append(line + _there(needs.host, needs.host_there, "free"))
+        batches = f", in batches of {needs.batch_size}"
+    said = [f"Needs, counted for {needs.machine}{batches}:"]
+    for part, why_not in (("backbone", needs.backbone), ("MTP block", needs.mtp)):
+        if why_not:
+            said.append(f"  {part:<10} cannot be calibrated: {why_not}")
+        elif why_not is not None:
+            said.append(f"  {part:<10} can be calibrated")
+    for what, needed, station, there, called in (
+        (
+            "GPU       ",
+            needs.device,
+            f"at most, {needs.device_station}",
+            needs.device_there,
+            "there",
+        ),
+        ("memory    ", needs.host, f"a process, {needs.host_station}", needs.host_there, "free"),
+    ):
+        if needed is None:
+            continue
+        line = f"  {what} {size_in_words(needed)} {station}"
+        if there is not None:
+            line += f"; {size_in_words(there)} {called}"
+            if needed / SURE > there:
+                line += ": does not fit"
+            elif needed > there:
+                line += ": may not fit"
+        said.append(line)
     disk = f"{size_in_words(needs.output)} for the output"
     if needs.states:
         disk = f"{size_in_words(needs.states)} for states, {disk}"
     return [*said, f"  disk       {disk}"]
-
-
-def _there(needed: int, there: int | None, called: str) -> str:
-    """What is there of what is needed, and whether that is too little."""
-    if there is None:
-        return ""
-    says = f"; {size_in_words(there)} {called}"
-    if needed / SURE > there:
-        return f"{says}: does not fit"
-    if needed > there:
-        return f"{says}: may not fit"
-    return says
 
 
 def refuse_too_large(plan: Plan, machine: Machine) -> None:
@@ -159,7 +150,7 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     count.
 
     Raises:
-        RecipeError: names the station, and a batch size that fits or a scheme without batches.
+        RecipeError: names the station, and a scheme without batches.
     """
     needs = needs_of(plan, machine)
     for what, station, needed, there in (
@@ -168,12 +159,11 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     ):
         if needed is None or there is None or needed / SURE <= there:
             continue
-        cure = "Lower calibration.sequence_length"
-        size = needs.batch_size or 1
-        smaller = largest_batch_size(plan, there, at_most=size)
-        if 0 < smaller < size:
-            cure = f"Set calibration.batch_size: {smaller}, lower calibration.sequence_length"
-        instead = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
-        rule = f"calibration must fit {what}: {station} needs {size_in_words(needed)}"
-        cure += f", {instead}, or take a machine with more"
-        raise RecipeError(plan.recipe.name, rule, got=size_in_words(there), cure=cure)
+        instead = data_free_alternative(plan.recipe)
+        raise RecipeError(
+            plan.recipe.name,
+            f"calibration must fit {what}: {station} needs {size_in_words(needed)}",
+            got=size_in_words(there),
+            cure="Lower calibration.batch_size or calibration.sequence_length, use "
+            f"--scheme {instead}, which needs no batches, or take a machine with more",
+        )

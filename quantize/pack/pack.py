@@ -115,18 +115,12 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor]) -> dict[str, Tensor
     rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
     if they differ.
     """
-    dtype = torch.bfloat16
     found = []
     for weight in weights:
-        chunks = list[Tensor]()
-        own = torch.float32
-        for first, last in row_ranges(weight):
-            values = _working(weight[first:last])
-            chunks.append(magnitude_bits(values).amax())
-            own = values.dtype
-        found.append(finite(torch.stack(chunks).amax(), own).float())
-        dtype = torch.promote_types(dtype, own)
-    amax = torch.stack(found).amax().to(dtype)
+        chunks = (magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight))
+        own = finite(torch.stack([*chunks]).amax(), _working(weight[:1]).dtype)
+        found.append(own.view(1))
+    amax = torch.cat(found).amax()
     if not scheme.shares_global_scale:
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
     scale = amax.reciprocal() * (_E4M3_MAX * _E2M1_MAX)
@@ -141,7 +135,7 @@ def _pack_weight(
     importance: Tensor | None,
 ) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
-    outputs = dict[str, Tensor]()
+    outputs = {}
     for spec in scheme.weight_tensors(*weight.shape):
         outputs[spec.suffix] = weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
     if "weight_shape" in outputs:

@@ -24,6 +24,7 @@ from typing import Any, Self
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # They belong to keepmtp's Python.
 _OURS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
+# What vLLM, its libraries, compilers and GPUs read. A star is the rest of a name.
 _LISTED = """
     PATH HOME USER LOGNAME SHELL HOSTNAME PWD TERM COLUMNS NO_COLOR TZ LANG LANGUAGE LC_* XDG_*
     TMPDIR TEMP TMP CONDA_PREFIX VIRTUAL_ENV PYTHON* KEEPMTP_*
@@ -36,7 +37,6 @@ _LISTED = """
     GLOO_* TP_SOCKET_IFNAME UCX_* FI_* MASTER_ADDR MASTER_PORT
     OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* DNNL_* ONEDNN_* MALLOC_*
 """
-"""What vLLM, its libraries, compilers and GPUs read. A star is the rest of a name."""
 _KEPT = re.compile("|".join(_LISTED.split()).replace("*", r"\w*"), re.IGNORECASE)
 _SECRET = re.compile(
     r"(?:TOKEN|SECRET|PASS|PASSWORD|PAT|CREDENTIALS|KEY|HF_OIDC_RESOURCE)$", re.IGNORECASE
@@ -63,7 +63,7 @@ def environment(
             other child gets what is listed and no secret, and stays offline.
         is_ours: it runs keepmtp's own Python.
     """
-    kept = dict[str, str]()
+    kept = {}
     for name, value in os.environ.items():
         if name in _OURS and not is_ours:
             continue

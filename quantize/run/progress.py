@@ -7,6 +7,7 @@ Easy to get wrong: steps of an earlier run, and what it has asked, count as done
 did not spend its time on them.
 """
 
+import math
 import resource
 import time
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING
 from ...recipes.frozen import Bar, frozen
 
 if TYPE_CHECKING:
-    import torch
-
     from ...checkpoints.source import Source
+    from .ranks import Ranks
+
+_REPORTS = 200  # of a run: a log has a line for each
 
 
 @frozen
@@ -60,41 +62,45 @@ class RunProgress:
 SILENT = RunProgress()
 
 
-def progress_since(
-    started: float,
-    step: str,
-    *,
-    done: int,
-    total: int,
-    num_here: int,
-    tokens: int,
-    device: "torch.device",
-) -> CalibrationStep:
-    """The progress of a run.
+def reporter(
+    progress: ProgressCallback | None, ranks: "Ranks", step: str, *, total: int, tokens: int
+) -> Callable[[int], None]:
+    """What is called after each step, with the number of all that are done; those that were done
+    before the first call count as an earlier run's.
 
     Args:
-        started: `time.monotonic()` when this process began with its first step.
+        progress: called on the first rank.
+        ranks: of the run; the peak memory is that of their device.
         step: what the steps are, "backbone" or "mtp".
-        done: steps done, those of an earlier run included.
         total: steps in all.
-        num_here: steps done since `started`.
         tokens: tokens that one step computes.
-        device: whose peak memory is reported.
     """
-    seconds = (time.monotonic() - started) / num_here
-    memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type != "cpu":
-        import torch
+    started = time.monotonic()
+    seen = []
 
-        memory_bytes = torch.cuda.max_memory_allocated(device)
-    return CalibrationStep(
-        step=step,
-        done=done,
-        total=total,
-        tokens_per_second=tokens / seconds,
-        eta_seconds=seconds * (total - done),
-        memory_gib=memory_bytes / 2**30,
-    )
+    def report(done: int) -> None:
+        seen.append(done)
+        is_due = done == total or done % math.ceil(total / _REPORTS) == 0
+        if not (progress and ranks.is_first and is_due):
+            return
+        seconds = (time.monotonic() - started) / (done + 1 - seen[0])
+        memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if ranks.device.type != "cpu":
+            import torch
+
+            memory_bytes = torch.cuda.max_memory_allocated(ranks.device)
+        progress(
+            CalibrationStep(
+                step=step,
+                done=done,
+                total=total,
+                tokens_per_second=tokens / seconds,
+                eta_seconds=seconds * (total - done),
+                memory_gib=memory_bytes / 2**30,
+            )
+        )
+
+    return report
 
 
 @frozen

@@ -12,7 +12,6 @@ drafts and answers are noise.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
@@ -25,16 +24,12 @@ from torch import Tensor
 from ...checkpoints.files import fresh, making, unwritable
 from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
 from ...checkpoints.values import typed
-from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.forms import TENSOR_SCALES
 from ...recipes.frozen import frozen
-from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
-from ..plan.tensor_plan import Output, TensorPlan, outputs_of
+from ..plan.tensor_plan import Output, TensorPlan
 
-_ONE_VALUE = (*TENSOR_SCALES, *CACHE_LEAVES)
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
@@ -58,19 +53,15 @@ class Statistics:
             fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
 
         Raises:
-            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of
-                another file.
+            CheckpointError: a file is damaged or belongs to another run.
         """
-        entries = dict[HFName, Entry]()
-        sums = dict[HFName, str]()
+        entries = {}
+        sums = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
-            if twice := sorted(entries.keys() & header.entries.keys()):
-                rule = f"{twice[0]} must be in one file only"
-                raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
             entries |= header.entries
             sums |= json.loads(header.metadata.get(_SUMS, "{}"))
         return cls(folder=folder, entries=entries, sums=sums)
@@ -117,16 +108,12 @@ def write_statistics(
         CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    apart = dict[str, Tensor]()
-    sums = dict[str, str]()
-    storages = set[int]()
+    apart = {}
+    sums = {}
     for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        if value.untyped_storage().data_ptr() in storages:  # safetensors refuses shared memory
-            value = value.clone()
-        storages.add(value.untyped_storage().data_ptr())
+        value = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
         apart[name] = value
-        sums[name] = _sum(value.reshape(-1).view(torch.uint8))
+        sums[name] = _sum(value.view(-1).view(torch.uint8))
     with making(path) as partial:
         save(apart, partial, {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
         sort_metadata(partial)
@@ -156,14 +143,11 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str])
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
-    """Compare what a plan takes from calibration with what is there, both ways, and check the
-    scales of whole tensors.
+    """Compare what a plan takes from calibration with what is there, both ways.
 
     Raises:
         RecipeError: the plan needs statistics, and there are none.
-        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape; a
-            scale is no positive number; modules that are one at run time have different global
-            scales.
+        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape.
     """
     if statistics is None:
         if plan.needs_calibration:
@@ -174,7 +158,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
                 cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
             )
         return
-    allowed = dict[HFName, Output]()
+    allowed = {}
     for unit in plan.units:
         allowed |= _taken(unit, statistics)
     for name, entry in statistics.entries.items():
@@ -186,64 +170,28 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
         if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
             rule = f"{name} must be {wanted.dtype}{list(wanted.shape)}"
             raise _refusal(path, rule, f"{entry.dtype}{list(entry.shape)}")
-    _refuse_scales(plan, statistics)
 
 
 def _taken(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit takes from the statistics, once all of it is found there."""
-    required = dict[HFName, Output]()
-    optional = dict[HFName, Output]()
+    required = []
+    optional = []
     for tensor in unit:
         if tensor.calibrated or tensor.tuned:
-            for output in (*tensor.calibrated_outputs, *tensor.importances):
-                required[output.name] = output
+            required += [*tensor.calibrated_outputs, *tensor.importances]
         if tensor.may_change:
-            for output in tensor.outputs:
-                optional[output.name] = output
-    if statistics.entries.keys() & (optional.keys() - required.keys()):
-        required |= optional  # modules that share a global scale change together
-    for name in sorted(required):
+            optional += tensor.outputs
+    names = {output.name for output in required}
+    if any(output.name in statistics and output.name not in names for output in optional):
+        required += optional  # modules that share a global scale change together
+    found = {output.name: output for output in required}
+    for name in sorted(found):
         if name not in statistics:
-            raise CheckpointError(
-                statistics.folder,
-                f"calibration must give {name}",
-                got="no such tensor",
-                cure=cure_of(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
-            )
-    return required
-
-
-def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
-    """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
-    scales = dict[HFName, float]()
-    for name in statistics:
-        if name.rpartition(".")[2] in _ONE_VALUE:
-            scales[name] = value = statistics.read(name).item()
-            if not 0 < value < math.inf:
-                raise CheckpointError(
-                    statistics.path_of(name),
-                    f"{name} must be a positive number",
-                    got=value,
-                    cure="The activations or weights of this module are not finite: choose a "
-                    "data-free scheme for it",
-                )
-    for unit in plan.units:
-        if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
-            continue
-        first = dict[tuple[str, str], HFName]()
-        for name, *_ in outputs_of(unit):
-            if name not in scales:
-                continue
-            # Members of a fused group have one parent; a stacked unit holds one group an expert.
-            module, _, leaf = name.rpartition(".")
-            other = first.setdefault((module.rpartition(".")[0], leaf), name)
-            if scales[other] != scales[name]:
-                raise CheckpointError(
-                    statistics.folder,
-                    f"{other} and {name} must be equal: vLLM fuses their modules",
-                    got=f"{scales[other]} and {scales[name]}",
-                    cure=cure_of(statistics.path_of(name)),
-                )
+            kind = "mtp-" if unit[0].part == "mtp" else "layer-"
+            rule = f"calibration must give {name}"
+            cure = cure_of(statistics.folder / kind)
+            raise CheckpointError(statistics.folder, rule, got="no such tensor", cure=cure)
+    return found
 
 
 def _read(path: Path) -> FileHeader:

@@ -117,12 +117,12 @@ def _end_all() -> None:
 
 
 def _descendants() -> list[int]:
-    children = dict[int, list[int]]()
+    children = {}
     for folder in _PROC.glob("[0-9]*"):
         with suppress(OSError):  # it has ended since
             _, _, rest = (folder / "stat").read_text(errors="replace").rpartition(")")
             children.setdefault(int(rest.split()[1]), []).append(int(folder.name))
-    descendants = list[int]()
+    descendants = []
     waiting = [os.getpid()]
     while waiting:
         own = children.get(waiting.pop(), [])

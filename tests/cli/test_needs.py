@@ -52,7 +52,7 @@ def test_what_cannot_fit_is_refused_with_the_way_out(air, batch_size, gib, cure)
 
 def test_main_memory_without_a_gpu_holds_everything(air):
     size = 8 * 2**30
-    machine = Machine(title="a CPU", has_gpu=False, device_bytes=size, host_bytes=size)
+    machine = Machine(title="a CPU", device_bytes=None, host_bytes=size)
     with pytest.raises(RecipeError, match="must fit main memory: MTP block needs"):
         refuse_too_large(air, machine)
     refuse_too_large(air, replace(machine, host_bytes=8 * size))

@@ -92,7 +92,6 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
         RecipeError: the folder is another run's, or is not the same for all ranks.
     """
     parts = _parts(plan, data, ranks.size)
-    stamp = folder / "fingerprint"
     before = _parts_of(folder)
     # On the CPU it would take days, and round elsewhere.
     now = {**parts, "device": {"type": ranks.device.type}}
@@ -106,22 +105,20 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
                 if was.get(key) == values.get(key):
                     continue
                 old, new = (one_line(json.dumps(each.get(key)), 60) for each in (was, values))
-                same = "recipe, source, dataset, versions and device"
                 raise RecipeError(
                     folder,
-                    f"an unfinished calibration can only be resumed with the same {same}",
+                    "an unfinished calibration can only be resumed with the same recipe, source, "
+                    "dataset, versions and device",
                     got=f"another {name} ({key} was {old} and is {new})",
                     cure=f"Undo this change to go on, or remove {folder} to start anew",
                 )
     # Before the first writes: a rank that refuses must see what an earlier run wrote, not this one.
     ranks.wait()
-    wanted = _sum(parts)
     if ranks.is_first and not before:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(stamp, wanted)
         write_whole(folder / _PARTS, json.dumps(now, indent=1))
     ranks.wait()
-    if not stamp.is_file() or stamp.read_text() != wanted:
+    if not now.items() <= _parts_of(folder).items():
         raise RecipeError(
             folder,
             "all processes must see one folder and the same source",

@@ -19,6 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
@@ -30,17 +31,16 @@ from ....checkpoints.hub import dataset_commit
 from ....checkpoints.safetensors_file import open_regular
 from ....checkpoints.source import Source
 from ....recipes.errors import CheckpointError, RecipeError
-from ....recipes.frozen import Raw, frozen
+from ....recipes.frozen import Json, Raw, frozen
 from ....recipes.schema import Calibration, Texts
 from ...plan.texts_here import READERS, SHORTER, file_of, refuse_columns
 from .tokenize import Answered, DataRow, Encoders, one_line
 
+# Rows are drawn in a seeded order from this many first ones of the split, then from as many next
+# ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
+# should be shuffled beforehand.
 SHUFFLED_ROWS = 10_000
-"""Rows are drawn in a seeded order from this many first ones of the split, then from as many next
-ones, and so on, so that a Hub dataset is read only as far as needed. One that is sorted by topic
-should be shuffled beforehand."""
 _START_BYTES = 4096
-_EncodedRow = tuple[int, DataRow, list[int]]  # its number, it, and its token ids
 _UNREADABLE = (
     DatasetsError,
     ArrowException,
@@ -76,7 +76,7 @@ class CalibrationData:
     @property
     def rows_of_kinds(self) -> dict[str, list[int]]:
         """Kind of held-out text -> its sequences; one kind where nothing says which they are."""
-        found: dict[str, list[int]] = {}
+        found = {}
         kinds = self.held_out_kinds or ("",) * len(self.held_out_ids)
         for row, kind in enumerate(kinds):
             found.setdefault(kind, []).append(row)
@@ -112,29 +112,24 @@ def calibration_data(
     shares = [texts.share for texts in mix]
     num_used = portions(calibration.samples, shares)
     num_held = portions(calibration.held_out, shares)
+    drawn = []
+    calibrated_on: set[str] = set()
     with Encoders(source, may_run_code=calibration.model_code == "checkpoint") as encoding:
-        drawn: list[_Drawn] = []
         for texts, own_used, own_held in zip(mix, num_used, num_held, strict=True):
             drawn.append(_draw(calibration, encoding, texts, own_used, own_held))
-        calibrated_on: set[str] = set()
-        for own in drawn:
-            calibrated_on |= own.used.sums
+            calibrated_on |= drawn[-1].sums
         for texts in guard:
-            drawn.append(
-                _draw(calibration, encoding, texts, 0, calibration.held_out, calibrated_on)
-            )
-    parts: list[_Part] = []
-    kinds: list[list[int]] = []  # the number of its dataset, for each held-out token
-    for number, own in enumerate(drawn):
-        parts += [own.used, own.held]
-        kinds.append([number] * len(own.held.ids))
-    row_numbers: list[int] = []
-    for part in parts:
-        row_numbers += part.numbers
-    ids = _laid_among([own.used.ids for own in drawn[: len(mix)]], length)
-    held_out_ids = _laid_among([own.held.ids for own in drawn], length)
+            own_held = calibration.held_out
+            drawn.append(_draw(calibration, encoding, texts, 0, own_held, calibrated_on))
+    numbers = []
+    kinds = []  # the number of its dataset, for each held-out token
+    for kind, own in enumerate(drawn):
+        numbers += own.numbers + own.held_numbers
+        kinds.append([kind] * len(own.held_ids))
+    ids = _laid_among([own.ids for own in drawn[: len(mix)]], length)
+    held_out_ids = _laid_among([own.held_ids for own in drawn], length)
     first = drawn[0].texts
-    provenance = {
+    provenance: Json = {
         "dataset": first.dataset,
         "dataset_revision": first.dataset_revision,
         "subset": first.subset or "",
@@ -142,14 +137,14 @@ def calibration_data(
         "column": first.column,
         "prompt_column": first.prompt_column or "",
         "seed": calibration.seed,
-        "rows": sum(len(own.used.numbers) for own in drawn),
-        "held_out_rows": sum(len(own.held.numbers) for own in drawn),
-        "blank_rows": sum(part.num_blank for part in parts),
-        "row_numbers_sha256": ids_sha256(row_numbers),
+        "rows": sum(len(own.numbers) for own in drawn),
+        "held_out_rows": sum(len(own.held_numbers) for own in drawn),
+        "blank_rows": sum(own.num_blank for own in drawn),
+        "row_numbers_sha256": ids_sha256(numbers),
         "tokens": ids.numel(),
         "held_out_tokens": held_out_ids.numel(),
-        "ids_sha256": ids_sha256(ids.flatten().tolist()),
-        "held_out_ids_sha256": ids_sha256(held_out_ids.flatten().tolist()),
+        "ids_sha256": ids_sha256(ids),
+        "held_out_ids_sha256": ids_sha256(held_out_ids),
     }
     read = [own.texts.model_dump(mode="json") for own in drawn]
     if len(mix) > 1:
@@ -157,12 +152,10 @@ def calibration_data(
     if guard:
         provenance["guard"] = read[len(mix) :]
     written = None
-    if any(own.held.says_who_wrote for own in drawn):
-        written = _laid_among([own.held.written for own in drawn], length)
+    if any(own.says_who_wrote for own in drawn):
+        written = _laid_among([own.written for own in drawn], length)
         provenance["held_out_written_tokens"] = int(written.sum())
-    titles = []
-    for number in _laid_among(kinds, length)[:, 0].tolist():
-        titles.append(drawn[number].texts.title)
+    titles = [drawn[kind].texts.title for kind in _laid_among(kinds, length)[:, 0]]
     return CalibrationData(
         ids=ids,
         held_out_ids=held_out_ids,
@@ -179,8 +172,8 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers with this sum, as near to the shares as can be; the largest remainders get what
     is left.
     """
-    whole: list[int] = []
-    missing: list[tuple[float, int]] = []  # the most negative first; of equal ones the first
+    whole = []
+    missing = []  # the most negative first; of equal ones the first
     for index, share in enumerate(shares):
         whole.append(int(total * share))
         missing.append((whole[index] - total * share, index))
@@ -191,37 +184,30 @@ def portions(total: int, shares: Sequence[float]) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Part:
-    """Consecutive rows: their token ids one after another, and their numbers.
-
-    Attributes:
-        ids: of all rows.
-        sums: of the rows' token ids; not for held-out text.
-        written: which of these tokens a model writes; not for text to calibrate on.
-        says_who_wrote: whether any row said so.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    num_blank: int = 0
-    sums: set[str] = field(default_factory=set)
-    written: list[bool] = field(default_factory=list)
-    says_who_wrote: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Rows of one dataset.
+    """Rows of one dataset, one after another.
 
     Attributes:
         texts: the dataset, at the revision that was read.
-        used: to calibrate on.
-        held: to measure on.
+        ids: of the rows to calibrate on.
+        numbers: of these rows.
+        sums: of the token ids of each.
+        held_ids: of the rows to measure on.
+        held_numbers: of these rows.
+        written: which of their tokens a model writes.
+        says_who_wrote: whether any row said so.
+        num_blank: rows without tokens.
     """
 
     texts: Texts
-    used: _Part
-    held: _Part
+    ids: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    sums: set[str] = field(default_factory=set)
+    held_ids: list[int] = field(default_factory=list)
+    held_numbers: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    says_who_wrote: bool = False
+    num_blank: int = 0
 
 
 def _draw(
@@ -241,65 +227,48 @@ def _draw(
     length = calibration.sequence_length
     dataset, revision = open_split(texts, where)
     rows = _encoded(shuffled(rows_of(dataset, texts, where), calibration.seed), encoding, where)
-    used = _Part()
-    held = _Part()
-    while len(used.ids) < num_used * length:
-        found = _next_row(rows, used)
-        if found is None:
-            break
-        number, _, ids = found
-        used.numbers.append(number)
-        used.sums.add(ids_sha256(ids))
-        used.ids += ids
-    del used.ids[num_used * length :]
-    known = used.sums.union(elsewhere or ())
-    while len(held.ids) < num_held * length:
-        found = _next_row(rows, held)
+    drawn = _Drawn(texts.model_copy(update={"dataset_revision": revision}))
+    while len(drawn.ids) < num_used * length or len(drawn.held_ids) < num_held * length:
+        is_used = len(drawn.ids) < num_used * length
+        found = next(rows, None)
         if found is None:
             break
         number, row, ids = found
-        if ids_sha256(ids) in known:
-            continue
-        held.numbers.append(number)
-        # Each sequence begins with a row of its own: what is too long for it is left out.
-        place = len(held.ids) % length
-        own = ids[: length - place]
-        held.ids += own
-        written = None
-        if place == 0:
-            written = encoding.written(row, ids, f"{where}: row {number}")
-        if written is None:
+        digest = ids_sha256(ids)
+        if not ids:
+            drawn.num_blank += 1
+        elif is_used:
+            drawn.numbers.append(number)
+            drawn.sums.add(digest)
+            drawn.ids += ids
+        elif digest not in drawn.sums.union(elsewhere or ()):
+            drawn.held_numbers.append(number)
+            # Each sequence begins with a row of its own: what is too long for it is left out.
+            place = len(drawn.held_ids) % length
+            own = ids[: length - place]
+            drawn.held_ids += own
+            written = None
+            if place == 0:
+                written = encoding.written(row, ids, f"{where}: row {number}")
             # Only the row that begins counts: a server would not have other rows before it.
-            held.written += [False] * len(own)
-        else:
-            held.says_who_wrote = True
-            held.written += written[: len(own)]
-    if elsewhere is not None and not held.says_who_wrote:
-        held.written = [True] * len(held.ids)  # as where no dataset says it
-    num_found = len(used.ids) // length + len(held.ids) // length
+            drawn.written += (written or [False] * len(own))[: len(own)]
+            drawn.says_who_wrote |= written is not None
+    del drawn.ids[num_used * length :]
+    if elsewhere is not None and not drawn.says_who_wrote:
+        drawn.written = [True] * len(drawn.held_ids)  # as where no dataset says it
+    num_found = len(drawn.ids) // length + len(drawn.held_ids) // length
     if num_found < num_used + num_held:
-        read = len(used.numbers) + len(held.numbers)
-        blank = used.num_blank + held.num_blank
+        num_read = len(drawn.numbers) + len(drawn.held_numbers)
         wanted = f"{num_used} + {num_held} sequences of {length} tokens (samples + held_out)"
         if elsewhere is not None:
             wanted = f"{num_held} sequences of {length} tokens of rows that are not trained on"
         raise RecipeError(
             where,
             f"must hold {wanted}",
-            got=f"{num_found}, from {read} different rows and {blank} blank ones",
+            got=f"{num_found}, from {num_read} different rows and {drawn.num_blank} blank ones",
             cure=SHORTER,
         )
-    return _Drawn(texts.model_copy(update={"dataset_revision": revision}), used, held)
-
-
-def _next_row(rows: Iterator[_EncodedRow], part: _Part) -> _EncodedRow | None:
-    """The next row that has tokens, if there is one; `part` counts those without."""
-    for row in rows:
-        *_, ids = row
-        if ids:
-            return row
-        part.num_blank += 1
-    return None
+    return drawn
 
 
 def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
@@ -315,7 +284,7 @@ def _laid_among(parts: Iterable[Sequence[int]], length: int) -> Tensor:
 
 def _encoded(
     rows: Iterable[tuple[int, DataRow]], encoding: Encoders, where: str
-) -> Iterator[_EncodedRow]:
+) -> Iterator[tuple[int, DataRow, list[int]]]:
     """Rows with their numbers and token ids; none for a blank one."""
     vocab_size = encoding.source.text_config.get("vocab_size")
     for number, row in rows:
@@ -445,9 +414,6 @@ def shuffled(rows: Iterator[tuple[int, DataRow]], seed: int) -> Iterator[tuple[i
         yield from window
 
 
-def ids_sha256(numbers: Sequence[int]) -> str:
+def ids_sha256(numbers: Sequence[int] | Tensor) -> str:
     """SHA-256 of numbers as int64, little-endian."""
-    total = hashlib.sha256()
-    for number in numbers:
-        total.update(number.to_bytes(8, "little"))
-    return total.hexdigest()
+    return hashlib.sha256(np.asarray(numbers, "<i8").tobytes()).hexdigest()

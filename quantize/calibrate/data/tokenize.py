@@ -25,8 +25,8 @@ from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.frozen import Raw
 from ...run.child import Child, environment
 
+# To build a tokenizer, and to encode a row.
 SECONDS = 60
-"""To build a tokenizer, and to encode a row."""
 MOST_BYTES = 4 << 30
 _LONGEST = 1 << 27  # bytes of an answer
 _CHILD = f"{__package__}.tokenize_child"

@@ -33,6 +33,7 @@ from .tokenize import Answered, Conversation, DataRow, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# What chat templates and encodings raise on a part of a conversation that they do not allow.
 UNENCODABLE = (
     TemplateError,
     ValueError,
@@ -42,7 +43,6 @@ UNENCODABLE = (
     AssertionError,
     NotImplementedError,
 )
-"""What chat templates and encodings raise on a part of a conversation that they do not allow."""
 _EncodeTurns = Callable[[Conversation, bool], list[int]]
 
 

@@ -81,7 +81,7 @@ def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str
     """Decoder layer -> those of the modules that are within it; a decoder layer is an entry of the
     outermost list.
     """
-    layers: dict[str, list[str]] = {}
+    layers = {}
     for name in modules:
         parts = name.split(".")
         for end in range(1, len(parts)):
@@ -98,8 +98,8 @@ class LayerAutoRound(AutoRoundModifier):
     one.
     """
 
+    # Decoder layer -> its modules that are tuned, with their names.
     _layers: dict[nn.Module, dict[nn.Module, str]] = PrivateAttr(default_factory=dict)
-    """Decoder layer -> its modules that are tuned, with their names."""
 
     def _is_decoding_layer(self, module: nn.Module) -> bool:
         return module in self._layers

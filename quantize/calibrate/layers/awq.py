@@ -95,10 +95,10 @@ class BoundedAWQ(AWQModifier):
 
     offload_device: Any = torch.device("cpu")
     _batches: Any = PrivateAttr()
+    # Those within one expert, whose search sees no weight that another one changes.
     _waiting: list[ResolvedMapping] = PrivateAttr(default_factory=list)
-    """Those within one expert, whose search sees no weight that another one changes."""
+    # The module around a smoothing -> its scale, once that was searched ahead.
     _scales: dict[nn.Module, Tensor] = PrivateAttr(default_factory=dict)
-    """The module around a smoothing -> its scale, once that was searched ahead."""
     _is_searching: bool = PrivateAttr(default=False)
 
     def _set_resolved_mappings(self, model: nn.Module) -> None:
@@ -141,7 +141,7 @@ class BoundedAWQ(AWQModifier):
 
     def _groups(self) -> list[list[ResolvedMapping]]:
         """Mappings within experts whose caches fit together; one at least."""
-        groups: list[list[ResolvedMapping]] = []
+        groups = []
         room = host_room()
         left = 0
         for mapping in self._waiting:

@@ -15,7 +15,6 @@ Easy to get wrong: there are four streams of hidden states, and they must not be
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import cycle
@@ -29,10 +28,10 @@ from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
 from ....recipes.frozen import frozen
 from ...plan.plan import Plan
-from ...run.progress import ProgressCallback, progress_since
+from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
 from ...run.statistics import write_statistics
-from ..data.claim import claim_pass, has_mtp_stream
+from ..data.claim import claim_pass, fingerprint, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.batches import Batches
 from ..model.hooks import hooked
@@ -80,28 +79,22 @@ def calibrate_backbone(
         states=States(folder / "states", ranks),
     )
     backbone.states.tidy()
-    first = backbone.states.num_done()
-    started = time.monotonic()
-    for index in range(first, len(skeleton)):
+    tokens = data.ids.numel()
+    report = reporter(progress, ranks, "backbone", total=len(skeleton), tokens=tokens)
+    for index in range(backbone.states.num_done(), len(skeleton)):
         with fitting(plan, f"decoder layer {index} and a batch", device):
             _calibrate_layer(backbone, index)
-        if progress and ranks.is_first:
-            done = {"done": index + 1, "total": len(skeleton), "num_here": index + 1 - first}
-            progress(
-                progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device)
-            )
+        report(index + 1)
     return backbone
 
 
 def _calibrate_layer(backbone: "Backbone", index: int) -> None:
-    """Observe, rewrite and serve one layer, while the next is read; its states are whole once its
-    statistics are.
-    """
+    """Observe, rewrite and serve one layer; its states are whole once its statistics are."""
     skeleton = backbone.skeleton
     plan = backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
+    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index):
         # Held-out text as the release computes it: the layer has its released weights so far.
         backbone.run("source", index, outputs, serving(model))
         handing_over = nullcontext()
@@ -213,12 +206,12 @@ class Backbone:
             work: on the layer or block.
             tensors: by their names on disk.
         """
-        coverage: dict[HFName, int] = {}
+        coverage = {}
         for module, tokens in found.coverage.items():
             for piece in work.binding[f"{module.removeprefix(work.path)}.weight"]:
                 coverage[piece.module] = tokens
         metadata = {
-            "fingerprint": (self.folder / "fingerprint").read_text(),
+            "fingerprint": fingerprint(self.skeleton.plan, self.data, self.ranks.size),
             "coverage": json.dumps(coverage),
         }
         write_statistics(path, tensors, metadata)

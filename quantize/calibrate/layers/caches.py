@@ -39,8 +39,8 @@ from .activations import e4m3, through
 
 _SCALES = "served_cache_scales"
 
+# Both [B, heads, T, D], as an attention module hands them to its cache.
 KeysValues = tuple[Tensor, Tensor]
-"""Both [B, heads, T, D], as an attention module hands them to its cache."""
 
 
 class CacheRanges:

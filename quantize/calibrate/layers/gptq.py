@@ -168,7 +168,7 @@ def factored_once() -> Iterator[None]:
 
     Dead channels and a matrix that cannot be inverted are the same for all of them, too.
     """
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    kept = []
 
     def factor(
         weights: Tensor, hessians: Tensor, percdamp: float, used_rtn_fallback: Tensor

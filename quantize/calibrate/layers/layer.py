@@ -84,7 +84,7 @@ def calibrate(model: Any, batches: Iterable[Mapping[str, Tensor]], work: LayerWo
             finite.
     """
     before = small_parameters(model)
-    rescaled = dict[str, Tensor]()
+    rescaled = {}
     smoothings: tuple[Smoothing, ...] = ()
     if work.rewritten and work.algorithm in RESCALING:
         smoothings = smoothings_of(model, batches, work)

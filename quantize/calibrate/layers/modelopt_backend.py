@@ -18,7 +18,7 @@ tests/quantize/calibrate/layers/test_modelopt_backend.py.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,9 +37,9 @@ from .activations import e2m1
 from .work import LayerWork
 
 _E4M3_MAX, _E4M3_MIN, _E2M1_MAX = 448.0, 2.0**-9, 6.0
+# Sweep -> the E4M3 scale of a group with the largest magnitude; room above it is for groups that
+# end at 4, not 6.
 _LARGEST_SCALE: Mapping[str, float] = {"four-over-six": 256.0}
-"""Sweep -> the E4M3 scale of a group with the largest magnitude; room above it is for groups that
-end at 4, not 6."""
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
         work: on the layer, by one of `SWEEPS`.
     """
     modules = modules_of(model, work.rewritten)
-    hessians = dict[str, Any]()
+    hessians = {}
     if work.algorithm == "local-hessian":
         for name, module in modules.items():
             hessians[name] = _LocalHessianAccumulator(*module.weight.shape, block_size=16)
@@ -63,7 +63,7 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
         hessians[name].accumulate(args[0])
 
     hooks = {}
-    grouped = dict[str, Sequence[str]]()
+    grouped = {}
     for name in hessians:
         hooks[modules[name]] = partial(accumulate, name)
     with hooked_before(hooks):
@@ -80,7 +80,7 @@ def sweeping(model: Any, work: LayerWork) -> Iterator[None]:
         hessian = None
         if name in hessians:
             hessian = hessians[name].normalized_hessian()
-        scales: list[Tensor] = []
+        scales = []
         for first, last in row_ranges(module.weight):
             rows = module.weight[first:last]
             ends = _swept_amax(rows, common, work.algorithm, largest_scale, hessian)

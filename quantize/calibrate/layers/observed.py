@@ -9,10 +9,9 @@ read once. Easy to get wrong: a tensor is not its address (`input_identity`).
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -78,14 +77,14 @@ class Observed:
         self.ends = {
             name: module.weight.new_full((2,), -math.inf) for name, module in self.modules.items()
         }
-        self._squares: dict[str, Any] = defaultdict(int)
-        self._tokens = dict.fromkeys(self.modules, 0)
+        self._squares: dict[str, Any] = dict.fromkeys(work.weighted, 0)
+        self._tokens = Counter(dict.fromkeys(self.modules, 0))
+        # Stack of experts -> how many tokens the router sent to each.
         self._routed: dict[str, Any] = defaultdict(int)
-        """Stack of experts -> how many tokens the router sent to each."""
-        self._ends_of: dict[InputIdentity, Tensor] = {}
-        self._squares_of: dict[InputIdentity, Tensor] = {}
+        # What is known of each input of a batch: its ends, and its squares where those count.
+        self._known: dict[InputIdentity, tuple[Tensor, Tensor | None]] = {}
+        # One for each tensor that the model has returned.
         self._finite: list[Tensor] = []
-        """One for each tensor that the model has returned."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Hooks on the modules look at what they are handed while this lasts."""
@@ -102,8 +101,7 @@ class Observed:
 
     def end_batch(self, output: Any) -> None:
         """After each forward, with what the model has returned."""
-        self._ends_of.clear()
-        self._squares_of.clear()
+        self._known.clear()
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self._finite.append(leaf.isfinite().all())
@@ -115,25 +113,29 @@ class Observed:
             CheckpointError: a module was never called; or a value was not finite: names the first
                 module that has one as a weight, or else was handed one.
         """
-        checks = [(name, "weight", m.weight.isfinite().all()) for name, m in self.modules.items()]
-        checks += [(name, "input", ends.amax() < math.inf) for name, ends in self.ends.items()]
-        checks.append((self._work.path, "output", torch.stack(self._finite).all()))
-        finite = torch.stack([*map(itemgetter(2), checks)]).tolist()
-        if not all(finite):
-            where, what, _ = checks[finite.index(False)]
-            raise CheckpointError(
-                where,
-                "activations must be finite during calibration",
-                got=f"NaN or infinity in its {what}",
-                cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
-            )
-        routed = {name: counts.cpu() for name, counts in self._routed.items()}
-        of_ranks = gathered((self._tokens, routed))
-        self._tokens = {name: sum(tokens[name] for tokens, _ in of_ranks) for name in self.modules}
-        for name in routed:
-            self._routed[name] = torch.stack([counts[name] for _, counts in of_ranks]).sum(0)
-        for name, tokens in self._tokens.items():
-            if not tokens:
+        checks = {}
+        for name, module in self.modules.items():
+            checks[name, "weight"] = module.weight.isfinite().all()
+        for name, ends in self.ends.items():
+            checks[name, "input"] = ends.amax() < math.inf
+        checks[self._work.path, "output"] = torch.stack(self._finite).all()
+        finite = torch.stack([*checks.values()])
+        for (where, what), is_finite in zip(checks, finite.tolist(), strict=True):
+            if not is_finite:
+                raise CheckpointError(
+                    where,
+                    "activations must be finite during calibration",
+                    got=f"NaN or infinity in its {what}",
+                    cure="Look for a broken weight in this layer, or calibrate in BF16",
+                )
+        own, *others = gathered((self._tokens, {n: c.cpu() for n, c in self._routed.items()}))
+        self._tokens, self._routed = own
+        for tokens, routed in others:
+            self._tokens += tokens
+            for name, counts in routed.items():
+                self._routed[name] += counts
+        for name in self.modules:
+            if not self._tokens[name]:
                 raise CheckpointError(
                     name,
                     "every quantized module must be called during calibration",
@@ -180,7 +182,7 @@ class Observed:
         """Tokens that each module saw, over all batches and ranks; of routed experts, how many the
         router sent there.
         """
-        found = dict(self._tokens)
+        found = {name: self._tokens[name] for name in self.modules}
         for name in found:
             expert = EXPERT.match(f"{name}.weight")
             if expert and expert["stack"] in self._routed:
@@ -191,14 +193,14 @@ class Observed:
         value = input_of(args, kwargs)
         self._tokens[name] += value.numel() // value.shape[-1]
         identity = input_identity(value)
-        if identity not in self._ends_of:
+        if identity not in self._known:
             low, high = torch.aminmax(value)
-            self._ends_of[identity] = torch.stack([-low, high])
-        self.ends[name] = torch.maximum(self.ends[name], self._ends_of[identity])
-        if name in self._work.weighted:
-            if identity not in self._squares_of:
-                self._squares_of[identity] = _sums_of_squares(value)
-            self._squares[name] = self._squares[name] + self._squares_of[identity]
+            squares = _sums_of_squares(value) if self._squares else None
+            self._known[identity] = torch.stack([-low, high]), squares
+        ends, squares = self._known[identity]
+        self.ends[name] = torch.maximum(self.ends[name], ends)
+        if name in self._squares:
+            self._squares[name] = self._squares[name] + squares
 
     def _count_routed(self, name: str, stack: Any, args: tuple, kwargs: dict) -> None:
         # Every expert computes every token here, so how many the router sent to each is counted by

@@ -72,7 +72,7 @@ def smoothings_of(
     """
     batch = next(iter(batches))
     before = small_parameters(model)
-    found = list[Smoothing]()
+    found = []
     rewritten = {*work.rewritten}
     untouchable = {*work.frozen, *work.schemes.keys() - rewritten}
     with calibrating(model), norm_calibration_context(model):
@@ -88,34 +88,29 @@ def smoothings_of(
                 continue
             with _powers_of_two(model, group):
                 outputs = _observe(model, batch, work)
-            for smoothing in group:  # its own output is another one, as it should be
-                outputs.pop(smoothing.smooth, None)
-            if _are_equal(outputs, reference):
+            # Its own output is another one, as it should be.
+            others = outputs.keys() - {smoothing.smooth for smoothing in group}
+            if all(_are_equal(outputs[name], reference[name]) for name in others):
                 found += group
     restore(model, before)
     found.sort(key=lambda smoothing: calls[smoothing.smooth])
-    agreed, *others = gathered(found)  # each rank looks at a batch of its own
-    for other in others:
-        agreed = [smoothing for smoothing in agreed if smoothing in other]
-    if work.algorithm != "awq":
-        return tuple(agreed)
-    # It replays the module around what it balances, and keeps that module's arguments for one
-    # smoothing only (llm-compressor 0.14.0.1 modifiers/transform/awq/base.py,
-    # `_parent_args_cache`: a KeyError otherwise).
-    by_parent: dict[str, Smoothing] = {}
-    for smoothing in agreed:
-        parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
-        by_parent.setdefault(parent, smoothing)
-    return tuple(by_parent.values())
+    of_ranks = gathered(found)  # each rank looks at a batch of its own
+    agreed = {}
+    for smoothing in of_ranks[0]:
+        key: object = smoothing
+        # AWQ replays the module around what it balances, and keeps that module's arguments for one
+        # smoothing only (llm-compressor 0.14.0.1 modifiers/transform/awq/base.py,
+        # `_parent_args_cache`: a KeyError otherwise).
+        if work.algorithm == "awq":
+            key, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
+        if all(smoothing in others for others in of_ranks):
+            agreed.setdefault(key, smoothing)
+    return tuple(agreed.values())
 
 
-def _are_equal(outputs: Mapping[str, list[Tensor]], reference: Mapping[str, list[Tensor]]) -> bool:
-    """Whether these modules compute the same as in `reference`, to the bit."""
-    for name, values in outputs.items():
-        for value, expected in zip(values, reference[name], strict=True):
-            if not torch.equal(value, expected):
-                return False
-    return True
+def _are_equal(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """To the bit."""
+    return all(map(torch.equal, outputs, expected))
 
 
 def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Tensor]]:
@@ -123,7 +118,7 @@ def _observe(model: Any, batch: Arguments, work: LayerWork) -> dict[str, list[Te
 
     Returns: module name -> its output tensors [rows, channels] ("" is the model's own output).
     """
-    outputs: dict[str, list[Tensor]] = {}
+    outputs = {}
 
     def keep(name: str, _module: object, _args: object, output: object) -> None:
         rows = []
@@ -183,10 +178,10 @@ def _consumers(
 ) -> tuple[dict[str, list[str]], dict[str, int]]:
     """Norm -> the matrices that read all of its output, and the order of calls."""
     # The tensor keeps the storage from being reused, so that its address stays this norm's.
-    produced: dict[int, tuple[str, Tensor]] = {}
+    produced = {}
     norms = _owners(model, 1)
     fed: dict[str, list[str]] = {name: [] for name in norms}
-    calls: dict[str, int] = {}
+    calls = {}
 
     def after_norm(name: str, norm: Any, _args: object, output: object) -> None:
         calls.setdefault(name, len(calls))
@@ -234,7 +229,7 @@ def _powers_of_two(model: Any, smoothings: Sequence[Smoothing]) -> Iterator[None
     """Applies each smoothing with random powers of two, exactly, and puts the weights back
     afterwards.
     """
-    saved: list[tuple[Tensor, Tensor]] = []
+    saved = []
 
     def multiply(tensor: Tensor | None, factor: Tensor) -> None:
         if tensor is not None:

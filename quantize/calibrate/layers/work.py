@@ -69,7 +69,7 @@ class LayerWork:
         """
         frozen = set[str]()
         weighted = set[str]()
-        caches: dict[str, tuple[HFName, ...]] = {}
+        caches = {}
         fused: dict[object, list[str]] = defaultdict(list)
         experts: dict[object, list[str]] = defaultdict(list)
         for name, pieces in binding.items():
@@ -87,12 +87,12 @@ class LayerWork:
             for piece in pieces:
                 if piece.tensor.cache is not None:
                     caches[module.rpartition(".")[0]] = piece.tensor.cache
-            scheme = scheme_of(pieces[0])
-            if scheme and SCHEMES[scheme].shares_global_scale:
+            scheme = SCHEMES.get(scheme_of(pieces[0]))
+            if scheme and scheme.shares_global_scale:
                 # Experts of one stack are fused expert by expert, and only gate with up.
                 fused[tensor.unit, pieces[0].expert].append(module)
             expert = EXPERT.match(name)
-            if scheme and expert and SCHEMES[scheme].extra:
+            if scheme and expert and scheme.extra:
                 experts[expert["stack"], expert["linear"] == "down_proj"].append(module)
         return cls(
             schemes=schemes_in(binding, path),
@@ -136,7 +136,7 @@ class LayerWork:
             CheckpointError: the weight of a module was rewritten, and it is several tensors on
                 disk.
         """
-        found: dict[HFName, Tensor] = {}
+        found = {}
         for full, value in tensors.items():
             module, _, suffix = full.rpartition(".")
             if suffix in CACHE_LEAVES:

@@ -73,8 +73,8 @@ def scheme_of(piece: Piece) -> str:
     return piece.tensor.scheme
 
 
+# Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension.
 Binding = Mapping[str, tuple[Piece, ...]]
-"""Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension."""
 
 
 @frozen
@@ -118,10 +118,6 @@ class Names:
         renamed, turn = self.rename(name)
         return _IN_LAYER.sub("", renamed), turn
 
-    def path_in_layer(self, tensor: TensorPlan) -> tuple[str, int]:
-        """The same of a tensor of the plan."""
-        return self.in_layer(tensor.name)
-
 
 def linear_experts(model: Any) -> None:
     """Replaces experts stored as 3-D stacks by one linear layer each, on the meta device, in place.
@@ -150,7 +146,7 @@ def linear_experts(model: Any) -> None:
 def bind(
     module: nn.Module,
     tensors: Iterable[TensorPlan],
-    path_of: Callable[[TensorPlan], tuple[str, int]],
+    path_of: Callable[[HFName], tuple[str, int]],
     where: str,
 ) -> Binding:
     """Match a module's parameters with tensors on disk, one to one.
@@ -158,7 +154,7 @@ def bind(
     Args:
         module: on any device; experts already single linears.
         tensors: everything on disk that belongs to it.
-        path_of: a tensor's path inside the module, and its turn among tensors of the same path.
+        path_of: a tensor's path inside the module, and its turn among those of the same path.
         where: how messages name the checkpoint.
 
     Raises:
@@ -168,7 +164,7 @@ def bind(
     owner = f"transformers' {type(module).__name__}"
     turned: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for tensor in tensors:
-        path, turn = path_of(tensor)
+        path, turn = path_of(tensor.name)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
                 raise CheckpointError(

@@ -13,10 +13,8 @@ llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`, `use_ea
 """
 
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -33,7 +31,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ....checkpoints.source import read
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
 from ....recipes.frozen import Shape, frozen, without
@@ -43,7 +40,6 @@ from .binding import Binding, Names, bind, fill, linear_experts
 from .hooks import hooked
 from .states import LayerState
 
-_CHUNK_BYTES = 2**24
 # Keys of config.json that say which Python builds the model.
 _NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
 
@@ -146,22 +142,16 @@ class Skeleton:
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
-        return bind(
-            self._real[index],
-            self.tensors_of(index),
-            self.names.path_in_layer,
-            self.plan.source.where,
-        )
+        layer = self._real[index]
+        where = self.plan.source.where
+        return bind(layer, self.tensors_of(index), self.names.in_layer, where)
 
     @contextmanager
-    def layer(
-        self, index: int, then: int = -1, *, device: torch.device | None = None
-    ) -> Iterator[nn.Module]:
+    def layer(self, index: int, *, device: torch.device | None = None) -> Iterator[nn.Module]:
         """Decoder layer `index` in its place, with its weights; they are gone afterwards.
 
         Args:
             index: of the layer.
-            then: the layer that is wanted after it, whose files are read meanwhile; -1 for none.
             device: for its weights; the skeleton's own if none is given.
         """
         layer = self._real[index]
@@ -177,10 +167,7 @@ class Skeleton:
                 self._like[0] = len(output)
 
         try:
-            with (
-                hooked([layer.register_forward_hook(note)]),
-                reading_ahead(self.plan, self.tensors_of(then)),
-            ):
+            with hooked([layer.register_forward_hook(note)]):
                 yield layer
         finally:
             layer.to("meta")
@@ -212,11 +199,10 @@ class Skeleton:
         if not tensors:  # without a head of its own it is tied
             tensors = _top(self.plan, "embedding")
 
-        def path_of(tensor: TensorPlan) -> tuple[str, int]:
-            return tensor.name.rpartition(".")[2], 0
+        def path_of(name: HFName) -> tuple[str, int]:
+            return name.rpartition(".")[2], 0
 
-        binding = bind(self._head, tensors, path_of, self.plan.source.where)
-        self.fill(self._head, binding)
+        self.fill(self._head, bind(self._head, tensors, path_of, self.plan.source.where))
         self.model.set_output_embeddings(self._head)
         try:
             yield
@@ -277,10 +263,10 @@ class Skeleton:
         state = decoder.state_dict()
         stem = view.layout.layers.disk.partition("layers.")[0]
 
-        def path_of(tensor: TensorPlan) -> tuple[str, int]:
-            path, turn = self.names.rename(tensor.name)
+        def path_of(name: HFName) -> tuple[str, int]:
+            path, turn = self.names.rename(name)
             if path.removeprefix(inside) not in state:
-                path, turn = self.names.rename(tensor.name.removeprefix(stem))
+                path, turn = self.names.rename(name.removeprefix(stem))
             return path.removeprefix(inside), turn
 
         tensors = [tensor for tensor in _top(self.plan) if tensor.role != "head"]
@@ -429,29 +415,7 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
             kind = frozenset((tensor.name.removeprefix(stem), tensor.shape) for tensor in tensors)
             if kind not in kinds:
                 kinds.add(kind)
-                bind(modules[index], tensors, names.path_in_layer, plan.source.where)
+                bind(modules[index], tensors, names.in_layer, plan.source.where)
     except (RecipeError, CheckpointError) as error:
         return error
     return None
-
-
-@contextmanager
-def reading_ahead(plan: Plan, tensors: Iterable[TensorPlan]) -> Iterator[None]:
-    """A thread reads these, until they are read or the context ends."""
-    entries = [plan.entries[name] for tensor in tensors for name in tensor.inputs]
-    stop = threading.Event()
-
-    def read_all() -> None:
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
-        for entry in entries:
-            for offset in range(0, entry.num_bytes, _CHUNK_BYTES):
-                if stop.is_set():
-                    return
-                read(plan.source, entry, buffer[: entry.num_bytes - offset], offset=offset)
-
-    with ThreadPoolExecutor(1, "read-ahead") as pool:
-        pool.submit(read_all)  # what fails here, fails again when it is needed
-        try:
-            yield
-        finally:
-            stop.set()

@@ -35,16 +35,12 @@ from ....recipes.errors import CheckpointError
 from ...run.ranks import Ranks
 from ...run.statistics import save
 
+# The calibration text as llm-compressor hands it on, held-out text of the release and as a server
+# computes it, and the calibration text as a server computes it, for the MTP block.
 Stream = Literal["calibration", "source", "served", "mtp"]
-"""The calibration text as llm-compressor hands it on, held-out text of the release and as a server
-computes it, and the calibration text as a server computes it, for the MTP block.
-"""
+# What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more
+# for the next one. Rows are the first dimension of every value.
 LayerState = tuple[Tensor | None, ...]
-"""What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more
-for the next one.
-
-Rows are the first dimension of every value.
-"""
 
 
 _MAX_WAITING = 8  # puts that are not on disk yet
@@ -160,7 +156,7 @@ class States:
                 got=got,
                 cure=f"{cure}: calibration starts anew",
             )
-        whole: list[Tensor | None] = []
+        whole = []
         for of_files in zip(*parts, strict=True):
             if of_files[0] is None:
                 whole.append(None)
@@ -185,7 +181,7 @@ class NextStates:
         Raises:
             CheckpointError: an earlier file could not be written.
         """
-        own: dict[str, Tensor] = {}
+        own = {}
         num_rows = 0
         for turn, value in enumerate(state):
             if value is not None:

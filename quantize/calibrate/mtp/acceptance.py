@@ -39,7 +39,6 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from operator import sub
 from typing import Any
 
 import torch
@@ -50,22 +49,19 @@ from torch import Tensor
 from ....checkpoints.json_file import read_object
 from ....recipes.errors import RecipeError
 from ...plan.plan import Plan
-from ...run.ranks import gathered
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import Stream
-from .facts import DIGITS, AcceptanceFact
+from .facts import AcceptanceFact
 from .mtp_block import MtpBlock, draft_steps
 
+# Positions of a draft that are measured, where the model has a block for each.
 NUM_STEPS = 3
-"""Positions of a draft that are measured, where the model has a block for each."""
+# Sequences below which nothing is known.
 FEWEST_SEQUENCES = 4
-"""Sequences below which nothing is known."""
+# Slots whose predictions are compared at a time: in F32, those of a whole sequence are gigabytes.
 _SLOTS_AT_ONCE = 256
-"""Slots whose predictions are compared at a time: in F32, those of a whole sequence are
-gigabytes.
-"""
 
 
 class NothingCounts(RecipeError):
@@ -115,13 +111,13 @@ class Target:
     @property
     def perplexity(self) -> float:
         """Per token that is predicted and known: all but the first of each sequence."""
-        likelihood = math.fsum(self.log_likelihoods.tolist())
-        return math.exp(min(-likelihood / self.choices[:, 1:].numel(), 700.0))
+        loss = -float(self.log_likelihoods.sum()) / self.choices[:, 1:].numel()
+        return math.exp(min(loss, 700.0))
 
     @property
     def divergence(self) -> float:
         """Nats a slot, the last slot of each sequence included."""
-        return math.fsum(self.divergences.tolist()) / self.choices.numel()
+        return float(self.divergences.sum()) / self.choices.numel()
 
     @property
     def agreement(self) -> float:
@@ -134,45 +130,37 @@ def target(backbone: Backbone, stream: Stream, *, reference: Target | None = Non
     """The choices and the perplexity of one backbone on held-out text, and how far it is from
     another one.
 
-    A sum is of the same numbers in the same order whatever the number of processes.
-
     Args:
         backbone: a finished pass.
         stream: `source` for the backbone as released, `served` for the quantized one.
         reference: what it is compared with, over the same text.
     """
     skeleton = backbone.skeleton
-    own: dict[int, tuple[Tensor, float, float]] = {}
+    choices_RS = torch.zeros_like(backbone.data.held_out_ids)
+    figures_2R = torch.zeros(2, len(choices_RS), dtype=torch.float64)
     with torch.no_grad(), ExitStack() as heads:
         heads.enter_context(skeleton.head())
         if reference is not None and reference.backbone.skeleton is not skeleton:
             heads.enter_context(reference.backbone.skeleton.head())
         # One by one: the logits of a batch may not fit.
         for sequence in backbone.batches(stream, size=1).batches():
+            row = sequence.first
             logits_SV = computed(skeleton, sequence).logits[0]
             ids_S = sequence.ids[0].to(logits_SV.device)
-            loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
-            apart = 0.0
+            choices_RS[row] = logits_SV.argmax(dim=-1)
+            loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum")
+            figures_2R[0, row] = -loss
             if reference is not None:
-                apart = divergence(reference.logits(sequence.first), logits_SV)
-            own[sequence.first] = logits_SV.argmax(dim=-1).cpu(), -loss, apart
-    rows: dict[int, tuple[Tensor, float, float]] = {}
-    for of_rank in gathered(own):
-        rows |= of_rank
-    choices: list[Tensor] = []
-    likelihoods: list[float] = []
-    divergences: list[float] = []
-    for _, (choice, likelihood, apart) in sorted(rows.items()):
-        choices.append(choice)
-        likelihoods.append(likelihood)
-        divergences.append(apart)
+                figures_2R[1, row] = divergence(reference.logits(row), logits_SV)
+    # A row is one rank's, and the others have zeros there.
+    likelihoods_R, divergences_R = backbone.ranks.sum(figures_2R)
     return Target(
         backbone=backbone,
         stream=stream,
-        choices=torch.stack(choices),
-        log_likelihoods=torch.tensor(likelihoods, dtype=torch.float64),
+        choices=backbone.ranks.sum(choices_RS),
+        log_likelihoods=likelihoods_R,
         reference=reference,
-        divergences=torch.tensor(divergences, dtype=torch.float64),
+        divergences=divergences_R,
     )
 
 
@@ -259,12 +247,11 @@ class Acceptance:
             confidence: of each limit, one-sided.
         """
         values, reaches = self.compared(other, confidence)
-        least = min(map(sub, values, reaches))
-        return min(values), max(0.0, least)
+        return float(values.min()), max(0.0, float((values - reaches).min()))
 
-    def compared(self, other: "Acceptance", confidence: float) -> tuple[list[float], list[float]]:
+    def compared(self, other: "Acceptance", confidence: float) -> Tensor:
         """What is kept of another's share of accepted tokens, by the number of tokens drafted a
-        step, and how far from that the truth may be.
+        step, and how far from that the truth may be: [2, K] F64.
 
         A released block of which no draft is accepted has nothing to lose: all is kept.
         """
@@ -275,11 +262,10 @@ class Acceptance:
         all_own = own.sum(dim=0)
         all_theirs = theirs.sum(dim=0)
         num_rows = len(own)
-        values: list[float] = []
-        reaches: list[float] = []
+        found = torch.full((2, len(self.ks)), math.inf, dtype=torch.float64)
         for k in self.ks:
             kept = float(_share(all_own, all_theirs, k))
-            reach = math.inf
+            found[0, k - 1] = kept
             if num_rows >= FEWEST_SEQUENCES:
                 # Each sequence left out in turn.
                 without = _share(all_own - own, all_theirs - theirs, k)
@@ -289,16 +275,14 @@ class Acceptance:
                 if share == 0:  # where none was accepted, none can be lost of all slots
                     share = 1.0
                 least = least_share(kept, self.num_slots * share, confidence)
-                reach = max(reach, kept - least)
-            values.append(kept)
-            reaches.append(reach)
-        return values, reaches
+                found[1, k - 1] = max(reach, kept - least)
+        return found
 
     def fact(self) -> AcceptanceFact:
         """The figures for the record, by the number of tokens drafted a step."""
         by_position = {}
         for k in self.ks:
-            by_position[str(k)] = tuple(round(rate, DIGITS) for rate in self.by_position(k))
+            by_position[str(k)] = self.by_position(k)
         return AcceptanceFact(num_slots=self.num_slots, by_position=by_position)
 
 
@@ -376,11 +360,13 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
                 head: Any = block.head or model.get_output_embeddings()
                 # Of BF16 it takes five times as long.
                 drafts.append(head(output).float().argmax(dim=-1).cpu())
-            written = None
-            if backbone.data.held_out_written is not None:
-                written = backbone.data.held_out_written[row]
+            written = backbone.data.held_out_written
             counts[row] = server_counts(
-                sequence.ids[0], target.choices[row], torch.cat(drafts), ends=ends, written=written
+                sequence.ids[0],
+                target.choices[row],
+                torch.cat(drafts),
+                ends=ends,
+                written=None if written is None else written[row],
             )
     accepted = Acceptance(backbone.ranks.sum(counts))
     if not accepted.num_slots:
@@ -470,10 +456,8 @@ def end_ids(plan: Plan) -> frozenset[int]:
     path = plan.source.folder / "generation_config.json"
     if path.is_file():
         holders.append(read_object(path, path))
-    ends: set[int] = set()
+    ends = list[Any]()
     for holder in holders:
         value = holder.get("eos_token_id")
-        if not isinstance(value, list):
-            value = [value]
-        ends.update(number for number in value if isinstance(number, int))
-    return frozenset(ends)
+        ends += value if isinstance(value, list) else [value]
+    return frozenset(number for number in ends if isinstance(number, int))

@@ -8,15 +8,19 @@ refused before it is drawn.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, computed_field, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, computed_field, model_validator
 
 from ....checkpoints.fact import Count, Fact, Figure, Share
 from ....recipes.schema import Texts, TextsOfMix
 
-DIGITS = 5
-"""Of a share or a length in the record. What is decided is decided before rounding."""
+# How a figure stands in the record. What is decided is decided before rounding.
+Share5 = Annotated[Share, AfterValidator(partial(round, ndigits=5))]
+Figure5 = Annotated[Figure, AfterValidator(partial(round, ndigits=5))]
+Figure6 = Annotated[Figure, AfterValidator(partial(round, ndigits=6))]
+Figure7 = Annotated[Figure, AfterValidator(partial(round, ndigits=7))]
 
 
 class DataFact(Fact):
@@ -76,7 +80,7 @@ class AcceptanceFact(Fact):
     """
 
     num_slots: Count
-    by_position: Annotated[Mapping[str, tuple[Share, ...]], Field(min_length=1, max_length=16)]
+    by_position: Annotated[Mapping[str, tuple[Share5, ...]], Field(min_length=1, max_length=16)]
 
     @model_validator(mode="after")
     def _has_a_share_a_position(self) -> "AcceptanceFact":
@@ -89,10 +93,7 @@ class AcceptanceFact(Fact):
     @property
     def mean_accepted_length(self) -> dict[str, float]:
         """Tokens a step of the target, its own included."""
-        lengths = {}
-        for k, shares in self.by_position.items():
-            lengths[k] = round(1 + sum(shares), DIGITS)
-        return lengths
+        return {k: round(1 + sum(shares), 5) for k, shares in self.by_position.items()}
 
     @property
     def k(self) -> int:
@@ -132,12 +133,12 @@ class MeasuredFact(Fact):
 
     backbone: Literal["source", "quantized"]
     mtp: Side
-    perplexity: Figure
-    divergence: Figure | None = None
-    flips: Share | None = None
+    perplexity: Figure6
+    divergence: Figure6 | None = None
+    flips: Share5 | None = None
     acceptance: AcceptanceFact | None
-    perplexity_of_kind: Annotated[Mapping[str, Figure], Field(max_length=101)] = {}
-    divergence_of_kind: Annotated[Mapping[str, Figure], Field(max_length=101)] = {}
+    perplexity_of_kind: Annotated[Mapping[str, Figure6], Field(max_length=101)] = {}
+    divergence_of_kind: Annotated[Mapping[str, Figure6], Field(max_length=101)] = {}
 
     @property
     def title(self) -> str:
@@ -167,11 +168,11 @@ class CandidateFact(Fact):
     dropped = frozenset({"needed_slots"})
     policy: str | Mapping[str, str]
     bytes: Count
-    kept: Figure
-    kept_at_least: Figure | None = None
+    kept: Figure5
+    kept_at_least: Figure5 | None = None
     refused: str = ""
     chosen: bool = False
-    acceptance: AcceptanceFact | None
+    acceptance: AcceptanceFact | None = None
 
     @property
     def title(self) -> str:
@@ -193,9 +194,9 @@ class GainFact(Fact):
 
     kind: str
     sequences: Count
-    gain: Figure
-    gain_at_least: Figure
-    gain_at_most: Figure
+    gain: Figure5
+    gain_at_least: Figure5
+    gain_at_most: Figure5
 
 
 class TunedFact(Fact):
@@ -226,8 +227,8 @@ class TunedFact(Fact):
     draft_steps: Count
     before: AcceptanceFact
     after: AcceptanceFact
-    gain: Figure
-    gain_at_least: Figure
+    gain: Figure5
+    gain_at_least: Figure5
     kinds: Annotated[tuple[GainFact, ...], Field(max_length=101)] = ()
     confidence: Share
     chosen: bool
@@ -235,8 +236,7 @@ class TunedFact(Fact):
     @property
     def worst(self) -> float:
         """The gain on the kind of text that gains least."""
-        worst = [kind.gain for kind in self.kinds]
-        return min(worst, default=self.gain)
+        return min((kind.gain for kind in self.kinds), default=self.gain)
 
     @property
     def says(self) -> str:
@@ -287,11 +287,11 @@ class TriedPlanFact(Fact):
     title: str
     bytes: Count
     bits: Figure
-    predicted: Figure
-    divergence: Figure
-    kept: Figure | None = None
-    kept_at_least: Figure | None = None
-    lost: Figure = 0.0
+    predicted: Figure7
+    divergence: Figure7
+    kept: Figure5 | None = None
+    kept_at_least: Figure5 | None = None
+    lost: Figure7 = 0.0
     chosen: bool = False
 
 
@@ -324,8 +324,8 @@ class KeptFact(Fact):
         reach: half of its interval, at 95 %.
     """
 
-    kept: Figure
-    reach: Figure
+    kept: Figure5
+    reach: Figure5
 
     def __str__(self) -> str:
         return f"{100 * self.kept:.1f} ± {100 * self.reach:.1f} %"
@@ -350,7 +350,7 @@ class MtpFact(Fact):
 
     mtp: str | Mapping[str, str]
     rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
-    agreement: Share
+    agreement: Share5
     candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)] = ()
     tuned: TunedFact | None = None
     of_backbone: KeptFact | None = None
@@ -363,8 +363,8 @@ class MtpFact(Fact):
         for row in self.rows:
             kinds = row.perplexity_of_kind
             if kinds:
-                says = f"A figure that names no kind is of {len(kinds)} together"
-                return f"{says}: {', '.join(kinds)}."
+                together = f"{len(kinds)} together: {', '.join(kinds)}"
+                return f"A figure that names no kind is of {together}."
         return ""
 
 

@@ -396,8 +396,8 @@ def draft_steps(
     assert len(blocks) == 1 or num_steps <= len(blocks)
     places_T = torch.arange(ids.shape[1], device=ids.device)
     cache = None
-    positions: list[Tensor] = []
-    outputs: list[Tensor] = []
+    positions = []
+    outputs = []
     for step in range(1, num_steps + 1):
         block = blocks[min(step, len(blocks)) - 1]
         if cache is None or len(blocks) > 1:
@@ -487,11 +487,7 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
     tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
-
-    def path_of(tensor: TensorPlan) -> tuple[str, int]:
-        return block.path_of(tensor.name)
-
-    return bind(block, tensors, path_of, str(plan.source.where))
+    return bind(block, tensors, block.path_of, plan.source.where)
 
 
 def bound_block(plan: Plan, index: int) -> MtpBlock:

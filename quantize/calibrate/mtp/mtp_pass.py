@@ -14,21 +14,20 @@ training, on held-out text that neither has seen.
 
 import math
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import add, itemgetter
 from pathlib import Path
-from typing import Literal
+
+import torch
 
 from ....checkpoints.files import making
 from ....recipes.errors import CheckpointError, GateError, RecipeError
 from ....recipes.frozen import Json
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
-from ...run.progress import ProgressCallback, progress_since
-from ...run.ranks import Ranks
-from ...run.statistics import cure_of
+from ...plan.tensor_plan import outputs_of
+from ...run.progress import ProgressCallback, reporter
+from ...run.statistics import read_metadata
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone, fitting
 from .acceptance import (
@@ -39,24 +38,13 @@ from .acceptance import (
     fewest_slots,
     target,
 )
-from .facts import (
-    DIGITS,
-    CandidateFact,
-    GainFact,
-    KeptFact,
-    MeasuredFact,
-    MtpFact,
-    Side,
-    TunedFact,
-)
+from .facts import CandidateFact, GainFact, KeptFact, MeasuredFact, MtpFact, Side, TunedFact
 from .mtp_block import bound_block
 from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
 
+# Of the way from the released weights to the trained ones, where held-out text of several kinds
+# chooses.
 SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Of the way from the released weights to the trained ones, where held-out text of several kinds
-chooses.
-"""
-_REPORTS = 50  # of a training: a log has a line for each
 
 
 def mtp_pass(
@@ -89,12 +77,9 @@ def mtp_pass(
     final = plan
     candidates: tuple[CandidateFact, ...] = ()
     tuned: TunedFact | None = None
-    of_release: Acceptance | None = None  # the released model's
-    of_backbone: Acceptance | None = None  # with the quantized backbone
-    of_both: Acceptance | None = None  # with the block as it is written, too
-    unmeasured = ""
-    if refusal is not None:
-        unmeasured = str(refusal)
+    # The released model's, that with the quantized backbone, and with the block as it is written.
+    of_release = of_backbone = of_both = None
+    unmeasured = str(refusal or "")
     try:
         if refusal is None:
             if plan.recipe.mtp == TUNED:
@@ -110,27 +95,25 @@ def mtp_pass(
         # Not worth hours of work: by then the block is calibrated, and only a figure is missing.
         unmeasured = str(error)
     rows = [_row(source, "source", of_release), _row(served, "source", of_backbone)]
-    kept_of_backbone = _kept(of_backbone, of_release)
     kept_of_block = None
-    if refusal is None and is_served_changed(final):
-        kept_of_block = _kept(of_both, of_backbone)
-        written: Side = "quantized"
-        if tuned is not None and tuned.chosen:
-            written = "tuned"
-        rows.append(_row(served, written, of_both))
-    files: list[Path] = []
-    if refusal is None and _depends_on_batches(final):
-        files = results.statistics(final)
+    files = []
+    if refusal is None:
+        if is_served_changed(final):
+            kept_of_block = _kept(of_both, of_backbone)
+            is_tuned = tuned is not None and tuned.chosen
+            rows.append(_row(served, "tuned" if is_tuned else "quantized", of_both))
+        if _depends_on_batches(final):
+            files = results.statistics(final)
     _publish(backbone, files)
     if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
         final = replace(final, recipe=plan.recipe)
     return final, MtpFact(
         mtp=final.recipe.mtp_policy,
         rows=tuple(rows),
-        agreement=round(served.agreement, DIGITS),
+        agreement=served.agreement,
         candidates=candidates,
         tuned=tuned,
-        of_backbone=kept_of_backbone,
+        of_backbone=_kept(of_backbone, of_release),
         of_block=kept_of_block,
         unmeasured=unmeasured,
     )
@@ -138,32 +121,21 @@ def mtp_pass(
 
 def _row(backbone: Target, mtp: Side, measured: Acceptance | None) -> MeasuredFact:
     """A backbone with a block; without the block's acceptance where it was not measured."""
-    acceptance = None
-    if measured is not None:
-        acceptance = measured.fact()
-    name: Literal["source", "quantized"] = "source"
-    against_release: Json = {}
-    if backbone.reference is not None:
-        name = "quantized"
-        against_release["divergence"] = round(backbone.divergence, 6)
-        against_release["flips"] = round(1 - backbone.agreement, DIGITS)
-    perplexities: dict[str, float] = {}
-    divergences: dict[str, float] = {}
+    own = {}
     kinds = backbone.backbone.data.rows_of_kinds
     if len(kinds) > 1:
-        for kind, rows in kinds.items():
-            of_kind = backbone.of_rows(rows)
-            perplexities[kind] = round(of_kind.perplexity, 6)
-            if backbone.reference is not None:
-                divergences[kind] = round(of_kind.divergence, 6)
+        own = {kind: backbone.of_rows(rows) for kind, rows in kinds.items()}
+    figures: Json = {"backbone": "source"}
+    if backbone.reference is not None:
+        figures = {"backbone": "quantized", "divergence": backbone.divergence}
+        figures["flips"] = 1 - backbone.agreement
+        figures["divergence_of_kind"] = {kind: own[kind].divergence for kind in own}
     return MeasuredFact(
-        backbone=name,
         mtp=mtp,
-        perplexity=round(backbone.perplexity, 6),
-        acceptance=acceptance,
-        perplexity_of_kind=perplexities,
-        divergence_of_kind=divergences,
-        **against_release,
+        perplexity=backbone.perplexity,
+        acceptance=measured and measured.fact(),
+        perplexity_of_kind={kind: own[kind].perplexity for kind in own},
+        **figures,
     )
 
 
@@ -174,16 +146,14 @@ def _kept(own: Acceptance | None, before: Acceptance | None) -> KeptFact | None:
     values, reaches = own.compared(before, 0.975)  # two-sided 95 %
     if reaches[-1] == math.inf:
         return None
-    return KeptFact(kept=round(values[-1], DIGITS), reach=round(reaches[-1], DIGITS))
+    return KeptFact(kept=float(values[-1]), reach=float(reaches[-1]))
 
 
 def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
     """Copy a policy's statistics next to the backbone's, in place of those of another policy."""
     if backbone.ranks.is_first:
         for file in files:
-            if not file.is_file():
-                rule = "must hold what was measured with its block"
-                raise CheckpointError(file, rule, got="no file", cure=cure_of(file))
+            read_metadata(file)  # one that is missing or damaged is refused
         folder = backbone.folder / "statistics"
         folder.mkdir(exist_ok=True)
         for path in folder.glob("mtp-*"):
@@ -225,26 +195,18 @@ def choose(
     policies = candidates_for(auto.candidates, groups)
     tokens = data.ids.numel() + data.held_out_ids.numel()
     report = reporter(progress, results.backbone.ranks, "mtp", total=len(policies), tokens=tokens)
-    facts: list[CandidateFact] = []
-    plans: list[tuple[int, Plan]] = []
+    facts = []
+    plans = []
     for policy in policies:
         try:
-            plan = with_policy(results.plan, policy)
+            plans.append(with_policy(results.plan, policy))
         except RecipeError as error:
-            facts.append(
-                CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None)
-            )
-            continue
-        size = 0
-        for tensor in block_tensors(plan):
-            for output in tensor.outputs:
-                size += output.num_bytes
-        plans.append((size, plan))
-    plans.sort(key=itemgetter(0), reverse=True)
-    shown: list[tuple[CandidateFact, Plan]] = []
-    likely: list[tuple[CandidateFact, Plan]] = []
+            facts.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error)))
+    plans.sort(key=_num_bytes, reverse=True)
+    shown = []
+    likely = []
     is_over = False
-    for size, plan in plans:
+    for plan in plans:
         is_rounded = any(tensor.fate == "quantize" for tensor in block_tensors(plan))
         if is_over and is_rounded:  # blocks that are not rounded draft alike: one hypothesis
             continue
@@ -252,9 +214,9 @@ def choose(
         kept, low = measured.kept_of(results.released(), recipe.gates.confidence)
         fact = CandidateFact(
             policy=plan.recipe.mtp,
-            bytes=size,
-            kept=round(kept, DIGITS),
-            kept_at_least=round(low, DIGITS),
+            bytes=_num_bytes(plan),
+            kept=kept,
+            kept_at_least=low,
             acceptance=measured.fact(),
         )
         facts.append(fact)
@@ -266,7 +228,8 @@ def choose(
                 likely.append((fact, plan))
         report(len(facts))
     if not shown and not likely:
-        best = max(facts, key=_by_what_is_kept)
+        # Those that were measured come before those that do not fit.
+        best = max(facts, key=lambda fact: (fact.acceptance is not None, fact.kept))
         got = f"no candidate that fits the model: {best.refused.removesuffix('.')}"
         if best.acceptance is not None:
             got = f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}, "
@@ -279,18 +242,14 @@ def choose(
             cure="Quantize less of what loses it, add bf16 to mtp_auto.candidates, raise "
             "calibration.held_out for a surer answer, or lower mtp_auto.min_acceptance",
         )
-    best, plan = (shown or likely)[0]
-    for fact, other in shown or likely:
-        # Of two that cost the same, the one that keeps more.
-        if (fact.bytes, -fact.kept) < (best.bytes, -best.kept):
-            best = fact
-            plan = other
+    # Of two that cost the same, the one that keeps more.
+    best, plan = min(shown or likely, key=lambda pair: (pair[0].bytes, -pair[0].kept))
     return tuple(fact.model_copy(update={"chosen": fact is best}) for fact in facts), plan
 
 
-def _by_what_is_kept(fact: CandidateFact) -> tuple[bool, float]:
-    """Those that were measured before those that do not fit."""
-    return fact.acceptance is not None, fact.kept
+def _num_bytes(plan: Plan) -> int:
+    """Of the block."""
+    return sum(output.num_bytes for output in outputs_of(block_tensors(plan)))
 
 
 # --- mtp: tuned -----------------------------------------------------------------------------------
@@ -330,34 +289,29 @@ def tune(results: PolicyResults, progress: ProgressCallback | None) -> tuple[Tun
                 cure="Raise calibration.held_out, or name another dataset",
             )
     own = {"steps", "batch_size", "learning_rate", "relative_rate", "seed", "loss", "draft_steps"}
-    shares = [settings.share or 1.0]
+    shares: Sequence[float] = [settings.share or 1.0]
     if settings.share is None and len(kinds) > 1:
-        shares = list(SHARES)
-    judged: list[tuple[TunedFact, Plan]] = []
+        shares = SHARES
+    judged = []
     for share in shares:
         at = settings
         if share < 1:
             at = settings.model_copy(update={"share": share})
         tried = replace(plan, recipe=plan.recipe.model_copy(update={"mtp_tuned": at}))
         after = results.measured(tried, report)
-        figures = gains(before, after, kinds, confidence, len(shares))
         fact = TunedFact(
             policy=settings.mtp,
             **settings.model_dump(include=own),
             share=share,
             before=before.fact(),
             after=after.fact(),
-            **figures,
+            **gains(before, after, kinds, confidence, len(shares)),
             confidence=confidence,
         )
         judged.append((fact, tried))
     results.forget_training(plan)
-    best, tuned = judged[0]
-    for fact, tried in judged:
-        # First that no kind is worse, then what is gained.
-        if (min(1.0, fact.worst), fact.gain) > (min(1.0, best.worst), best.gain):
-            best = fact
-            tuned = tried
+    # First that no kind is worse, then what is gained.
+    best, tuned = max(judged, key=lambda pair: (min(1.0, pair[0].worst), pair[0].gain))
     if best.chosen:
         return best, tuned
     return best, untuned
@@ -374,42 +328,35 @@ def gains(
     all of so many tries.
     """
     sure = 1 - (1 - confidence) / num_tries
-    facts: list[GainFact] = []
-    values: list[list[float]] = []  # by kind, and by the number of tokens a step
-    reaches: list[list[float]] = []
-    is_worse = False
+    facts = []
+    gains_KN = []  # by kind, and by the number of tokens a step
+    reaches_KN = []
     for kind, rows in kinds.items():
         own = after.of_rows(rows)
         theirs = before.of_rows(rows)
         of_kind, reach = own.compared(theirs, confidence)
         gain, least = own.kept_of(theirs, confidence)
-        most = min(map(add, of_kind, reach))
-        if most < 1:  # shown to be worse
-            is_worse = True
+        most = float((of_kind + reach).min())
         facts.append(
             GainFact(
                 kind=kind,
                 sequences=len(rows),
-                gain=round(gain, DIGITS),
-                gain_at_least=round(least, DIGITS),
-                gain_at_most=round(most, DIGITS),
+                gain=gain,
+                gain_at_least=least,
+                gain_at_most=most,
             )
         )
-        values.append(of_kind)
-        reaches.append(own.compared(theirs, sure)[1])
-    means: list[float] = []
-    lows: list[float] = []
-    for of_k, reach in zip(zip(*values, strict=True), zip(*reaches, strict=True), strict=True):
-        mean = math.fsum(of_k) / len(kinds)
-        # Kinds have texts of their own, so their errors are independent.
-        means.append(mean)
-        lows.append(mean - math.hypot(*reach) / len(kinds))
-    low = max(0.0, min(lows))
+        gains_KN.append(of_kind)
+        reaches_KN.append(own.compared(theirs, sure)[1])
+    means = torch.stack(gains_KN).mean(dim=0)
+    # Kinds have texts of their own, so their errors are independent.
+    low = (means - torch.stack(reaches_KN).norm(dim=0) / len(kinds)).min()
+    is_worse = any(fact.gain_at_most < 1 for fact in facts)
     return {
-        "gain": round(min(means), DIGITS),
-        "gain_at_least": round(low, DIGITS),
+        "gain": float(means.min()),
+        "gain_at_least": max(0.0, float(low)),
         "kinds": tuple(facts),
-        "chosen": low > 1 and not is_worse,
+        "chosen": bool(low > 1) and not is_worse,
     }
 
 
@@ -425,27 +372,6 @@ def with_policy(plan: Plan, policy: str | dict[str, str]) -> Plan:
         shard_bytes=plan.shard_bytes,
         trust_remote_code=plan.trust_remote_code,
     )
-
-
-def reporter(
-    progress: ProgressCallback | None, ranks: Ranks, step: str, *, total: int, tokens: int
-) -> Callable[[int], None]:
-    """What is called after each step, with the number of all that are done.
-
-    Those that were done before the first call count as an earlier run's.
-    """
-    started = time.monotonic()
-    seen: list[int] = []
-    step_of_reports = math.ceil(total / _REPORTS)
-
-    def report(done: int) -> None:
-        seen.append(done)
-        is_due = done == total or done % step_of_reports == 0
-        if progress and ranks.is_first and is_due:
-            counts = {"done": done, "total": total, "num_here": done + 1 - seen[0]}
-            progress(progress_since(started, step, **counts, tokens=tokens, device=ranks.device))
-
-    return report
 
 
 # --- refusals -------------------------------------------------------------------------------------

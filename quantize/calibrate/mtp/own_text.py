@@ -31,12 +31,12 @@ from ..data.data import CalibrationData, ids_sha256
 from ..model.skeleton import Skeleton
 from .acceptance import end_ids
 
+# A model writes no more than these in a sequence: token by token, without a server.
 MOST_NEW_TOKENS = 512
-"""A model writes no more than these in a sequence: token by token, without a server."""
+# Sequences that are written together: the calls of a model cost more than what they compute.
 _AT_A_TIME = 16
-"""Sequences that are written together: the calls of a model cost more than what they compute."""
+# Times the weights: keys and values of these sequences, and the allocator's blocks.
 _ROOM = 1.2
-"""Times the weights: keys and values of these sequences, and the allocator's blocks."""
 
 
 def with_own_text(
@@ -69,7 +69,7 @@ def with_own_text(
     kept = load_file(path)
     own = {
         "held_out_by": "model",
-        "held_out_ids_sha256": ids_sha256(kept["ids"].flatten().tolist()),
+        "held_out_ids_sha256": ids_sha256(kept["ids"]),
         "held_out_written_tokens": int(kept["written"].sum()),
     }
     return replace(
@@ -89,7 +89,7 @@ def _places(plan: Plan, device: torch.device) -> list[torch.device]:
         is_there = tensor.part == "backbone" and tensor.fate not in ("drop", "add")
         if is_there and tensor.role != "vision":
             sizes[tensor.layer] += int(2 * prod(tensor.shape) * _ROOM)
-    free: dict[torch.device, int] = {}
+    free = {}
     if device.type != "cpu":
         free[device], _ = torch.cuda.mem_get_info(device)
         for index in range(torch.cuda.device_count()):
@@ -100,7 +100,7 @@ def _places(plan: Plan, device: torch.device) -> list[torch.device]:
     free[device] -= sizes.pop(None)  # what is around the layers
     if free[device] < 0:
         return []
-    places: list[torch.device] = []
+    places = []
     for _, size in sorted(sizes.items()):
         for place, room in free.items():
             if room >= size:
@@ -125,7 +125,7 @@ def _write(
     length = ids.shape[1]
     ends = sorted(end_ids(skeleton.plan))
     pad = min(ends, default=0)
-    stops: dict[str, Any] = {}
+    stops = {}
     if ends:
         stops = {"eos_token_id": ends, "pad_token_id": pad}
     sides: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
@@ -136,17 +136,11 @@ def _write(
         disable_hf_kernels(model),
     ):
         generate: Any = model.generate
-        for start in range(0, len(ids), _AT_A_TIME):
-            prompts = []
-            masks = []
-            for row in range(start, min(start + _AT_A_TIME, len(ids))):
-                prompt = prompt_of(data, row)
-                prompts.append(prompt)
-                masks.append(torch.ones_like(prompt))
-            mask = pad_sequence(masks, **sides)
-            shortest = min(map(len, prompts))
+        for rows in torch.arange(len(ids)).split(_AT_A_TIME):
+            prompts = [prompt_of(data, row) for row in rows.tolist()]
+            mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], **sides)
             config = GenerationConfig(
-                max_new_tokens=min(MOST_NEW_TOKENS, length - shortest),
+                max_new_tokens=min(MOST_NEW_TOKENS, length - min(map(len, prompts))),
                 do_sample=False,
                 use_cache=True,
                 **stops,
@@ -156,14 +150,13 @@ def _write(
                 attention_mask=mask.to(skeleton.device),
                 generation_config=config,
             )[:, mask.shape[1] :].cpu()
-            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), start):
+            for row, prompt, answer in zip(rows, prompts, answers, strict=True):
                 first = len(prompt)
                 is_end = torch.isin(answer, torch.tensor(ends, dtype=answer.dtype))
-                if is_end.any():
-                    answer = answer[: int(is_end.int().argmax()) + 1]
-                last = min(first + len(answer), first + MOST_NEW_TOKENS, length)
-                ids[row, first:last] = answer[: last - first]
-                written[row, first:last] = True
+                # What is before the first end, and that.
+                size = min(int((is_end.cumsum(0) == 0).sum()) + 1, len(answer), length - first)
+                ids[row, first : first + size] = answer[:size]
+                written[row, first : first + size] = True
 
 
 def prompt_of(data: CalibrationData, row: int) -> Tensor:

@@ -40,7 +40,6 @@ from ....recipes.family import HFName
 from ....recipes.schema import MtpTuned
 from ...pack.unit import separate
 from ...plan.plan import Plan
-from ...plan.tensor_plan import TensorPlan
 from ...run.statistics import read_metadata, write_statistics
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
@@ -48,10 +47,10 @@ from ..layers.served import InMemory, serve_tuned
 from .acceptance import block_input, head_input
 from .mtp_block import MtpBlock, draft_steps
 
+# Of AdamW; no weight decays, since the released weights are where training begins.
 BETAS = (0.9, 0.95)
-"""Of AdamW; no weight decays, since the released weights are where training begins."""
+# Slots whose logits are in memory together.
 SLOTS = 256
-"""Slots whose logits are in memory together."""
 _LARGEST_GRADIENT = 1.0  # its norm; larger ones are scaled down to it
 _WARM_UP = 0.1  # of the steps
 _SAVE_SECONDS = 300.0
@@ -255,7 +254,7 @@ def rates_of(weights: Mapping[str, Tensor], settings: MtpTuned) -> list[float]:
     """
     if settings.relative_rate is None:
         return [settings.learning_rate or 0.0] * len(weights)
-    sizes: dict[str, float] = {}  # root mean square of each matrix
+    sizes = {}  # root mean square of each matrix
     for name, weight in weights.items():
         if weight.ndim > 1:
             sizes[name] = float(weight.norm()) / math.sqrt(weight.numel())
@@ -271,7 +270,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def _plain(block: MtpBlock) -> dict[HFName, Tensor]:
     """The tuned tensors that are written in floating point, by their names on disk."""
-    tensors: dict[HFName, TensorPlan] = {}
+    tensors = {}
     parts: dict[HFName, dict[tuple[int, int], Tensor]] = defaultdict(dict)
     for name, pieces in block.binding.items():
         tensor = pieces[0].tensor
@@ -284,7 +283,7 @@ def _plain(block: MtpBlock) -> dict[HFName, Tensor]:
         for piece, rows in zip(pieces, value.split(sizes), strict=True):
             tensors[piece.tensor.name] = piece.tensor
             parts[piece.tensor.name][piece.expert or 0, piece.part] = rows
-    found: dict[HFName, Tensor] = {}
+    found = {}
     for name, tensor in tensors.items():
         own = parts[name]
         values: Sequence[Tensor] = [torch.cat([own[key] for key in sorted(own)]).view(tensor.shape)]

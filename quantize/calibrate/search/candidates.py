@@ -45,11 +45,11 @@ from ..model.hooks import hooked, modules_of
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _TOKENS_AT_ONCE = 4_096
 
+# Linear layer of a layer or block, by its path there -> the largest magnitude of its input.
 LargestInputs = Mapping[str, float]
-"""Linear layer of a layer or block, by its path there -> the largest magnitude of its input."""
 
+# Unit and word -> sum over tokens of (g . d)^2.
 UnitErrors = dict[tuple[str, str], float]
-"""Unit and word -> sum over tokens of (g . d)^2."""
 
 
 def static_scale(leaf: str, largest: float) -> Tensor:
@@ -175,7 +175,7 @@ def watching(
         path: its path in the model, with a dot; "" for the model itself.
     """
     searched = _unit_of(choices)
-    seen = dict[str, Seen]()
+    seen = {}
     hooks = []
     for name, pieces in binding.items():
         if pieces[0].tensor.name in searched:
@@ -231,8 +231,6 @@ def unit_errors(
     """
     unit_of = _unit_of(choices)
     errors: UnitErrors = defaultdict(float)
-    # The gradients at the inputs of a weight, by chunks: the same for all words.
-    at_inputs: dict[tuple[str, int], list[Tensor]] = {}
     for word in auto_of(choices.recipe).candidates:
         plan = choices.plan(choices.uniform(word))
         own = rebound(binding, plan)
@@ -245,19 +243,13 @@ def unit_errors(
             weight_NK = model.get_submodule(f"{path}{module}").weight.data[rows]
             # Products of BF16 are slow on a CPU.
             dtype = torch.float32 if weight_NK.device.type == "cpu" else weight_NK.dtype
-            place = module, rows.start
-            if place not in at_inputs:
-                at_inputs[place] = []
-                for _, grads in seen[module].chunks():
-                    at_inputs[place].append(grads[:, rows].to(dtype) @ weight_NK.to(dtype))
             change_NK = (served.values.float() - weight_NK.float()).to(dtype)
             rounding = rounding_for(served.tensor.scheme, largest[module])
             error = 0.0
-            for (inputs, grads), at_inputs_TK in zip(
-                seen[module].chunks(), at_inputs[place], strict=True
-            ):
+            for inputs, grads in seen[module].chunks():
                 rounded_TK = rounding(inputs).to(dtype)
                 grads_TN = grads[:, rows].to(dtype)
+                at_inputs_TK = grads_TN @ weight_NK.to(dtype)
                 # g . d, but d is a small difference of large numbers, and is never made: the change
                 # of the weights and that of the inputs are multiplied with g one by one.
                 moved_T = ((grads_TN @ change_NK).float() * rounded_TK).sum(dim=-1)

@@ -24,7 +24,6 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -44,14 +43,14 @@ from ..data.claim import left_behind, search_fingerprint
 from ..data.data import CalibrationData
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
-from ..model.states import States, Stream
+from ..model.states import States
 from ..mtp.acceptance import Acceptance, NothingCounts, Target, acceptance, target
-from ..mtp.facts import DIGITS, SearchFact, TriedPlanFact
+from ..mtp.facts import SearchFact, TriedPlanFact
 from .candidates import LargestInputs, as_candidate
 from .sensitivity import SearchRun, Sensitivities
 
+# Part of the loss: when the knapsack's solver may stop. Sensitivities are known to two digits.
 _GAP = 1e-6
-"""Part of the loss: when the knapsack's solver may stop. Sensitivities are known to two digits."""
 
 
 def search(
@@ -114,22 +113,19 @@ def _found(run: SearchRun, folder: Path) -> tuple[Assignment, SearchFact]:
     for (title, assignment), (own, drafts) in zip(tried.items(), measured, strict=True):
         shares: Json = {}
         if drafts is not None and released is not None:
-            value, low = drafts.kept_of(released, confidence)
-            shares = {"kept": round(value, DIGITS), "kept_at_least": round(low, DIGITS)}
+            kept, low = drafts.kept_of(released, confidence)
             # What it keeps of another plan's, at most: acceptance is known to a few percent, and
             # without the limit noise would decide.
-            at_most = math.inf
-            for other in others:
-                values, reaches = drafts.compared(other, confidence)
-                at_most = min(at_most, max(map(add, values, reaches)))
-            shares["lost"] = max(0.0, round(-math.log(max(at_most, 1e-9)), 7))
+            most = min(drafts.compared(other, confidence).sum(dim=0).max() for other in others)
+            lost = max(0.0, -math.log(max(float(most), 1e-9)))
+            shares = {"kept": kept, "kept_at_least": low, "lost": lost}
         facts.append(
             TriedPlanFact(
                 title=title,
                 bytes=choices.num_bytes(assignment),
                 bits=round(choices.bits(assignment), 4),
-                predicted=round(sensitivities.predicted(assignment), 7),
-                divergence=round(own.divergence, 7),
+                predicted=sensitivities.predicted(assignment),
+                divergence=own.divergence,
                 **shares,
             )
         )
@@ -163,7 +159,7 @@ def plans_to_try(choices: Choices, sensitivities: Sensitivities) -> dict[str, As
         fixed = {unit.name: extreme[unit.name] for unit in choices.units if unit.part == "mtp"}
         if fixed and choices.fits({**choices.smallest, **fixed}):
             wanted.append((title, packed(choices, sensitivities, fixed)))
-    found: dict[str, Assignment] = {}
+    found = {}
     for title, assignment in wanted:
         if assignment not in found.values():
             found[title] = assignment
@@ -174,23 +170,17 @@ def packed(
     choices: Choices, sensitivities: Sensitivities, fixed: Mapping[str, str]
 ) -> dict[str, str]:
     """The best words by sensitivities, with these for some units."""
-    words: list[list[str]] = []  # of each unit
-    units: list[list[tuple[int, float]]] = []
+    words = []  # of each unit, with cost and loss
     for unit in choices.units:
-        own_words = []
-        options = []
+        own = {}
         for option in unit.options:
             if fixed.get(unit.name, option.word) == option.word:
                 loss = sensitivities.predicted({unit.name: option.word})
-                own_words.append(option.word)
-                options.append((choices.cost(option), loss))
-        words.append(own_words)
-        units.append(options)
-    assignment = {}
-    numbers = best_packing(units, choices.room)
-    for unit, own_words, number in zip(choices.units, words, numbers, strict=True):
-        assignment[unit.name] = own_words[number]
-    return assignment
+                own[option.word] = choices.cost(option), loss
+        words.append(own)
+    numbers = best_packing([[*own.values()] for own in words], choices.room)
+    chosen = zip(choices.units, words, numbers, strict=True)
+    return {unit.name: [*own][number] for unit, own, number in chosen}
 
 
 def best_packing(units: Sequence[Sequence[tuple[int, float]]], room: int) -> list[int]:
@@ -259,7 +249,7 @@ def measure_plans(
     """
     skeleton = run.skeleton
     ranks = run.ranks
-    sides: list[tuple[Plan | None, Stream, Backbone]] = []
+    sides = []
     for number, plan in enumerate((None, *plans)):
         place = folder / f"{number:02d}"
         states = States(place / "states", ranks)
@@ -269,7 +259,7 @@ def measure_plans(
     for index in range(min(side.states.num_done() for *_, side in sides), len(skeleton)):
         binding = skeleton.bind_layer(index)
         path = f"{skeleton.layer_path}.{index}."
-        with skeleton.layer(index, index + 1):
+        with skeleton.layer(index):
             for plan, stream, backbone in sides:
                 if backbone.states.num_done() > index:  # before a kill
                     continue
@@ -277,7 +267,7 @@ def measure_plans(
                 with candidate, backbone.states.writing(index + 1) as outputs:
                     backbone.run(stream, index, outputs, serving(skeleton.model))
         run.report(2 * len(skeleton) + 2 + index)
-    measured = list[tuple[Target, Acceptance | None]]()
+    measured = []
     blocks = run.blocks()
     reference = None
     for plan, stream, backbone in sides:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ....checkpoints.files import write_whole
 from ....recipes.errors import CheckpointError
 from ...plan.choices import SWEEP_TOKENS, Assignment, Choices, auto_of, rows_looked_at
-from ...run.progress import ProgressCallback
+from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
 from ..data.data import CalibrationData
 from ..layers.forwards import released
@@ -40,8 +40,8 @@ from ..model.binding import Binding
 from ..model.hooks import hooked
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import LayerState, States, as_state
+from ..mtp.acceptance import block_input, computed
 from ..mtp.mtp_block import MtpBlock, draft_steps
-from ..mtp.mtp_pass import reporter
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
 from .candidates import Seen, largest_inputs, unit_errors, watching
 
@@ -147,7 +147,7 @@ class SearchRun:
     def _forward(self, index: int) -> None:
         skeleton = self.skeleton
         with (
-            skeleton.layer(index, index + 1) as layer,
+            skeleton.layer(index) as layer,
             self._states.writing(index + 1, keeps=True) as outputs,
             torch.no_grad(),
             released(skeleton.model),
@@ -161,8 +161,7 @@ class SearchRun:
                         f"{self.choices.base.source.where}: {skeleton.layer_path}.{index}",
                         "a released model must compute finite values",
                         got="NaN or infinity",
-                        cure="Check the download against the release, or choose the schemes "
-                        "yourself",
+                        cure="Check the download, or choose the schemes yourself",
                     )
                 outputs.put("calibration", batch.first, state)
 
@@ -180,23 +179,22 @@ class SearchRun:
                 sides.append((block, seen))
             outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
             stack.enter_context(released(model))
-            for batch, arguments in self._batches(len(self.skeleton)):
-                self._draw(batch, arguments, blocks)
+            for batch, _ in self._batches(len(self.skeleton)):
+                self._draw(batch, blocks)
                 outputs.put("calibration", batch.first, _gradients(batch))
             for number, (block, seen) in enumerate(sides):
                 self._judge(-1 - number, block, block.binding, "", seen)
 
-    def _draw(
-        self, sequence: Batch, arguments: dict[str, Tensor], blocks: Sequence[MtpBlock]
-    ) -> None:
+    def _draw(self, sequence: Batch, blocks: Sequence[MtpBlock]) -> None:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
         and drafts.
         """
-        model = self.skeleton.model
-        ids = arguments["input_ids"]
+        skeleton = self.skeleton
+        model = skeleton.model
+        ids = sequence.ids.to(skeleton.device)
         base = self.choices.base
         seed = base.calibration.seed + sequence.first
-        generator = torch.Generator(self.skeleton.device).manual_seed(seed)
+        generator = torch.Generator(skeleton.device).manual_seed(seed)
 
         def drawn(logits_SV: Tensor) -> Tensor:
             """The summed log likelihood of tokens drawn from these predictions."""
@@ -206,13 +204,9 @@ class SearchRun:
 
         # Never of the text's next token: its gradient says what would improve the model, not what
         # would change it.
-        likelihood = drawn(model(**arguments, use_cache=False).logits[0])
+        likelihood = drawn(computed(skeleton, sequence).logits[0])
         if blocks and self.auto.draft_weight:
-            assert sequence.state is not None
-            hidden = sequence.state[0]
-            if blocks[0].draft.reads_normed:
-                hidden = model.get_decoder()(**arguments, use_cache=False).last_hidden_state
-            assert hidden is not None
+            hidden = block_input(skeleton, blocks[0], sequence)
             tokens = model.get_input_embeddings()
             outputs = draft_steps(blocks, tokens, ids=ids, hidden=hidden, num_steps=len(blocks))
             for step, (block, output) in enumerate(zip(blocks, outputs, strict=True), start=1):
@@ -243,7 +237,7 @@ class SearchRun:
                 return output.requires_grad_()
 
             begin.append(model.get_input_embeddings().register_forward_hook(require))
-        with skeleton.layer(index, index - 1) as layer:
+        with skeleton.layer(index) as layer:
             model.requires_grad_(False)
             with (
                 watching(model, self.choices, binding, path) as seen,
@@ -282,19 +276,9 @@ class SearchRun:
         """What all words do to a layer's units, summed over the ranks, on disk."""
         largest = largest_inputs(seen, binding)
         errors = unit_errors(self.choices, model, binding, path, seen, largest)
-        sums = self.ranks.sum(torch.tensor([*errors.values()], dtype=torch.float64))
-        found = []
-        for (unit, word), value in zip(errors, sums.tolist(), strict=True):
-            if not math.isfinite(value):
-                raise CheckpointError(
-                    f"{self.choices.base.source.where}: {unit}",
-                    f"the error that {word} makes must be a number",
-                    got=value,
-                    cure="Look for weights or activations that are not finite, or choose the "
-                    "schemes yourself",
-                )
-            found.append((unit, word, value))
+        sums = self.ranks.sum(torch.tensor([*errors.values()], dtype=torch.float64)).tolist()
         if self.ranks.is_first:
+            found = [(*pair, value) for pair, value in zip(errors, sums, strict=True)]
             file = self._figures(index)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps({"errors": found, "largest": largest}))
@@ -332,7 +316,7 @@ class SearchRun:
 @contextmanager
 def _returned_by(layer: nn.Module) -> Iterator[list[LayerState]]:
     """Collects what a layer returns, to be popped."""
-    returned: list[LayerState] = []
+    returned = []
 
     def keep(_module: nn.Module, _args: Any, output: Any) -> None:
         returned.append(as_state(output))

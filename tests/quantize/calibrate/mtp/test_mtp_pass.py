@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.data.claim import claim_pass
+from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers import backbone as calibrate
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
@@ -87,7 +87,7 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     backbone = fresh(backbone, tmp_path / "pass")
     plan = with_mtp(plan, "NVFP4")
     final, found = mtp_pass(plan, backbone)
-    stamp = (backbone.folder / "fingerprint").read_text()
+    stamp = fingerprint(backbone.skeleton.plan, backbone.data, 1)
     statistics = Statistics.open(backbone.folder / "statistics", fingerprint=stamp)
     refuse_statistics(final, statistics)
     wanted = set()
