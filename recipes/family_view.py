@@ -99,7 +99,10 @@ class FamilyView:
         layouts = self.family.layouts
         if architecture not in layouts:
             architecture = "*"
-        return _as_spelled(layouts[architecture], sorted(self.names))
+        layout = _as_spelled(layouts[architecture], sorted(self.names))
+        last = str(self.num_mtp_layers - 1)
+        mtp_top = [replace(row, path=row.path.replace("{last}", last)) for row in layout.mtp_top]
+        return replace(layout, mtp_top=tuple(mtp_top))
 
     @cached_property
     def text_config(self) -> Raw:
@@ -307,7 +310,7 @@ class FamilyView:
                 if row.role in ("glue", "norm", "state"):
                     required.append(HFName(stem + row.path))
         for row in self.layout.mtp_top:
-            if stems and row.role in ("glue", "norm"):
+            if stems and row.role in ("glue", "norm", "state") and row.in_every_layer:
                 required.append(HFName(row.path))
         return required
 

@@ -439,6 +439,8 @@ class RuntimeView(StoredView):
                 continue
             if self.view.is_judged(place):
                 members[place.runtime, place.part].append(Member(place, weight))
+                if place.row.joins:
+                    members[VLLMName(place.row.joins), place.part].append(Member(place, weight))
         modules = list[Module]()
         with time_limit():
             for (runtime, part), group in members.items():

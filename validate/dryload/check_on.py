@@ -99,7 +99,8 @@ def check_on(
             if source is None:  # vLLM would fail on its files as well
                 yield checked
                 continue
-            if not draft and has_dspark(source.config, source.entries):
+            is_dspark = has_dspark(source.config, source.entries)
+            if not draft and is_dspark and checked.runtime is None:
                 yield checked
                 continue
             if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
@@ -109,6 +110,8 @@ def check_on(
                 continue
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=num_drafts, draft=draft_folder)
+                if checked.runtime is not None:
+                    job = replace(job, method=checked.runtime.view.family.method)
                 # With method=mtp vLLM would refuse it, and nothing would be known of the target.
                 if not draft and _never_had_a_block(checked):
                     job = replace(job, num_drafts=0)
