@@ -310,7 +310,7 @@ class FamilyView:
                 if row.role in ("glue", "norm", "state"):
                     required.append(HFName(stem + row.path))
         for row in self.layout.mtp_top:
-            if stems and row.role in ("glue", "norm", "state") and row.in_every_layer:
+            if stems and row.role in ("glue", "norm"):
                 required.append(HFName(row.path))
         return required
 

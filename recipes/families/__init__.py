@@ -132,12 +132,15 @@ def _architecture(config: Raw) -> Any:
 def has_dspark(config: Raw, names: Iterable[str] = ()) -> bool:
     """Whether the model drafts by DSpark, whose stages have the names of an MTP block.
 
-    A classic block has the norm `enorm`, which no stage has: then the key of config.json is wrong.
-    Source: vLLM 0.32.0 models/deepseek_v4.
+    Where the names are known, they decide: only a classic block has the norm `enorm`, and only
+    DSpark has `main_proj`. Source: vLLM 0.32.0 models/deepseek_v4.
     """
-    if not config.get("dspark_target_layer_ids"):
-        return False
-    return not any(name.endswith(".enorm.weight") for name in names)
+    for name in names:
+        if name.endswith(".enorm.weight"):
+            return False
+        if name.startswith("mtp.") and name.endswith(".main_proj.weight"):
+            return True
+    return bool(config.get("dspark_target_layer_ids"))
 
 
 def promises_mtp(config: Raw) -> bool:

@@ -22,7 +22,7 @@ from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.facts.vllm_env import find_vllm
 from modelopt_form import mixed_in_two_files
 from real_release import published, real_release
-from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
+from real_releases import minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
 from without_mtp import SAID, llama
 
@@ -114,7 +114,7 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "MTP block of its own repository": quantized(with_mtp_of(*halves), "minimax-m3"),
         "eight depths": eight_depths(),
         "a depth that no release has": with_a_strange_depth(),
-        "DSpark": dspark_flash(),
+        "DSpark": released("dsv4-flash-0731"),
         "the list that vLLM does not read is wrong": mixed_in_two_files(
             here=["*self_attn*"], there=["lm_head"]
         ),

@@ -6,7 +6,6 @@ from broken_by import config, elsewhere, rename, retype, tensor
 from broken_case import assert_found, case, met, rows
 from checkpoint_files import as_source, lose
 from good import ours, released
-from real_releases import dspark_flash
 from without_mtp import llama
 
 FLASH = partial(ours, "dsv4-flash", "W4A16")
@@ -118,12 +117,6 @@ def test_files_are_indexed(case, tmp_path):
         "glm fp8",
         lose(r"model\.layers\.3\.eh_proj\.weight"),
         where="model.layers.3.eh_proj",
-    ),
-    case(
-        "a classic block of the same model that lost a part",
-        dspark_flash,
-        config("dspark_target_layer_ids", None),
-        among=True,
     ),
 )
 def test_mtp_glue_is_complete(case, tmp_path):
