@@ -58,7 +58,11 @@ def draft_class_exists(view: SglangView) -> Objections:
     draft).
     """
     why = view.model.no_draft
-    if why:
+    if view.runtime.view.family.method == "dspark":
+        says = f"the draft is not judged for {SGLANG}: {why} (sglang/srt/{view.model.file})"
+        cure = "Start SGLang with it, and look at the draft's acceptance"
+        yield _warning("sglang-draft", "config.json: dspark_target_layer_ids", says, cure)
+    elif why:
         architectures = view.runtime.view.config.get("architectures") or ["none"]
         says = (
             f"{SGLANG} has no draft for {architectures[0]}: {why} "
