@@ -15,8 +15,8 @@ keys:
     parts        how many modules a path with `{part}` means
 
 What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
-replace the others. So do those under `dspark`, for releases that draft by DSpark; there `mtp_top`
-stands for that of each layout.
+replace the others. So do those under `dspark`, for releases that draft by DSpark; its `mtp_top` is
+that of every layout.
 
 Easy to get wrong: where there is a reason to keep a module, vLLM's has no slots for scales
 (`loads_quantized`) unless it is a head or in a vision tower, or the group says so. The usual

@@ -369,7 +369,7 @@ class RuntimeView(StoredView):
         for _, runtime, _ in self.view.layout.opaque:
             if module.role == "vision" and module.name.startswith(runtime):
                 return runtime
-        # One that all layers of the block fill stands beside them.
+        # One that all layers of the block fill is in none of them.
         if module.layer is None or module.name == module.members[0].place.row.joins:
             return ""
         return self.view.runtime_stem(module.part, module.layer)

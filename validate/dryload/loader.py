@@ -59,8 +59,8 @@ SMALL_FILES = (
 
 @frozen
 class Job:
-    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks, `method`
-    is `Family.method`, and `cures` are switched on in vLLM (validate/keepmtp_cures).
+    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks,
+    `method` is `Family.method`, and `cures` are switched on in vLLM (validate/keepmtp_cures).
     """
 
     folder: Path

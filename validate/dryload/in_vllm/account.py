@@ -206,7 +206,10 @@ class Account(TorchDispatchMode):
 
     def settle(self, model: torch.nn.Module) -> None:
         """After the load: note parameters that have a new storage, computed from the checkpoint."""
-        kept = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        kept = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers()),
+        }
         for name, written in self._params.items():
             # vLLM removes a module that a checkpoint may lack: DSpark's confidence head.
             written.is_optional |= name not in kept
