@@ -87,6 +87,8 @@ class Row:
             computes with.
         is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other
             drafts get the target's once they are loaded.
+        joins: a second module of vLLM's that loads the same tensors: one for all layers of the
+            block, which the quantization config is asked about by this name.
         table_scale: for a part of a table whose rows are looked up: path of the one scale that all
             parts share where they are stored in FP8.
     """
@@ -104,6 +106,7 @@ class Row:
     interleaved: Interleaved | None = None
     table_scale: str = ""
     is_drafts_own: bool = False
+    joins: str = ""
 
     @property
     def in_vllm(self) -> str:
@@ -235,7 +238,8 @@ class Layout:
         mtp_runtime: their prefix in vLLM, where they continue the decoder layers on disk but not in
             vLLM.
         top: modules outside layers.
-        mtp_top: modules of the MTP block outside its layers.
+        mtp_top: modules of the MTP block outside its layers; `{last}` is the index on disk of its
+            last layer.
         opaque: (prefix on disk, prefix in vLLM, role) of parts that keepmtp copies whole.
         vision: their matrices by vLLM's names, `{}` for each number; () where vLLM builds all of
             them without a quantization config, None where it was not asked.
@@ -402,6 +406,9 @@ class Family:
             not show it.
         no_backbone: why the backbone cannot be calibrated, where transformers would say it in words
             of its classes.
+        method: what vLLM calls this way of drafting (`--speculative-config`).
+        dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
+            such draft.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
@@ -440,4 +447,6 @@ class Family:
     built_as: str = ""
     no_fp8_cache: str = ""
     no_backbone: str = ""
+    method: Literal["mtp", "dspark"] = "mtp"
+    dspark: "Family | None" = None
     notes: str = ""

@@ -15,7 +15,8 @@ keys:
     parts        how many modules a path with `{part}` means
 
 What holds for some versions of vLLM alone is in a mapping under a key such as `vllm<0.33`; its keys
-replace the others.
+replace the others. So do those under `dspark`, for releases that draft by DSpark; its `mtp_top` is
+that of every layout.
 
 Easy to get wrong: where there is a reason to keep a module, vLLM's has no slots for scales
 (`loads_quantized`) unless it is a head or in a vision tower, or the group says so. The usual
@@ -41,16 +42,31 @@ Blocks = Mapping[str, Sequence[str | Raw]]
 def read_family(path: Path, vllm: str) -> Family:
     """The table in a file, for a version of vLLM; a key that nothing has is a TypeError."""
     raw: Json = _of_version(load_shipped(path), vllm)
-    blocks = _shared()["blocks"] | raw.pop("blocks", {})
-    for key in ("block", "linear_block", "mtp_block"):
-        raw[key] = _rows(raw.get(key, ()), blocks)
+    dspark = raw.pop("dspark", None)
+    family = _family(raw)
+    if dspark is None:
+        return family
+    mtp_top = dspark.pop("mtp_top")
+    layouts = dict[str, Json]()
     for name, layout in raw["layouts"].items():
-        raw["layouts"][name] = _layout(layout, blocks)
-    raw["aliases"] = [Alias(**alias) for alias in raw.get("aliases", ())]
-    raw["loader"] = Loader(**_fields(raw.get("loader", {})))
-    if "draft" in raw:
-        raw["draft"] = Draft(**_fields(_used("drafts", raw["draft"])))
-    return Family(**_fields(raw))
+        layouts[name] = layout | {"mtp_top": mtp_top}
+    return replace(family, dspark=_family(raw | {"layouts": layouts, "method": "dspark"} | dspark))
+
+
+def _family(raw: Raw) -> Family:
+    fields = dict(raw)
+    blocks = _shared()["blocks"] | fields.pop("blocks", {})
+    for key in ("block", "linear_block", "mtp_block"):
+        fields[key] = _rows(fields.get(key, ()), blocks)
+    layouts = dict[str, Layout]()
+    for name, layout in fields["layouts"].items():
+        layouts[name] = _layout(layout, blocks)
+    fields["layouts"] = layouts
+    fields["aliases"] = [Alias(**alias) for alias in fields.get("aliases", ())]
+    fields["loader"] = Loader(**_fields(fields.get("loader", {})))
+    if fields.get("draft"):
+        fields["draft"] = Draft(**_fields(_used("drafts", fields["draft"])))
+    return Family(**_fields(fields))
 
 
 @cache

@@ -97,7 +97,10 @@ class FamilyView:
         layouts = self.family.layouts
         if architecture not in layouts:
             architecture = "*"
-        return _as_spelled(layouts[architecture], sorted(self.names))
+        layout = _as_spelled(layouts[architecture], sorted(self.names))
+        last = str(self.num_mtp_layers - 1)
+        mtp_top = [replace(row, path=row.path.replace("{last}", last)) for row in layout.mtp_top]
+        return replace(layout, mtp_top=tuple(mtp_top))
 
     @cached_property
     def text_config(self) -> Raw:

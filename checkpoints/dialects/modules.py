@@ -10,7 +10,7 @@ Easy to get wrong: a block may have another number at run time than on disk.
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...recipes.family import HFName, VLLMName
@@ -78,8 +78,15 @@ def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedMod
     for matrix in matrices:
         place = matrix.place or unknown_place(matrix.module)
         key = (place.row.path, place.part, place.layer, matrix.scheme)
-        if key not in found:
-            found[key] = NamedModule(place, matrix.scheme, spell(view, place))
+        if key in found:
+            continue
+        found[key] = NamedModule(place, matrix.scheme, spell(view, place))
+        joined = place.row.joins
+        if joined:
+            # vLLM loads the same tensors into a module that has one name for all layers.
+            spelled = Spellings(("",), None, (re.escape(joined),))
+            place = replace(place, runtime=VLLMName(joined))
+            found[joined, *key[1:]] = NamedModule(place, matrix.scheme, spelled)
     return list(found.values())
 
 

@@ -66,8 +66,12 @@ def find_family(
     """
     model_type, architecture = config.get("model_type", ""), _architecture(config)
     file, rule = f"{where}/config.json", "vLLM must have an MTP draft for the model"
+    family = families(vllm).get(architecture) or families(vllm).get(model_type)
+    is_dspark = has_dspark(config, names)
+    if family and is_dspark and family.dspark:
+        return family.dspark
     says = asked(vllm).refused.get(model_type, "")
-    if says or has_dspark(config, names):
+    if says or is_dspark:
         words = {"method": "dspark", "num_speculative_tokens": config.get("dspark_block_size", 5)}
         got = f"{model_type!r}, which drafts by DSpark. {says}".strip(". ")
         cure = f"Serve it with --speculative-config '{json.dumps(words)}'"
@@ -75,7 +79,7 @@ def find_family(
     if cure := drafted_elsewhere(config, vllm):
         got = f"{model_type!r}, for which {vllm} has none"
         raise RecipeError(file, rule, got=got, cure=cure)
-    if family := families(vllm).get(architecture) or families(vllm).get(model_type):
+    if family:
         return family
     rule = "model_type must be a family of keepmtp (`keepmtp ls families`)"
     if why := without_table().get(model_type) or without_table().get(architecture):
@@ -128,12 +132,15 @@ def _architecture(config: Raw) -> Any:
 def has_dspark(config: Raw, names: Iterable[str] = ()) -> bool:
     """Whether the model drafts by DSpark, whose stages have the names of an MTP block.
 
-    A classic block has the norm `enorm`, which no stage has: then the key of config.json is wrong.
-    Source: vLLM 0.32.0 models/deepseek_v4.
+    Where the names are known, they decide: only a classic block has the norm `enorm`, and only
+    DSpark has `main_proj`. Source: vLLM 0.32.0 models/deepseek_v4.
     """
-    if not config.get("dspark_target_layer_ids"):
-        return False
-    return not any(name.endswith(".enorm.weight") for name in names)
+    for name in names:
+        if name.endswith(".enorm.weight"):
+            return False
+        if name.startswith("mtp.") and name.endswith(".main_proj.weight"):
+            return True
+    return bool(config.get("dspark_target_layer_ids"))
 
 
 def promises_mtp(config: Raw) -> bool:

@@ -129,7 +129,11 @@ def sglang_model(config: Raw) -> SglangModel:
     """The names of the model of this config.json; one without classes where SGLang does not know
     the architecture.
     """
-    return sglang_models().get((config.get("architectures") or [""])[0], _UNKNOWN)
+    model = sglang_models().get((config.get("architectures") or [""])[0], _UNKNOWN)
+    if config.get("dspark_target_layer_ids"):
+        why = "keepmtp does not compare the names of its DSpark stages"
+        return model._replace(draft=None, no_draft=why, file="models/deepseek_v4_dspark.py")
+    return model
 
 
 def packed_modules(view: FamilyView, part: Part) -> Packed:

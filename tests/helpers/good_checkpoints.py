@@ -25,6 +25,8 @@ from tables import table
 GOOD = {f"released {model}": partial(released, model) for model in releases.MODELS} | {
     "dsv4 bf16": partial(ours, "dsv4-flash", "NVFP4"),
     "dsv4 block": partial(ours, "dsv4-flash", "FP8_BLOCK", "source"),
+    "dspark bf16": partial(ours, "dsv4-flash-0731", "NVFP4"),
+    "dspark block": partial(ours, "dsv4-flash-0731", "FP8_BLOCK", "source"),
     # DeepSeek-V4-Flash with NVFP4 experts and FP8 attention, its regexes verbatim.
     "dsv4 published": partial(
         changed,

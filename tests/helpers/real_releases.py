@@ -102,39 +102,3 @@ def minimax_halves() -> tuple[Checkpoint, Checkpoint]:
         ),
         Checkpoint(config=config, tensors=alone),
     )
-
-
-def dspark_flash() -> Checkpoint:
-    """deepseek-ai/DeepSeek-V4-Flash-0731: three stages of DSpark under mtp.*, and
-    num_nextn_predict_layers 1.
-
-    Names: vLLM 0.32.0 models/deepseek_v4/nvidia/dspark.py (_remap_dspark_name); keys: those of the
-    release.
-    """
-    checkpoint = released("dsv4-flash")
-    config = checkpoint.config
-    hidden, vocab, rank = config["hidden_size"], config["vocab_size"], 128
-    checkpoint.take(r"mtp\.0\.(e_proj|h_proj|enorm|hnorm)\..*")
-    last = checkpoint.take(r"mtp\.0\.(norm|hc_head_).*")
-    stage = {name: spec for name, spec in checkpoint.tensors.items() if name.startswith("mtp.0.")}
-    for index in (1, 2):
-        checkpoint.tensors |= {
-            name.replace("mtp.0.", f"mtp.{index}."): spec for name, spec in stage.items()
-        }
-    checkpoint.tensors |= {name.replace("mtp.0.", "mtp.2."): spec for name, spec in last.items()}
-    checkpoint.tensors |= {
-        "mtp.0.main_proj.weight": ("F8_E4M3", (hidden, 3 * hidden)),
-        "mtp.0.main_proj.scale": ("F8_E8M0", (hidden // 128, 3 * hidden // 128)),
-        "mtp.0.main_norm.weight": ("BF16", (hidden,)),
-        "mtp.2.markov_head.markov_w1.weight": ("BF16", (vocab, rank)),
-        "mtp.2.markov_head.markov_w2.weight": ("BF16", (vocab, rank)),
-        "mtp.2.confidence_head.proj.weight": ("BF16", (1, hidden + rank)),
-    }
-    config |= {
-        "compress_ratios": [*config["compress_ratios"], 0, 0],
-        "dspark_block_size": 5,
-        "dspark_noise_token_id": 500,
-        "dspark_target_layer_ids": [0, 1, 2],
-        "dspark_markov_rank": rank,
-    }
-    return checkpoint

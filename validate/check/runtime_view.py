@@ -343,7 +343,8 @@ class RuntimeView(StoredView):
         for _, runtime, _ in self.view.layout.opaque:
             if module.role == "vision" and module.name.startswith(runtime):
                 return runtime
-        if module.layer is None:
+        # One that all layers of the block fill is in none of them.
+        if module.layer is None or module.name == module.members[0].place.row.joins:
             return ""
         return self.view.runtime_stem(module.part, module.layer)
 
@@ -400,6 +401,8 @@ class RuntimeView(StoredView):
                 continue
             if self.view.is_judged(place):
                 members[place.runtime, place.part].append(Member(place, weight))
+                if place.row.joins:
+                    members[VLLMName(place.row.joins), place.part].append(Member(place, weight))
         # Regular expressions of a stranger's config are compared with each name.
         with time_limit():
             return tuple(self._module(*key, tuple(group)) for key, group in members.items())

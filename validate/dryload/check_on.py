@@ -85,8 +85,9 @@ def check_on(
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes, vllm=rules)
             source = checked.source
-            # vLLM would fail on its files as well, or has no draft that it could load with MTP.
-            if source is None or (not draft and has_dspark(source.config, source.entries)):
+            # vLLM would fail on its files as well, or keepmtp knows no draft of it.
+            is_dspark = source is not None and has_dspark(source.config, source.entries)
+            if source is None or (not draft and is_dspark and checked.runtime is None):
                 yield checked
                 continue
             if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
@@ -106,6 +107,8 @@ def check_on(
                 checked = checked._replace(draft=separate.runtime)
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=k, draft=draft_folder)
+                if checked.runtime is not None:
+                    job = replace(job, method=checked.runtime.view.family.method)
                 cases = [(replace(job, tp=tp), checked) for tp in tps]
                 accounts = list[LoadAccount]()
                 refused = list[VLLMError]()

@@ -58,14 +58,15 @@ SMALL_FILES = (
 
 @frozen
 class Job:
-    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks, and
-    `cures` are switched on in vLLM (validate/keepmtp_cures).
+    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks,
+    `method` is `Family.method`, and `cures` are switched on in vLLM (validate/keepmtp_cures).
     """
 
     folder: Path
     tp: int = 1
     rank: int = 0
     num_drafts: int = 1
+    method: str = "mtp"
     draft: Path | None = None
     cures: str = ""
 

@@ -23,7 +23,6 @@ from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check, examine
 from modelopt_form import LINEAR_ONLY, modelopt
-from real_releases import dspark_flash
 from without_mtp import llama
 
 PROJECTIONS = r"model\.layers\.\d+\.self_attn\..*_proj"
@@ -165,7 +164,6 @@ def test_unread(case, tmp_path):
         where="config.json",
         says="glm4v_moe",
     ),
-    case("the stages of DSpark are one finding", dspark_flash, cure='"method": "dspark"'),
     case(
         "a classic block with DSpark's key",
         "released dsv4-flash",

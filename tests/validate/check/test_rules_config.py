@@ -81,6 +81,12 @@ def test_quantization_configs_agree(case, tmp_path):
         config("compress_ratios", None),
         where="compress_ratios",
     ),
+    met(
+        "DSpark without the layers that it reads",
+        "dspark bf16",
+        config("dspark_target_layer_ids", None),
+        where="dspark_target_layer_ids",
+    ),
 )
 def test_config_has_what_vllm_reads(case, tmp_path):
     assert_found(case, tmp_path)

@@ -179,6 +179,13 @@ def test_stored_form_is_what_is_built(case, tmp_path):
         says="in silence",
     ),
     met(
+        "#51758 the list has DSpark's stages, and its projection of the context",
+        "dspark block",
+        ignoring("model.context_wkv_proj"),
+        where="mtp.0.attn.wkv.weight",
+        says="builds model.context_wkv_proj plain",
+    ),
+    met(
         "F13 target Linear takes mtp.fc",
         "qwen vl fp8",
         ignoring(without=r"^mtp\.fc$"),

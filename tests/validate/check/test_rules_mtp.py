@@ -6,7 +6,6 @@ from broken_by import config, elsewhere, rename, retype, tensor
 from broken_case import assert_found, case, met, rows
 from checkpoint_files import as_source, lose
 from good import ours, released
-from real_releases import dspark_flash
 from without_mtp import llama
 
 FLASH = partial(ours, "dsv4-flash", "W4A16")
@@ -80,6 +79,7 @@ FLASH = partial(ours, "dsv4-flash", "W4A16")
         config("num_nextn_predict_layers", 2),
         where="model.layers.4.",
     ),
+    met("a stage of DSpark lost", "dspark bf16", lose(r"mtp\.1\..*"), where="mtp.1."),
 )
 def test_promised_layers_exist(case, tmp_path):
     assert_found(case, tmp_path)
@@ -119,11 +119,17 @@ def test_files_are_indexed(case, tmp_path):
         lose(r"model\.layers\.3\.eh_proj\.weight"),
         where="model.layers.3.eh_proj",
     ),
-    case(
-        "a classic block of the same model that lost a part",
-        dspark_flash,
-        config("dspark_target_layer_ids", None),
-        among=True,
+    met(
+        "#52111 the projection of DSpark's first stage lost",
+        "dspark bf16",
+        lose(r"mtp\.0\.main_proj\..*"),
+        where="mtp.0.main_proj",
+    ),
+    met(
+        "the Markov head of DSpark's last stage lost",
+        "dspark block",
+        lose(r"mtp\.2\.markov_head\.markov_w1\.weight"),
+        where="mtp.2.markov_head.markov_w1",
     ),
 )
 def test_mtp_glue_is_complete(case, tmp_path):

@@ -62,12 +62,17 @@ def draft_class_exists(view: SglangView) -> Objections:
     """SGLang has a class for the model and one for its draft (#32736 lists what it takes for a
     draft).
     """
-    if view.model.no_draft:
+    why = view.model.no_draft
+    if view.runtime.view.family.method == "dspark":
+        says = f"the draft is not judged for {SGLANG}: {why} (sglang/srt/{view.model.file})"
+        cure = "Start SGLang with it, and look at the draft's acceptance"
+        yield _warning("sglang-draft", "config.json: dspark_target_layer_ids", says, cure)
+    elif why:
         architectures = view.runtime.view.config.get("architectures") or ["none"]
         yield _error(
             "sglang-draft",
             "config.json: architectures",
-            f"{SGLANG} has no draft for {architectures[0]}: {view.model.no_draft} "
+            f"{SGLANG} has no draft for {architectures[0]}: {why} "
             "(sglang/srt/configs/model_config.py)",
             _ELSEWHERE,
         )

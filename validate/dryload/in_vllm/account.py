@@ -202,7 +202,14 @@ class Account(TorchDispatchMode):
 
     def settle(self, model: torch.nn.Module) -> None:
         """After the load: note parameters that have a new storage, computed from the checkpoint."""
-        for name, param in [*model.named_parameters(), *model.named_buffers()]:
+        kept = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers()),
+        }
+        for name, written in self._params.items():
+            # vLLM removes a module that a checkpoint may lack: DSpark's confidence head.
+            written.is_optional |= name not in kept
+        for name, param in kept.items():
             address = param.untyped_storage()._cdata
             names = self._sources.get(address, ())
             written = self.params.get(name)

@@ -191,7 +191,13 @@ class StagedLoad:
             mock.patch.object(torch, "equal", gpu.returns(False)),
             set_current_vllm_config(self._config),
         ):
-            if self._runner == "v2":
+            if self._job.method == "dspark":
+                from vllm.model_executor import model_loader
+                from vllm.v1.worker.gpu.spec_decode.dspark.utils import load_dspark_model
+
+                model_loader.get_model = gpu.returns(draft)
+                load_dspark_model(target, self._config)
+            elif self._runner == "v2":
                 from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
                 utils.get_model = gpu.returns(draft)
@@ -224,8 +230,9 @@ def _engine_config(job: Any) -> Any:
 
     speculative = None
     if job.num_drafts:
-        speculative = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
-        speculative |= {"model": job.draft} if job.draft else {}
+        speculative = {"method": job.method, "num_speculative_tokens": job.num_drafts}
+        if job.draft:
+            speculative["model"] = job.draft
     with open(f"{job.folder}/config.json") as file:
         declared = json.load(file)
     _know_config(declared)
