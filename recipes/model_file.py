@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
-from .family import QUANTIZABLE_ROLES
+from .family import QUANTIZABLE_ROLES, TABLE_ROLES
 from .frozen import Json, Raw, frozen, without
 from .yaml_file import load_shipped, on_one_line
 
@@ -213,7 +213,7 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         if not isinstance(named, Mapping):
             named = {"rest": named}
         variant = {**named, **without(variant, "backbone")}
-    allowed = (*BLOCKS, *_OF_A_SEARCH, *groups, "rest")
+    allowed = (*BLOCKS, *_OF_A_SEARCH, *groups, *TABLE_ROLES, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
     unnamed = [group for group in groups if group not in variant]
     if unnamed and "rest" not in variant:
@@ -236,6 +236,10 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         rule = f"must be null, a block, or one of {', '.join(known)}"
         _refuse_unknown(f"{where}: calibration", rule, calibration, known)
         calibration = known[calibration]
+    backbone = {group: variant.get(group, variant.get("rest")) for group in groups}
+    for group in TABLE_ROLES:
+        if group in variant:
+            backbone[group] = variant[group]
     flat = {
         "model": raw["model"],
         "variant": name,
@@ -244,7 +248,7 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         "family": raw["family"],
         "source": raw["source"],
         "revision": raw["revision"],
-        "backbone": {group: variant.get(group, variant.get("rest")) for group in groups},
+        "backbone": backbone,
         "mtp": variant["mtp"],
     }
     is_searched = "auto" in flat["backbone"].values()
