@@ -41,6 +41,7 @@ from ..model.states import NextStates, States, Stream, as_state
 from .forwards import calibrating, serving
 from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
+from .tables import served_tables
 from .work import LayerWork
 
 
@@ -179,7 +180,8 @@ class Backbone:
             outputs: the states of the next layer.
             context: how it computes.
         """
-        with self.handing_over(stream, index, outputs), torch.no_grad(), context:
+        tables = served_tables(self.skeleton, stream)
+        with self.handing_over(stream, index, outputs), torch.no_grad(), tables, context:
             for arguments in self.batches(stream, index):
                 self.skeleton.model(**arguments, use_cache=False)
 

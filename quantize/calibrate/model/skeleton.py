@@ -107,6 +107,7 @@ class Skeleton:
     Attributes:
         model: all but the decoder layers and the head have their weights.
         device: where weights go.
+        served: values that a server has of packed tables, by name (layers/tables.py).
     """
 
     def __init__(self, plan: Plan, *, device: torch.device):
@@ -118,6 +119,7 @@ class Skeleton:
         """
         self.plan = plan
         self.device = device
+        self.served = dict[HFName, Tensor]()
         self.model = on_meta(plan)
         linear_experts(self.model)
         self.names = Names.of(self.model)
@@ -223,6 +225,13 @@ class Skeleton:
         finally:
             self.model.set_output_embeddings(NoHead())
             self._head.to("meta")
+            for tensor in tensors:
+                self.served.pop(tensor.name, None)
+
+    def packed_tables(self) -> list[TensorPlan]:
+        """Embedding and head, where the plan packs them."""
+        tables = _top(self.plan, "embedding") + _top(self.plan, "head")
+        return [tensor for tensor in tables if tensor.fate == "quantize"]
 
     @contextmanager
     def whole(self, places: Iterable[torch.device]) -> Iterator[PreTrainedModel]:

@@ -53,6 +53,7 @@ from ...plan.plan import Plan
 from ...run.ranks import gathered
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
+from ..layers.tables import served_tables
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import Stream
 from .facts import DIGITS, AcceptanceFact
@@ -110,7 +111,9 @@ class Target:
     def logits(self, row: int) -> Tensor:
         """[S, V], of one sequence, while the skeleton has its head."""
         sequence = self.backbone.batches(self.stream).batch(row, row + 1)
-        return computed(self.backbone.skeleton, sequence).logits[0]
+        skeleton = self.backbone.skeleton
+        with served_tables(skeleton, self.stream):
+            return computed(skeleton, sequence).logits[0]
 
     @property
     def perplexity(self) -> float:
@@ -149,7 +152,8 @@ def target(backbone: Backbone, stream: Stream, *, reference: Target | None = Non
             heads.enter_context(reference.backbone.skeleton.head())
         # One by one: the logits of a batch may not fit.
         for sequence in backbone.batches(stream, size=1).batches():
-            logits_SV = computed(skeleton, sequence).logits[0]
+            with served_tables(skeleton, stream):
+                logits_SV = computed(skeleton, sequence).logits[0]
             ids_S = sequence.ids[0].to(logits_SV.device)
             loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum").item()
             apart = 0.0
@@ -359,6 +363,7 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
         num_steps = min(NUM_STEPS, len(blocks))
     counts = torch.zeros(len(target.choices), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
+        stack.enter_context(served_tables(skeleton, target.stream))
         for block in blocks:
             stack.enter_context(serving(block))
         for sequence in backbone.batches(target.stream, size=1).batches():
