@@ -138,9 +138,11 @@ class StagedLoad:
         if "draft" in model_configs:
             with self._stage("share", "draft"):
                 self._share()
+        done: dict[Any, dict[str, Any]] = {}
         for role in model_configs:
+            part = self._parts[role]
             with self._stage("process", role):
-                self._parts[role].kernels = kernels.process(self._parts[role].model, self._config)
+                part.kernels = kernels.process(part.model, self._config, done)
 
     def _note(self, *question: Any) -> None:
         self._now.asked.append(question)
