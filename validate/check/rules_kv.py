@@ -99,6 +99,12 @@ def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
     return given.raw.get("kv_cache_scheme"), given.get("kv_cache_quant_algo")
 
 
+def is_fp8_cache(runtime: RuntimeView) -> bool:
+    """Whether the config promises an FP8 cache, in either dialect."""
+    scheme, algorithm = _kv_entry(runtime)
+    return str(algorithm).upper() == "FP8" or _is_fp8(scheme)
+
+
 def _is_fp8(scheme: Any) -> bool:
     if not isinstance(scheme, Mapping):
         return False
@@ -146,11 +152,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
     """Where some attention layers have scales of an FP8 cache, all have two; and nothing else
     has any.
     """
-    scheme, algorithm = _kv_entry(runtime)
-    is_fp8_by_modelopt = str(algorithm).upper() == "FP8"
-    if not is_fp8_by_modelopt and not _is_fp8(scheme):
-        return
-    if no_place(runtime.view):
+    if not is_fp8_cache(runtime) or no_place(runtime.view):
         return
     # An attention module with a cache of keys has the matrix that makes them.
     attentions = dict[HFName, Part]()
@@ -182,7 +184,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
         if module in stored:
             with_some.add(part)
     if not with_some:
-        return  # vLLM then computes with 1 everywhere, as a release without scales means it
+        return  # rules_finished.py says what vLLM does then
     for module, part in attentions.items():
         taken = "1"
         if is_modelopt and stored[module]:
