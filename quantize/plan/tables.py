@@ -108,7 +108,8 @@ def _embedding_misfits(
     """Why not, and what the embedding can have instead."""
     family = view.family
     plain = family.loader.plain_alone.get("embedding", "")
-    if plain or "backbone" not in family.embeddings:
+    # Where the class asks without a name, no target reaches the embedding alone.
+    if plain or not family.embeddings.get("backbone"):
         yield f"{plain or 'its class'}, which builds it plain whatever the config says", "bf16"
     if recipe.format == "modelopt":
         yield "modelopt's config, by which no row is looked up packed", "bf16"

@@ -8,7 +8,7 @@ says of it on pretended GPUs.
 
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -39,18 +39,19 @@ VERSIONS = ("0.32.0", "0.33.0")
 DOCS = ROOT / "docs" / "heads.md"
 # What all else is: of modelopt's words the one that experts have too.
 _REST: dict[Format, str] = {"compressed-tensors": "FP8_DYNAMIC", "modelopt": "NVFP4A16"}
+_PLAIN = ("", "")
 Place = tuple[str, Format, str, str]
 """Model, dialect, group, word."""
 
 
-def packed(
-    model: str, group: str, word: str, format: Format = "compressed-tensors", **changes: object
-) -> Plan:
-    """Our plan for a model whose embedding or head has a word."""
+def packed(model: str, group: str, word: str, format: Format = "compressed-tensors") -> Plan:
+    """Our plan for a model whose embedding or head has a word; without a group as it is."""
     try:
-        plan = planned(model, _REST[format], "bf16", format=format, **changes)
+        plan = planned(model, _REST[format], "bf16", format=format)
     except RecipeError:  # MiniMax-M3 takes no scale of a whole tensor
-        plan = planned(model, "FP8_BLOCK", "bf16", format=format, **changes)
+        plan = planned(model, "FP8_BLOCK", "bf16", format=format)
+    if not group:
+        return plan
     recipe = plan.recipe.model_dump()
     recipe["backbone"] |= {group: word}
     return make_plan(Recipe.model_validate(recipe), plan.source)
@@ -62,10 +63,11 @@ def written(model: str, group: str, word: str, format: Format = "compressed-tens
 
 
 def places(models: Iterable[str] = MODELS) -> list[Place]:
-    """Every combination that has a word in its dialect."""
+    """Every combination that has a word in its dialect, and the same with both plain."""
     found = list[Place]()
     for model in models:
         for format in FORMATS:
+            found.append((model, format, *_PLAIN))
             for group, words in FORMS.items():
                 for word in words:
                     if format == "compressed-tensors" or word in ALGORITHMS:
@@ -111,38 +113,43 @@ def run(
 def markdown(told: dict[Place, dict[str, str]]) -> str:
     """A row for each family and dialect."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
+    counts = Counter[str]()
     for (model, format, group, word), answers in told.items():
-        family = find_family(releases.MODELS[model], model).model_type
-        if "plan" in answers:
-            cell = "-"
-        else:
-            cell = ", ".join(version[:4] for version, why in answers.items() if not why)
-            if len(cell.split(", ")) == len(answers):
+        if not group:
+            continue
+        plain = told[model, format, *_PLAIN]
+        cell = "-"
+        if "plan" not in answers:
+            loads = [version for version, why in answers.items() if not why]
+            is_as_plain = all(plain.get(version) == why for version, why in answers.items() if why)
+            cell = ", ".join(loads) or "no"
+            if len(loads) == len(answers):
                 cell = "yes"
+            elif is_as_plain:
+                cell = "as plain"
+        counts[cell] += 1
+        family = find_family(releases.MODELS[model], model).model_type
         row = rows.setdefault((family, format), {})
-        # Several models of a family: what all of them take.
+        # Of several models of a family the first that does not simply load.
         name = f"{group} {word}"
-        if row.get(name, "yes") == "yes" or cell == "-":
-            row[name] = cell or "no"
+        if row.get(name, "yes") == "yes":
+            row[name] = cell
     names = [f"{group} {word}" for group, words in FORMS.items() for word in words]
     lines = [f"| family | dialect | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for (family, format), row in sorted(rows.items()):
         cells = " | ".join(row.get(name, "") for name in names)
         lines.append(f"| {family} | {format} | {cells} |")
-    num_loaded = 0
-    num_refused = 0
-    for answers in told.values():
-        num_refused += "plan" in answers
-        num_loaded += sum(not why for version, why in answers.items() if version != "plan")
+    summed = ", ".join(f"{cell}: {count}" for cell, count in counts.most_common())
     return f"""\
 # Packed heads and embeddings
 
-Written by `make heads`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the
-classes of vLLM {" and ".join(VERSIONS)} for target and draft on meta tensors, for sm90 and sm100, from tiny
-checkpoints in published names. *yes*: both versions load and fill all of it on both GPUs, and the draft has the
-target's head or embedding; a version: that one alone; *no*: neither, as nothing of this family loads in this dialect
-(docs/matrix.md); *-*: keepmtp refuses it and says vLLM's file. An empty cell has no word in the dialect.
-Of {len(told):,} combinations keepmtp refuses {num_refused:,}; of the {2 * (len(told) - num_refused):,} loads of the others {num_loaded:,} are without an error.
+Written by `make heads`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the classes
+of vLLM {" and ".join(VERSIONS)} for target and draft on meta tensors, for sm90 and sm100, from tiny checkpoints in published
+names. *yes*: both versions load and fill all of it on both GPUs, and the draft gets the target's. A version: that one
+alone. *as plain*: what stops it stops a plain one too ([matrix.md](matrix.md)). *-*: keepmtp refuses it and names
+vLLM's file. Nothing: the dialect has no word for it.
+
+{summed}
 
 {chr(10).join(lines)}
 """
