@@ -211,9 +211,14 @@ class Recipe(Frozen):
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten
         weights.
         """
-        words = {word for group, word in self.backbone.items() if group not in TABLE_ROLES}
-        words.update(self._searched_words())
-        return self.calibrated_among(words | self.mtp_decisions())
+        words = {*self._searched_words()}
+        of_tables = set[str]()  # whose weights no algorithm rewrites
+        for group, word in self.backbone.items():
+            if group not in TABLE_ROLES:
+                words.add(word)
+            elif word in SCHEMES and SCHEMES[word].needs_calibration:
+                of_tables.add(word)
+        return sorted(of_tables | {*self.calibrated_among(words | self.mtp_decisions())})
 
     def calibrated_among(self, words: set[str]) -> list[str]:
         """Those among some words, such as `mtp_decisions`."""

@@ -167,7 +167,7 @@ def _packed(
         weights += read(tensor, expert)
     search = plan.recipe.search or ""
     if search == "imatrix" and not importance:
-        search = "mse"  # no batch passes through an embedding or a head
+        search = "mse"  # of an embedding or a head
     try:
         return pack(scheme, weights, search=search, importance=importance)
     except CheckpointError as error:

@@ -495,7 +495,7 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     if tensor.fate == "quantize":
         calibrated = ""
         is_weighted = False
-        # No batch passes through embedding and head: their weights are rounded to nearest.
+        # Weights of embedding and head are rounded to nearest, whatever the algorithm.
         is_table = tensor.role in TABLE_ROLES
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
             search = recipe.search

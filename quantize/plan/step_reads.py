@@ -89,7 +89,10 @@ def _num_bytes(
     shared = 0
     experts = Counter[int | None]()
     counts = dict[int | None, set[int]]()
-    for tensor in plan.tensors:
+    tensors = plan.tensors
+    if part == "mtp":
+        tensors = plan.mtp
+    for tensor in tensors:
         if tensor.part != part or tensor.layer not in layers or tensor.role in _NOT_READ:
             continue
         is_head = tensor.role == "head"

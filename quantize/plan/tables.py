@@ -95,8 +95,6 @@ def _head_misfits(
         )
     if scheme.form == "fp8_block":
         yield _BLOCKS, "FP8_DYNAMIC"
-    if scheme.needs_calibration:
-        yield "input scales, which no batch gives here", scheme.data_free
     if recipe.format == "modelopt" and scheme.form == "nvfp4" and loader.fills_head:
         why = "a draft that fills a plain head of its own with codes of another width"
         yield why, "FP8_DYNAMIC, or use format: compressed-tensors"

@@ -22,6 +22,7 @@ from keepmtp.recipes.conventions import ALGORITHMS, FORMATS, Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
 from keepmtp.recipes.schema import Recipe
+from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
@@ -29,10 +30,11 @@ from keepmtp.validate.dryload.versions import chosen_vllms
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from tables import table
 
 MODELS = [model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)]
 FORMS = {
-    "head": ("FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A16", "NVFP4A16", "MXFP4A16"),
+    "head": ("FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A16", "NVFP4A16", "NVFP4", "MXFP4A16"),
     "embedding": ("W8A16", "W4A16"),
 }
 VERSIONS = ("0.32.0", "0.33.0")
@@ -54,6 +56,8 @@ def packed(model: str, group: str, word: str, format: Format = "compressed-tenso
         return plan
     recipe = plan.recipe.model_dump()
     recipe["backbone"] |= {group: word}
+    if SCHEMES[word].needs_calibration:
+        recipe["calibration"] = table("helpers/good")["calibration"]
     return make_plan(Recipe.model_validate(recipe), plan.source)
 
 

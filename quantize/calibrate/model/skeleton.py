@@ -15,7 +15,7 @@ llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`, `use_ea
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -108,6 +108,7 @@ class Skeleton:
         model: all but the decoder layers and the head have their weights.
         device: where weights go.
         served: values that a server has of packed tables, by name (layers/tables.py).
+        given: what calibration found of them, in the names of the finished checkpoint.
     """
 
     def __init__(self, plan: Plan, *, device: torch.device):
@@ -120,6 +121,7 @@ class Skeleton:
         self.plan = plan
         self.device = device
         self.served = dict[HFName, Tensor]()
+        self.given: Mapping[HFName, Tensor] = {}
         self.model = on_meta(plan)
         linear_experts(self.model)
         self.names = Names.of(self.model)

@@ -9,6 +9,7 @@ from keepmtp.quantize.plan.configs import config_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schema import Recipe
+from pydantic import ValidationError
 from tables import table
 
 CALIBRATION = table("helpers/good")["calibration"]
@@ -79,13 +80,22 @@ def test_a_table_of_ngrams_is_no_embedding_that_a_recipe_names():
             "plain copy in the MTP block",
         ),
         ("ernie-4.5-21b", "head", "FP8_DYNAMIC", "compressed-tensors", "tied to the embedding"),
-        ("glm-4.7", "head", "NVFP4", "compressed-tensors", "input scales"),
     ],
 )
 def test_what_vllm_does_not_load_is_refused_with_its_file(model, group, word, format, got):
     with pytest.raises(RecipeError) as caught:
         packed(model, group, word, format)
     assert got in str(caught.value.got) and group in str(caught.value.where)
+
+
+def test_the_input_scale_of_a_head_needs_batches():
+    recipe = packed("glm-4.7", "head", "W4A16").recipe.model_dump()
+    recipe["backbone"]["head"] = "NVFP4"
+    with pytest.raises(ValidationError, match="calibration must be given for NVFP4"):
+        Recipe.model_validate(recipe)
+    plan = packed("glm-4.7", "head", "NVFP4")
+    assert of_role(plan, "head").calibrated == "scales"
+    assert plan.needs_calibration == ["NVFP4"]
 
 
 def test_what_looks_at_inputs_leaves_a_head_to_its_weights():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.layers.activations import fp8_tokens
+from keepmtp.quantize.calibrate.layers.activations import fp8_tokens, nvfp4
 from keepmtp.quantize.calibrate.layers.tables import served_tables
 from keepmtp.quantize.calibrate.mtp.acceptance import computed, target
 from keepmtp.quantize.pack.pack import pack
@@ -16,19 +16,29 @@ from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated, finished
 
 MODEL = shipped_path("tiny-glm4-moe")
-ROUNDING = {"FP8_DYNAMIC": fp8_tokens, "W4A16": lambda states: states}
+HELD_OUT = torch.arange(128).reshape(2, 64) + 7
+SCHEMES_OF_HEADS = ("FP8_DYNAMIC", "W4A16", "NVFP4")
 
 
-@pytest.fixture(scope="module", params=list(ROUNDING))
+@pytest.fixture(scope="module", params=SCHEMES_OF_HEADS)
 def passed(request, tmp_path_factory):
     """A pass whose backbone is the release's but for its head, and the head's scheme."""
     recipe, _ = find_recipe("tiny-glm4-moe.fp8-dynamic")
     backbone = dict.fromkeys(recipe.backbone, "bf16") | {"head": request.param}
     recipe = recipe.model_copy(update={"backbone": backbone})
     plan = as_calibrated(make_plan(recipe, open_source(MODEL)))
-    held_out = torch.arange(128).reshape(2, 64) + 7
     folder = tmp_path_factory.mktemp("pass")
-    return finished(plan, folder, held_out=held_out, samples=2), request.param
+    return finished(plan, folder, held_out=HELD_OUT, samples=2), request.param
+
+
+def rounded_by(backbone, scheme, states):
+    """What a head's kernel multiplies."""
+    if scheme == "FP8_DYNAMIC":
+        return fp8_tokens(states)
+    if scheme == "NVFP4":
+        (scale,) = backbone.skeleton.given.values()
+        return nvfp4(states, divisor=float(scale))
+    return states
 
 
 def test_served_logits_are_those_of_the_written_bytes(passed):
@@ -47,8 +57,9 @@ def test_served_logits_are_those_of_the_written_bytes(passed):
         with skeleton.head():
             for _ in range(2):
                 assert torch.equal(source.logits(batch.first), states @ weight.T)
-                rounded = ROUNDING[scheme](states)
-                assert torch.equal(served.logits(batch.first), rounded @ values.T)
+                assert torch.equal(
+                    served.logits(batch.first), rounded_by(backbone, scheme, states) @ values.T
+                )
     assert source.divergence == 0 < served.divergence < 0.1
     assert not skeleton.served, "the head's values stay after it is gone"
 
@@ -66,3 +77,20 @@ def test_only_a_servers_streams_compute_with_packed_tables(passed):
             with served_tables(skeleton, stream):
                 assert head.weight is not released
         assert head.weight is released and not hasattr(head, "quantization_scheme")
+
+
+def test_the_input_scale_of_a_head_is_of_what_the_last_layer_hands_on(passed):
+    """Of the calibration text alone, and the same when the pass is resumed."""
+    backbone, scheme = passed
+    skeleton = backbone.skeleton
+    if scheme != "NVFP4":
+        assert not skeleton.given
+        return
+    largest = 0.0
+    with torch.no_grad():
+        for batch in backbone.batches("calibration").batches():
+            largest = max(largest, computed(skeleton, batch).logits.abs().max().item())
+    (scale,) = skeleton.given.values()
+    assert float(scale) == pytest.approx(448 * 6 / largest, rel=2**-8)
+    again = finished(skeleton.plan, backbone.folder, held_out=HELD_OUT, samples=2)
+    assert again.skeleton.given == skeleton.given
