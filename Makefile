@@ -28,6 +28,7 @@
 #   make picture      docs/check.svg, the README's table of families, docs/sglang.md
 #   make dist         sdist and wheel in dist/, checked
 #   make families     docs/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
+#   make heads        docs/heads.md: where vLLM loads a packed head or embedding
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
@@ -63,7 +64,7 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix \
+.PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix heads \
 	families follow quality picture benchmark cuda-wheel gpu-kit gpu-serve dist clean
 
 help:
@@ -154,6 +155,9 @@ follow: $(VENV)/.test $(VENV_VLLM)/.vllm
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py
+
+heads: $(VENV)/.test $(VENV_VLLM)/.vllm
+	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/heads.py
 
 picture: $(VENV)/.test
 	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/readme.py

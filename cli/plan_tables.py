@@ -21,6 +21,7 @@ from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
+from ..quantize.plan.step_reads import step_reads
 from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
@@ -76,6 +77,8 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     yield table("why, where it is not the recipe's choice", ("", ""), why)
     yield totals(made)
     yield ""
+    if value["step_reads"]:
+        yield _steps(value["step_reads"])
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
     if code := code_left_out(made):
         yield code
@@ -103,6 +106,16 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
+
+
+def _steps(reads: list[Json]) -> RenderableType:
+    """What a server reads of the weights for one token, by the number of drafts."""
+    rows = []
+    for step in reads:
+        sizes = [size_in_words(step[key]) for key in ("backbone", "mtp", "heads", "total")]
+        rows.append([str(step["drafts"]), *sizes, f"{step['heads'] / step['total']:.0%}"])
+    columns = (">drafts", ">backbone", ">MTP", ">heads", ">all", ">heads/all")
+    return table("weights that a step reads, for one token", columns, rows)
 
 
 def _entries(config: Json) -> Iterator[str]:
@@ -240,6 +253,7 @@ def plan_json(plan: Plan) -> Json:
         "quantization_config": config.value,
         "sglang": {"version": VERSION, "obstacles": list(config.obstacles)},
         "calibration": will_do_json(plan),
+        "step_reads": [asdict(step) | {"total": step.total} for step in step_reads(plan)],
     }
     if other is not None:
         value["mtp_source"] = {"name": other.where, "revision": other.revision}

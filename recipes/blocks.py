@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from .budget import read_budget
 from .errors import RecipeError
-from .family import QUANTIZABLE_ROLES
+from .family import QUANTIZABLE_ROLES, TABLE_ROLES
 from .frozen import Json
 from .knobs import (
     KNOBS,
@@ -101,6 +101,19 @@ def _all_groups(written: object) -> object:
     return written
 
 
+def _chosen_tables(policy: dict[str, str]) -> dict[str, str]:
+    """No search chooses for embedding and head, and none of them is tuned."""
+    for group in TABLE_ROLES:
+        if policy.get(group) in (AUTO, TUNED):
+            raise RecipeError(
+                "",
+                f"{group} must have a scheme, `source` or `bf16`: no search judges it",
+                got=policy[group],
+                cure="Choose one",
+            )
+    return policy
+
+
 def _budget(written: str) -> str:
     read_budget(written)
     return written
@@ -116,6 +129,12 @@ _IN_GROUPS = _one_of(
     QUANTIZABLE_ROLES, "must be one of the module groups", otherwise="Name one of them"
 )
 Group = Annotated[str, AfterValidator(_IN_GROUPS)]
+_IN_BACKBONE = _one_of(
+    (*QUANTIZABLE_ROLES, *TABLE_ROLES),
+    "must be one of the module groups",
+    otherwise="Name one of them",
+)
+_BackboneGroup = Annotated[str, AfterValidator(_IN_BACKBONE)]
 
 
 def _branch(value: object) -> str:
@@ -130,7 +149,9 @@ def _branch(value: object) -> str:
 _BY_TYPE = Discriminator(_branch)
 _ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
 Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
-BackbonePolicy = Annotated[dict[Group, _Policy], BeforeValidator(_all_groups)]
+BackbonePolicy = Annotated[
+    dict[_BackboneGroup, _Policy], BeforeValidator(_all_groups), AfterValidator(_chosen_tables)
+]
 MtpPolicy = Annotated[Annotated[_Policy, Tag("word")] | _ByGroup, _BY_TYPE]
 
 

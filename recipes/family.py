@@ -34,6 +34,8 @@ QUANTIZABLE_ROLES: tuple[Role, ...] = (
     "shared_experts",
     "experts",
 )
+TABLE_ROLES: tuple[Role, ...] = ("embedding", "head")
+"""Groups of the backbone that stay as they are where no recipe names them."""
 Part = Literal["backbone", "mtp"]
 
 Proof = Literal["vllm", "vllm, attention by a reference", "source"]
@@ -184,8 +186,10 @@ class Loader:
             all.
         builds_as_drafted: vLLM builds an MTP layer for each drafted token, and leaves alone those
             beyond.
-        plain_alone: of embedding and head, what target or draft cannot load in a packed form,
-            although the target builds it as the config says.
+        plain_alone: of embedding and head, what target or draft cannot load in a packed form -> the
+            file of vLLM's class that builds it plain whatever the config says.
+        fills_head: the draft fills a plain head of its own with the target's `weight`, before it
+            gets the target's: codes of another width do not fit.
         plain_in_fp4: modules in vLLM that the draft builds plain under modelopt's NVFP4, whatever
             the config says.
         plain_where_excepted: what the names of the modules in vLLM begin with that the draft builds
@@ -207,7 +211,8 @@ class Loader:
     )
     num_layers_used: int = 0
     builds_as_drafted: bool = False
-    plain_alone: tuple[Role, ...] = ()
+    plain_alone: Mapping[str, str] = field(default_factory=dict)
+    fills_head: bool = False
     plain_in_fp4: tuple[str, ...] = ()
     plain_where_excepted: str = ""
     refuses_kv_scheme: str = ""

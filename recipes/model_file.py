@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from .errors import RecipeError, cure_of_key, did_you_mean
-from .family import QUANTIZABLE_ROLES
+from .family import QUANTIZABLE_ROLES, TABLE_ROLES
 from .frozen import Json, Raw, frozen, without
 from .yaml_file import load_shipped, on_one_line
 
@@ -187,7 +187,7 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         if not isinstance(named, Mapping):
             named = {"rest": named}
         variant = {**named, **without(variant, "backbone")}
-    allowed = ("summary", *BLOCKS, *_OF_A_SEARCH, *groups, "rest")
+    allowed = ("summary", *BLOCKS, *_OF_A_SEARCH, *groups, *TABLE_ROLES, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
     calibration = variant["calibration"]
     if isinstance(calibration, str):
@@ -198,6 +198,7 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
     # A group without a word is refused where the recipe meets its model.
     words: Json = {**dict.fromkeys(groups, variant.get("rest")), **variant}
     backbone = {group: words[group] for group in groups if words[group] is not None}
+    backbone |= {group: variant[group] for group in TABLE_ROLES if group in variant}
     summary = variant.get("summary")
     if summary is None:
         summary = summary_of(backbone, variant["mtp"], is_calibrated=calibration is not None)

@@ -36,6 +36,7 @@ from .blocks import (
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError, allowed_words, cure_of_key, did_you_mean, folded, plain_rule
+from .family import TABLE_ROLES
 from .frozen import Json, Raw
 from .knobs import KNOBS, Contradiction, Frozen
 from .model_file import summary_of
@@ -166,7 +167,7 @@ class Recipe(Frozen):
         """The backbone with another word for the groups that have one of these."""
         backbone = dict(self.backbone)
         for group, word in self.backbone.items():
-            if word in words:
+            if word in words and group not in TABLE_ROLES:
                 backbone[group] = other
         return backbone
 
@@ -210,7 +211,14 @@ class Recipe(Frozen):
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten
         weights.
         """
-        return self.calibrated_among(self.decisions())
+        words = {*self._searched_words()}
+        of_tables = set[str]()  # whose weights no algorithm rewrites
+        for group, word in self.backbone.items():
+            if group not in TABLE_ROLES:
+                words.add(word)
+            elif word in SCHEMES and SCHEMES[word].needs_calibration:
+                of_tables.add(word)
+        return sorted(of_tables | {*self.calibrated_among(words | self.mtp_decisions())})
 
     def calibrated_among(self, words: set[str]) -> list[str]:
         """Those among some words, such as `mtp_decisions`."""

@@ -12,7 +12,7 @@ from readme import PICTURE, README, ROOT, picture, with_table
 
 # Pages that make matrix, make families and make picture write; and, in other
 # pages, what make quality and make gpu-test write between their markers.
-WRITTEN = ("matrix.md", "families.md", "sglang.md", "versions.md")
+WRITTEN = ("matrix.md", "heads.md", "families.md", "sglang.md", "versions.md")
 BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"
 
 

@@ -103,7 +103,9 @@ class CompressedTensors(NamedTuple):
         if kind == "embedding":
             answer = self._scheme(module, shards, _EMBEDDING, self.builds)
             if answer.error or answer.built.form in ("plain", "int_packed"):
-                return answer
+                # Its class has no parameter for zero points, whatever the group says.
+                leaves = answer.built.leaves - {"weight_zero_point"}
+                return answer._replace(built=answer.built._replace(leaves=leaves))
             return raises(_NO_ROWS, answer.entry)
         if kind == "linear" or self.runtime == "vllm":
             class_name = _class_of(self.runtime, module, shards, kind)

@@ -148,8 +148,11 @@ def _packed(
     weights = []
     for tensor in unit:
         weights += read(tensor, expert)
+    search = plan.recipe.search or ""
+    if search == "imatrix" and not importance:
+        search = "mse"  # of an embedding or a head
     try:
-        return pack(scheme, weights, search=plan.recipe.search or "", importance=importance)
+        return pack(scheme, weights, search=search, importance=importance)
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error

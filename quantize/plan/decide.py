@@ -23,6 +23,7 @@ from ...recipes.forms import NOT_COMPUTED
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
+from .tables import is_table, refuse_table
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
 FP8_TABLE = "F8_E4M3"
@@ -101,6 +102,8 @@ class Decisions:
         self._refuse_unreadable(weight, place)
         if place.row.interleaved:
             return self._separated(weight, place, reason)
+        if word in SCHEMES and is_table(place):
+            refuse_table(self.recipe, self.view, place, SCHEMES[word])
         if word in SCHEMES:
             return self._to_scheme(weight, place, SCHEMES[word], reason)
         if weight.form == "plain":
@@ -186,6 +189,8 @@ class Decisions:
         """The recipe's word for a module, and the reason to show."""
         recipe = self.recipe
         override = self.override(place.module)
+        if is_table(place) and place.role in recipe.backbone:
+            return recipe.backbone[place.role], f"recipe: backbone {place.role}"
         if place.row.why_kept:
             if override in SCHEMES:
                 raise RecipeError(

@@ -29,13 +29,14 @@ from ...recipes.conventions import (
 )
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
-from ...recipes.family import HFName, VLLMName
+from ...recipes.family import TABLE_ROLES, HFName, VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, added_aliases, matching_limit
 from .kv_cache import with_cache_scales
+from .tables import refuse_tables
 from .tensor_plan import Output, Spelled, TensorPlan, outputs_of
 
 SHARD_BYTES = 5_000_000_000
@@ -273,6 +274,7 @@ def make_plan(
     entries = with_separate_mtp(source, view)
     decisions = Decisions(recipe, source, view)
     tensors = decided(decisions, entries.values())
+    refuse_tables(recipe, view, tensors)
     _refuse_lost_layers(view, source, tensors)
     refuse_missing_mtp(view, source, [tensor.name for tensor in tensors])
     tensors += added_aliases(view, entries)
@@ -493,12 +495,17 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
     if tensor.fate == "quantize":
         calibrated = ""
         is_weighted = False
+        # Weights of embedding and head are rounded to nearest, whatever the algorithm.
+        is_table = tensor.role in TABLE_ROLES
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
-            reason += f"; scales by {recipe.search}"
-            if recipe.search == "imatrix":
+            search = recipe.search
+            if is_table:
+                search = "mse"
+            reason += f"; scales by {search}"
+            if search == "imatrix":
                 calibrated = "scales"
                 is_weighted = True
-        if scheme in REWRITES[algorithm] and tuned is None:
+        if scheme in REWRITES[algorithm] and tuned is None and not is_table:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"
         elif SCHEMES[scheme].needs_calibration:

@@ -27,7 +27,8 @@ _HEAD = """\
 What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make families` writes this
 table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
 is bound to them. Proof says how it is known that the draft which calibration runs is vLLM's:
-[mtp.md](mtp.md#how-a-draft-was-proven) has the words.
+[mtp.md](mtp.md#how-a-draft-was-proven) has the words. Which families take a packed head or embedding:
+[heads.md](heads.md).
 
 | family | plan | check | calibrate backbone | calibrate MTP | proof |
 |---|---|---|---|---|---|

@@ -16,14 +16,20 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.schema import Recipe
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.server import server_environment
-from passes import END, finished, laid_out, plan_over, prompts
+from passes import END, as_calibrated, finished, laid_out, plan_over, prompts
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, PLUGIN, QWEN, in_vllm
 
 ASKED = prompts(60)
 TOLERANCE = 0.03
 # What is served, tokens drafted a step, and which row of the MTP pass that is.
-CASES = {"glm": [3, 0], "glm-noise": [3, 0], "qwen-noise": [1, 0], "qwen-noise-nvfp4-kv": [1, 2]}
-SERVED = [case for case in CASES if HAS_AVX512 or not case.endswith("kv")]
+CASES = {
+    "glm": [3, 0],
+    "glm-noise": [3, 0],
+    "glm-noise-head": [3, 1],
+    "qwen-noise": [1, 0],
+    "qwen-noise-nvfp4-kv": [1, 2],
+}
+SERVED = [case for case in CASES if HAS_AVX512 or not case.endswith(("kv", "head"))]
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
 
@@ -57,6 +63,13 @@ def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     )
     folders["qwen-noise-nvfp4-kv"] = quantize(plan, text, out=made / "qwen-nvfp4").out
     plans["qwen-noise-nvfp4-kv"] = plan
+    # Target and draft compute with the packed head, and nothing else is quantized.
+    recipe = plans["glm"].recipe
+    words = dict.fromkeys(recipe.backbone, "bf16") | {"head": "W4A16"}
+    recipe = recipe.model_copy(update={"backbone": words, "calibration": None})
+    plan = make_plan(recipe, plans["glm-noise"].source)
+    folders["glm-noise-head"] = quantize(plan, "", out=made / "glm-head").out
+    plans["glm-noise-head"] = as_calibrated(plan)
     (made / "plugin").mkdir()
     server_environment(find_vllm(), made / "plugin")  # without it vLLM has no NVFP4 on CPUs
     jobs = []

@@ -42,7 +42,7 @@ from ..facts.findings import (
     objection,
 )
 from ..facts.results import CheckData
-from . import rules_config, rules_forms, rules_kv, rules_mtp
+from . import rules_config, rules_finished, rules_forms, rules_kv, rules_mtp
 from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
 
@@ -51,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     *rules_mtp.RULES,
     *rules_forms.RULES,
     *rules_kv.RULES,
+    *rules_finished.RULES,
     *rules_config.RULES,
 )
 WITHOUT_FAMILY: tuple[Callable[[StoredView], Objections], ...] = (

@@ -106,6 +106,12 @@ def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
     return given.raw.get("kv_cache_scheme"), (given.nested or given.raw).get("kv_cache_quant_algo")
 
 
+def is_fp8_cache(runtime: RuntimeView) -> bool:
+    """Whether the config promises an FP8 cache, in either dialect."""
+    scheme, algorithm = _kv_entry(runtime)
+    return str(algorithm).upper() == "FP8" or _is_fp8(scheme)
+
+
 def _is_fp8(scheme: Any) -> bool:
     if not isinstance(scheme, Mapping):
         return False
@@ -146,9 +152,7 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
     """Where some attention layers have scales of an FP8 cache, all have two; and nothing else
     has any.
     """
-    scheme, algorithm = _kv_entry(runtime)
-    is_fp8 = str(algorithm).upper() == "FP8" or _is_fp8(scheme)
-    if not is_fp8 or no_place(runtime.view):
+    if not is_fp8_cache(runtime) or no_place(runtime.view):
         return
     # An attention module with a cache of keys has the matrix that makes them.
     attentions = dict[HFName, Part]()
@@ -170,6 +174,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
             says = "is a scale of the KV cache, and no attention layer with a cache is there: "
             yield objection("kv-scales", name, f"{says}vLLM raises or skips it", cure, cure)
     # With none at all vLLM computes with 1 everywhere, as a release without scales means it.
+    if not with_some:
+        return  # rules_finished.py says what vLLM does then
     for module, part in attentions.items():
         taken = "1"
         convention = "compressed-tensors"

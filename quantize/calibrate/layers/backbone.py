@@ -30,7 +30,7 @@ from ....recipes.frozen import frozen
 from ...plan.plan import Plan
 from ...run.progress import ProgressCallback, reporter
 from ...run.ranks import Ranks
-from ...run.statistics import write_statistics
+from ...run.statistics import Statistics, write_statistics
 from ..data.claim import claim_pass, fingerprint, has_mtp_stream
 from ..data.data import CalibrationData
 from ..model.batches import Batches
@@ -40,6 +40,7 @@ from ..model.states import NextStates, States, Stream, as_state
 from .forwards import calibrating, serving
 from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
+from .tables import calibrate_head, calibrated_head, served_tables
 from .work import LayerWork
 
 
@@ -85,7 +86,27 @@ def calibrate_backbone(
         with fitting(plan, f"decoder layer {index} and a batch", device):
             _calibrate_layer(backbone, index)
         report(index + 1)
+    with fitting(plan, "the head and a sequence", device):
+        _calibrate_head(backbone)
     return backbone
+
+
+def _calibrate_head(backbone: "Backbone") -> None:
+    """The input scale of a packed head, after the last layer."""
+    skeleton = backbone.skeleton
+    head = calibrated_head(skeleton)
+    if head is None:
+        return
+    file = backbone.folder / "statistics" / "head.safetensors"
+    if not backbone.ranks.of_first(file.is_file):
+        work, found = calibrate_head(skeleton, head, backbone.batches("calibration", size=1))
+        if backbone.ranks.is_first:
+            backbone.record(file, found, work, work.on_disk(found.tensors))
+        backbone.ranks.wait()
+    statistics = Statistics.open(file.parent)
+    skeleton.given = {
+        output.name: statistics.read(output.name) for output in head.calibrated_outputs
+    }
 
 
 def _calibrate_layer(backbone: "Backbone", index: int) -> None:
@@ -172,7 +193,8 @@ class Backbone:
             outputs: the states of the next layer.
             context: how it computes.
         """
-        with self.handing_over(stream, index, outputs), torch.no_grad(), context:
+        tables = served_tables(self.skeleton, stream)
+        with self.handing_over(stream, index, outputs), torch.no_grad(), tables, context:
             for arguments in self.batches(stream, index):
                 self.skeleton.model(**arguments, use_cache=False)
 

@@ -14,7 +14,7 @@ llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`, `use_ea
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -103,6 +103,8 @@ class Skeleton:
     Attributes:
         model: all but the decoder layers and the head have their weights.
         device: where weights go.
+        served: values that a server has of packed tables, by name (layers/tables.py).
+        given: what calibration found of them, in the names of the finished checkpoint.
     """
 
     def __init__(self, plan: Plan, *, device: torch.device):
@@ -114,6 +116,8 @@ class Skeleton:
         """
         self.plan = plan
         self.device = device
+        self.served = dict[HFName, Tensor]()
+        self.given: Mapping[HFName, Tensor] = {}
         self.model = on_meta(plan)
         linear_experts(self.model)
         self.names = Names.of(self.model)
@@ -209,6 +213,13 @@ class Skeleton:
         finally:
             self.model.set_output_embeddings(NoHead())
             self._head.to("meta")
+            for tensor in tensors:
+                self.served.pop(tensor.name, None)
+
+    def packed_tables(self) -> list[TensorPlan]:
+        """Embedding and head, where the plan packs them."""
+        tables = _top(self.plan, "embedding") + _top(self.plan, "head")
+        return [tensor for tensor in tables if tensor.fate == "quantize"]
 
     @contextmanager
     def whole(self, places: Iterable[torch.device]) -> Iterator[PreTrainedModel]:

@@ -51,6 +51,7 @@ from ....recipes.errors import RecipeError
 from ...plan.plan import Plan
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
+from ..layers.tables import served_tables
 from ..model.skeleton import Batch, Skeleton
 from ..model.states import Stream
 from .facts import AcceptanceFact
@@ -106,7 +107,9 @@ class Target:
     def logits(self, row: int) -> Tensor:
         """[S, V], of one sequence, while the skeleton has its head."""
         sequence = self.backbone.batches(self.stream).batch(row, row + 1)
-        return computed(self.backbone.skeleton, sequence).logits[0]
+        skeleton = self.backbone.skeleton
+        with served_tables(skeleton, self.stream):
+            return computed(skeleton, sequence).logits[0]
 
     @property
     def perplexity(self) -> float:
@@ -145,7 +148,8 @@ def target(backbone: Backbone, stream: Stream, *, reference: Target | None = Non
         # One by one: the logits of a batch may not fit.
         for sequence in backbone.batches(stream, size=1).batches():
             row = sequence.first
-            logits_SV = computed(skeleton, sequence).logits[0]
+            with served_tables(skeleton, stream):
+                logits_SV = computed(skeleton, sequence).logits[0]
             ids_S = sequence.ids[0].to(logits_SV.device)
             choices_RS[row] = logits_SV.argmax(dim=-1)
             loss = F.cross_entropy(logits_SV[:-1].float(), ids_S[1:], reduction="sum")
@@ -343,6 +347,7 @@ def acceptance(target: Target, blocks: Sequence[MtpBlock]) -> Acceptance:
         num_steps = min(NUM_STEPS, len(blocks))
     counts = torch.zeros(len(target.choices), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
+        stack.enter_context(served_tables(skeleton, target.stream))
         for block in blocks:
             stack.enter_context(serving(block))
         for sequence in backbone.batches(target.stream, size=1).batches():

@@ -29,6 +29,7 @@ from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
 from ..layers.served import InMemory, serve_scales, serve_weights
+from ..layers.tables import served_tables
 from ..layers.work import LayerWork
 from ..model.skeleton import Skeleton
 from ..model.states import Stream
@@ -182,8 +183,10 @@ class BlockInputs:
             length = ids.shape[1] - len(self.blocks)
             hidden = block_input(skeleton, self.blocks[0], batch)[:, :length]
             for step, block in enumerate(self.blocks):
+                with served_tables(skeleton, self.stream):
+                    rows = embedding(ids[:, 1 + step : 1 + step + length])
                 arguments = {
-                    "inputs_embeds": embedding(ids[:, 1 + step : 1 + step + length]),
+                    "inputs_embeds": rows,
                     "hidden": hidden,
                     "position_ids": torch.arange(step, step + length, device=skeleton.device),
                 }

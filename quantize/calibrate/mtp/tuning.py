@@ -44,6 +44,7 @@ from ...run.statistics import read_metadata, write_statistics
 from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..layers.served import InMemory, serve_tuned
+from ..layers.tables import served_tables
 from .acceptance import block_input, head_input
 from .mtp_block import MtpBlock, draft_steps
 
@@ -110,7 +111,12 @@ class Training:
         if ranks.of_first(kept.is_file):
             first = self._resumed(kept)
         ranks.wait()  # none writes the file while another one reads it
-        with self._backbone.skeleton.head(), serving(self._block, trains=True):
+        skeleton = self._backbone.skeleton
+        with (
+            skeleton.head(),
+            served_tables(skeleton, "mtp"),
+            serving(self._block, trains=True),
+        ):
             for step in range(first, self.settings.steps):
                 self._step(step)
                 is_last = step + 1 == self.settings.steps

@@ -128,7 +128,7 @@ def cache(**entries):
     ),
 )
 def test_kv_entry_is_known(case, tmp_path):
-    assert_found(case, tmp_path)
+    assert_found(case, tmp_path, about=["kv-cache"])
 
 
 @rows(

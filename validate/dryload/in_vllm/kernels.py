@@ -22,8 +22,12 @@ from .stubs import Calls
 aten = torch.ops.aten
 
 
-def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
-    """Run process_weights_after_loading of every kind of layer."""
+def process(
+    model: torch.nn.Module, config: Any, done: dict[torch.nn.Module, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Run process_weights_after_loading of every kind of layer, but for layers that are `done`: a
+    server does it once, before a draft gets the target's head.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -51,8 +55,10 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
             shapes = [(name, tuple(param.shape), param.dtype) for name, param in params]
             same = (type(module), type(method), type(scheme), *shapes, kernel)
             if same not in outcomes:
-                if is_method and "refused" not in outcome:
-                    outcome = _process(module, method)
+                if module in done:
+                    outcome = done[module]
+                elif is_method and "refused" not in outcome:
+                    outcome = done[module] = _process(module, method)
                 outcomes[same] = outcome
             outcome = outcomes[same]
             layer = class_of(module)

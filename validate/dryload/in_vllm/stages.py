@@ -123,9 +123,11 @@ class StagedLoad:
         if "draft" in model_configs:
             self._at = ("share", "draft")
             self._share()
+        done: dict[Any, dict[str, Any]] = {}
         for role in model_configs:
             self._at = ("process", role)
-            self._parts[role].kernels = kernels.process(self._parts[role].model, self._config)
+            part = self._parts[role]
+            part.kernels = kernels.process(part.model, self._config, done)
 
     def _note(self, *question: Any) -> None:
         self._now.asked.append(question)

@@ -1,0 +1,178 @@
+"""A packed embedding or head: which families, forms, dialects and versions of vLLM take one.
+
+    make heads        loads all of them, and writes docs/heads.md
+
+In: a model, the group, its word, a dialect. Out: what keepmtp writes, or its refusal; and what vLLM
+says of it on pretended GPUs.
+"""
+
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import releases
+from checkpoint_files import Checkpoint, write
+from commands import ROOT
+from dry_corpus import SEPARATE, TWINS
+from good import outputs_of, planned
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.recipes.conventions import ALGORITHMS, FORMATS, Format
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import find_family
+from keepmtp.recipes.schema import Recipe
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.facts.dry_load import GPU
+from keepmtp.validate.facts.findings import errors_of
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from tables import table
+
+MODELS = [model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)]
+FORMS = {
+    "head": ("FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A16", "NVFP4A16", "NVFP4", "MXFP4A16"),
+    "embedding": ("W8A16", "W4A16"),
+}
+VERSIONS = ("0.32.0", "0.33.0")
+DOCS = ROOT / "docs" / "heads.md"
+# What all else is: of modelopt's words the one that experts have too.
+_REST: dict[Format, str] = {"compressed-tensors": "FP8_DYNAMIC", "modelopt": "NVFP4A16"}
+_PLAIN = ("", "")
+Place = tuple[str, Format, str, str]
+"""Model, dialect, group, word."""
+
+
+def packed(model: str, group: str, word: str, format: Format = "compressed-tensors") -> Plan:
+    """Our plan for a model whose embedding or head has a word; without a group as it is."""
+    try:
+        plan = planned(model, _REST[format], "bf16", format=format)
+    except RecipeError:  # MiniMax-M3 takes no scale of a whole tensor
+        plan = planned(model, "FP8_BLOCK", "bf16", format=format)
+    if not group:
+        return plan
+    recipe = plan.recipe.model_dump()
+    recipe["backbone"] |= {group: word}
+    if SCHEMES[word].needs_calibration:
+        recipe["calibration"] = table("helpers/good")["calibration"]
+    return make_plan(Recipe.model_validate(recipe), plan.source)
+
+
+def written(model: str, group: str, word: str, format: Format = "compressed-tensors") -> Checkpoint:
+    """What keepmtp writes by it."""
+    return outputs_of(packed(model, group, word, format))
+
+
+def places(models: Iterable[str] = MODELS) -> list[Place]:
+    """Every combination that has a word in its dialect, and the same with both plain."""
+    found = list[Place]()
+    for model in models:
+        for format in FORMATS:
+            found.append((model, format, *_PLAIN))
+            for group, words in FORMS.items():
+                for word in words:
+                    if format == "compressed-tensors" or word in ALGORITHMS:
+                        found.append((model, format, group, word))
+    return found
+
+
+def run(
+    asked: Sequence[Place], vllms: Iterable[VLLM], gpus: Iterable[GPU]
+) -> dict[Place, dict[str, str]]:
+    """What each version says of each combination: "" where it loads on all GPUs, else why not; and
+    under "plan" keepmtp's refusal.
+    """
+    told: dict[Place, dict[str, str]] = defaultdict(dict)
+    folders = dict[Place, Path]()
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, place in enumerate(asked):
+            model, format, group, word = place
+            try:
+                folders[place] = write(
+                    Path(scratch) / str(number), written(model, group, word, format)
+                )
+            except RecipeError as refusal:
+                told[place]["plan"] = str(refusal)
+        for vllm in vllms:
+            cases = dict[Place, Case]()
+            for place, folder in folders.items():
+                checked = examine(folder, vllm=vllm.version)
+                cases[place] = Job(folder=folder), checked, checked.runtime
+            for gpu in gpus:
+                with DryLoader(vllm, gpu=gpu) as loader:
+                    accounts = load_with_cures(loader, [*cases.values()])
+                for (place, (_, checked, _)), account in zip(cases.items(), accounts, strict=True):
+                    errors = errors_of(with_loads(checked, [account]).data.findings)
+                    why = ""
+                    if errors and not account.load.cures:
+                        why = errors[0].says
+                    told[place].setdefault(vllm.version, why)
+                    told[place][vllm.version] = told[place][vllm.version] or why
+    return told
+
+
+def markdown(told: dict[Place, dict[str, str]]) -> str:
+    """A row for each family and dialect."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    counts = Counter[str]()
+    for (model, format, group, word), answers in told.items():
+        if not group:
+            continue
+        plain = told[model, format, *_PLAIN]
+        cell = "-"
+        if "plan" not in answers:
+            loads = [version for version, why in answers.items() if not why]
+            is_as_plain = all(plain.get(version) == why for version, why in answers.items() if why)
+            cell = ", ".join(loads) or "no"
+            if len(loads) == len(answers):
+                cell = "yes"
+            elif is_as_plain:
+                cell = "as plain"
+        counts[cell] += 1
+        family = find_family(releases.MODELS[model], model).model_type
+        row = rows.setdefault((family, format), {})
+        # Of several models of a family the first that does not simply load.
+        name = f"{group} {word}"
+        if row.get(name, "yes") == "yes":
+            row[name] = cell
+    names = [f"{group} {word}" for group, words in FORMS.items() for word in words]
+    lines = [f"| family | dialect | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for (family, format), row in sorted(rows.items()):
+        cells = " | ".join(row.get(name, "") for name in names)
+        lines.append(f"| {family} | {format} | {cells} |")
+    summed = ", ".join(f"{cell}: {count}" for cell, count in counts.most_common())
+    return f"""\
+# Packed heads and embeddings
+
+Written by `make heads`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the classes
+of vLLM {" and ".join(VERSIONS)} for target and draft on meta tensors, for sm90 and sm100, from tiny checkpoints in published
+names. *yes*: both versions load and fill all of it on both GPUs, and the draft gets the target's. A version: that one
+alone. *as plain*: what stops it stops a plain one too ([matrix.md](matrix.md)). *-*: keepmtp refuses it and names
+vLLM's file. Nothing: the dialect has no word for it.
+
+{summed}
+
+{chr(10).join(lines)}
+"""
+
+
+def main() -> None:
+    """`make heads`."""
+    vllms = chosen_vllms(VERSIONS, find_vllm())
+    told = run(places(sys.argv[1:] or MODELS), vllms, ("sm90", "sm100"))
+    for place, answers in told.items():
+        for version, why in answers.items():
+            if why:
+                print(*place, version, why, sep="  ")
+    text = markdown(told)
+    if sys.argv[1:]:
+        print(text)
+    else:
+        DOCS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Packed heads and embeddings, from the recipe to vLLM's classes: bytes of eight families in both
+dialects, and docs/heads.md sampled anew. `make heads` writes all of that page.
+"""
+
+import pytest
+from heads import DOCS, FORMS, VERSIONS, markdown, packed, places, run
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.validate.check.check import check
+from keepmtp.validate.dryload.loader import Job
+from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.facts.vllm_env import find_vllm
+from writing import tiny, written
+
+# Of each family a head in both dialects; and of those that look rows up packed an embedding.
+WORDS = {"compressed-tensors": "NVFP4A16", "modelopt": "FP8_DYNAMIC"}
+MODELS = ["deepseek-r1", "glm-4.7", "glm-5", "hy3", "inkling", "longcat-flash-chat"]
+MODELS += ["qwen3.5-27b", "qwen3.5-397b"]
+CASES = [(model, format, "head", word) for model in MODELS for format, word in WORDS.items()]
+CASES += [(model, "compressed-tensors", "embedding", "W8A16") for model in ("deepseek-r1", "glm-5")]
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full]
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_what_is_written_loads(case, tmp_path, dry_loader):
+    """The check has no word for it, and vLLM fills every parameter of target and draft."""
+    model, format, group, word = case
+    recipe = packed(model, group, word, format).recipe
+    plan = make_plan(recipe, open_source(tiny(tmp_path / "release", model)))
+    out = tmp_path / "out"
+    written(plan, out)
+    assert check(out).findings == ()
+    (account,) = dry_loader("sm100").load_all([Job(folder=out)])
+    assert account.load.failure is None
+    assert (account.target.faults, account.draft.faults, account.unconsumed) == ((), (), ())
+    built = {use.method for use in account.load.target.kernels if "VocabParallel" in use.layer}
+    built |= {use.method for use in account.load.target.kernels if "LMHead" in use.layer}
+    assert any("Unquantized" not in method for method in built)
+
+
+@pytest.mark.parametrize("model", ["glm-4.7", "mimo-7b"])
+def test_the_page_is_what_vllm_does(model):
+    vllms = chosen_vllms(VERSIONS, find_vllm())
+    told = run(places([model]), vllms, ("sm90", "sm100"))
+    rows = [line for line in markdown(told).splitlines() if line.startswith("| ")]
+    written_rows = DOCS.read_text().splitlines()
+    assert len(rows[1:]) == 2 and len(FORMS) == 2
+    assert [row for row in rows if row not in written_rows] == []
