@@ -21,6 +21,7 @@ from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of
 from ..checkpoints.dialects.compressed_tensors import CompressedTensors
 from ..checkpoints.dialects.modelopt import ModelOpt
+from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.dialects.written import config_files, quantization_config
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor
@@ -42,7 +43,6 @@ from ..recipes.family_view import Place
 from ..recipes.frozen import Advance, frozen, nowhere
 from ..recipes.schemes import num_bytes
 from ..validate.check.check import examine
-from ..validate.check.runtime_view import RuntimeView
 from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
 

@@ -9,6 +9,7 @@ computes something else than the release does.
 
 from typing import NamedTuple
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError
@@ -18,7 +19,6 @@ from .against import Pair, compared, pairs
 from .check import Checked
 from .reading import Level, chosen, joined, summaries
 from .rules_values import objections
-from .runtime_view import RuntimeView
 
 
 class Values(NamedTuple):

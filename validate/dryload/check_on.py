@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...quantize.needs.memory import free_host_bytes
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.families import has_dspark
@@ -24,7 +25,6 @@ from ...recipes.frozen import Raw, Say, silent
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
-from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import (
     GPU,
     DryLoad,

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from ...checkpoints.dialects.runtime_view import Module, RuntimeView
 from ...recipes.family import HFName
-from ..check.runtime_view import Module, RuntimeView
 from ..facts.dry_load import Fault, Question
 
 # The name of an experts' parameter says which half it is.

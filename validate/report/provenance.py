@@ -11,6 +11,7 @@ what is there.
 from pathlib import Path
 from typing import NamedTuple
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
@@ -19,7 +20,6 @@ from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ...recipes.frozen import Raw, frozen
 from ...recipes.schema import AUTO, Recipe
-from ..check.runtime_view import RuntimeView
 from ..measure.room import least_gpus
 
 # What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about

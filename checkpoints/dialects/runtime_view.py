@@ -20,23 +20,23 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...checkpoints.dialects.choose import quantization_of, read_dialect
-from ...checkpoints.dialects.compressed_tensors import CompressedTensors
-from ...checkpoints.dialects.dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
-from ...checkpoints.dialects.given import Raw
-from ...checkpoints.dialects.gptq import Gptq
-from ...checkpoints.dialects.matching import FUSED
-from ...checkpoints.dialects.modelopt import ModelOpt
-from ...checkpoints.dialects.patterns import time_limit
-from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import Source, small_object
-from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
 from ...recipes.runtimes.vllm import NEWEST
+from ..companions import HF_QUANT_CONFIG
+from ..safetensors_file import Entry
+from ..source import Source, small_object
+from ..stored import StoredWeight, stored_weights, transposed_weights
+from .choose import quantization_of, read_dialect
+from .compressed_tensors import CompressedTensors
+from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
+from .given import Raw
+from .gptq import Gptq
+from .matching import FUSED
+from .modelopt import ModelOpt
+from .patterns import time_limit
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"(?P<stem>.*?)\.(?P<number>\d+)\.(?P<rest>.+)")
