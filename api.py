@@ -100,6 +100,7 @@ def plan(
     calibration: str | None = None,
     mtp_source: str | None = None,
     requantize: bool = False,
+    changes: Sequence[str] | None = None,
     trust_remote_code: bool = False,
 ) -> "Plan":
     """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
@@ -113,6 +114,7 @@ def plan(
         mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
             recipe's.
         requantize: weights that a tool has quantized may be rounded again, into another scheme.
+        changes: groups of a checkpoint, each as `GROUP=VALUE`; all else stays as it is.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
 
     Raises:
@@ -129,7 +131,11 @@ def plan(
     }
     _refuse_other("model", model)
     made, recipe_text = pipeline.plan_for(
-        str(model), **words, requantize=requantize, trust_remote_code=trust_remote_code
+        str(model),
+        **words,
+        requantize=requantize,
+        changes=changes,
+        trust_remote_code=trust_remote_code,
     )
     return replace(made, recipe_text=recipe_text)
 

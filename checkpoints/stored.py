@@ -34,8 +34,9 @@ OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 
+INPUT_SCALES = ("input_scale", "input_scale_2", "input_global_scale")
 # Tensors of a module that say nothing of the form: the inputs' scales, and an order of channels.
-_NO_PART_OF_FORM = {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
+_NO_PART_OF_FORM = {*INPUT_SCALES, "weight_g_idx"}
 T = TypeVar("T")
 _Parts = Mapping[str, Entry]
 

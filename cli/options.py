@@ -45,6 +45,7 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON for machines instead of words and tables.")
 ]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="GROUP=VALUE")]
 MtpSourceOption = Annotated[
     str | None,
     typer.Option(
@@ -83,6 +84,8 @@ class ModelOptions:
             the recipe's.
         calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
             default: the recipe's, else ultrachat-256x2048.
+        changes: Of a checkpoint as MODEL, change this group alone; may be repeated. GROUP is a
+            module group, `mtp`, `kv_cache` or `format`. All else stays as it is, byte for byte.
         requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.
@@ -94,6 +97,7 @@ class ModelOptions:
     mtp: str | None = None
     calibration: str | None = None
     mtp_source: MtpSourceOption = None
+    changes: SetOption = None
     requantize: bool = False
     trust_remote_code: bool = False
 

@@ -9,6 +9,7 @@ FP8, not BF16.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -44,6 +45,7 @@ from .schemes import REWRITES, SCHEMES, SEARCHES
 
 # What a recipe loses when a search has chosen, or a scheme is named instead.
 _NO_SEARCH: Json = {"budget": None, "backbone_auto": None}
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def candidates_for(
@@ -316,6 +318,7 @@ class Recipe(Frozen):
         *,
         scheme: str | None,
         mtp: str | None,
+        changes: Mapping[str, str] = _NONE,
         calibration: Calibration | None = None,
         batches: Calibration | None = None,
     ) -> "Recipe":
@@ -327,6 +330,7 @@ class Recipe(Frozen):
         Args:
             scheme: for every quantized group.
             mtp: policy for the MTP block.
+            changes: words for groups of the backbone, and for the keys `kv_cache` and `format`.
             calibration: instead of this recipe's.
             batches: the calibration that is taken where one is needed and this recipe has none.
         """
@@ -341,6 +345,13 @@ class Recipe(Frozen):
             if self.calibration is not None:
                 nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
                 changed["calibration"] = self.calibration.model_copy(update=nearest)
+        for key, word in changes.items():
+            options.append(f"--set {key}={word}")
+            variant += f"-{folded(key)}-{folded(word)}"
+            if key in ("kv_cache", "format"):
+                changed[key] = word
+            else:
+                changed["backbone"] = {**changed.get("backbone", self.backbone), key: word}
         if mtp is not None:
             options.append(f"--mtp {mtp}")
             variant += f"-mtp-{folded(mtp)}"

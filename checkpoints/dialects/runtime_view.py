@@ -20,6 +20,7 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from ...recipes.conventions import FP8_CACHE
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
@@ -444,6 +445,43 @@ class RuntimeView(StoredView):
             for (runtime, part), group in members.items():
                 modules.append(self._module(runtime, part, tuple(group)))
         return tuple(modules)
+
+    @cached_property
+    def schemes(self) -> Mapping[HFName, str]:
+        """The scheme of each packed module on disk, by a config that keepmtp can write; "" where
+        it has no word for what the config builds. The bytes alone do not say it: FP8 with a scale
+        a row is FP8_DYNAMIC only where the config quantizes activations.
+        """
+        schemes = dict[HFName, str]()
+        for module in self.modules:
+            dialect = self.dialect_of(module)
+            if not isinstance(dialect, CompressedTensors | ModelOpt):
+                continue
+            for member in module.members:
+                if member.weight.form != "plain":
+                    schemes[member.weight.module] = dialect.scheme_of(module.resolution)
+        return schemes
+
+    @cached_property
+    def kv_cache_scheme(self) -> Raw | None:
+        """How the config quantizes the KV cache: the same key in both dialects that keepmtp writes,
+        a word in hf_quant_config.json.
+
+        Raises:
+            CheckpointError: a word that compressed-tensors lacks.
+        """
+        given = self.given
+        if given.nested is None:
+            return given.raw.get("kv_cache_scheme")
+        word = given.nested.get("kv_cache_quant_algo")
+        if word in (None, "FP8"):
+            return word and dict(FP8_CACHE)
+        raise CheckpointError(
+            f"{self.source.where}/{given.file}",
+            "both dialects must have a word for the KV cache",
+            got=word,
+            cure="Quantize the original release anew",
+        )
 
     @cached_property
     def num_unjudged(self) -> int:

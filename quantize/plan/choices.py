@@ -409,8 +409,9 @@ def found_text(recipe: Recipe) -> str:
     would be refused.
     """
     calibration = recipe.calibration
-    assert calibration is not None, f"{recipe.name}: a search has batches"
     raw = recipe.model_dump(mode="json", exclude_defaults=True)
+    if calibration is None:
+        return flat_text(raw)
     is_rewriting = REWRITES[calibration.algorithm] & recipe.decisions()
     if calibration.algorithm != "minmax" and not is_rewriting:
         calibration = calibration.model_copy(update={"algorithm": "minmax"})
