@@ -313,7 +313,7 @@ def link(old: Path, new: Path) -> None:
     """
     whole = os.path.realpath(old)
     try:
-        os.link(whole, fresh(new))
+        os.link(whole, new)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise

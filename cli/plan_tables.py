@@ -174,6 +174,11 @@ def totals(plan: Plan) -> str:
     )
     if other is not None:
         line += f" of {other.where} ({other.revision})"
+    if plan.served is not None:
+        line += (
+            f"; {size_in_words(plan.num_bytes_staying)} stay byte for byte, of these "
+            f"{size_in_words(plan.num_bytes_linked)} as links"
+        )
     return line
 
 
@@ -277,8 +282,13 @@ def plan_json(plan: Plan) -> Json:
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
-        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
+        "bytes": {
+            "before": plan.num_bytes_before,
+            "after": plan.num_bytes_after,
+            "staying": plan.num_bytes_staying,
+        },
         "shards": len(plan.shards),
+        "links": [shard.file for shard in plan.shards if shard.is_link],
         "carried": list(plan.companions),
         "left": left,
         "mtp_layers": plan.view.num_mtp_layers,

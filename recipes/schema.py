@@ -361,7 +361,7 @@ class Recipe(Frozen):
         is_searched = self.is_searched and scheme is None
         changed["mtp_auto"] = None
         if changed.get("mtp", self.mtp) == AUTO and not is_searched:
-            changed["mtp_auto"] = self.mtp_auto or DEFAULT_AUTO
+            changed["mtp_auto"] = self.mtp_auto or _auto_in(changed.get("format", self.format))
         if calibration is not None:
             changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
@@ -381,6 +381,17 @@ class Recipe(Frozen):
             or self.kv_cache is not None
             or bool(self.calibrated_schemes())
         )
+
+
+def _auto_in(format: Format) -> MtpAuto:
+    """What `--mtp auto` tries in a format, which has no word for some of the schemes."""
+    if format != "modelopt":
+        return DEFAULT_AUTO
+    spoken = list[Candidate]()
+    for candidate in DEFAULT_AUTO.candidates:
+        if words_of(candidate) & SCHEMES.keys() <= ALGORITHMS.keys():
+            spoken.append(candidate)
+    return DEFAULT_AUTO.model_copy(update={"candidates": tuple(spoken)})
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

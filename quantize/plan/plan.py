@@ -135,6 +135,11 @@ class Plan:
         written = {self.on_disk(output) for output in tensor.outputs}
         return written == {same_output(self.entries[name]) for name in tensor.inputs}
 
+    @cached_property
+    def num_bytes_staying(self) -> int:
+        """Bytes of the tensors that keep their names and bytes."""
+        return self.num_bytes_read(tensor for tensor in self.tensors if self.stays(tensor))
+
     @property
     def num_bytes_linked(self) -> int:
         """Bytes of the shards that are the source's."""
@@ -269,7 +274,8 @@ def _shards_of_source(plan: Plan) -> Iterator[Shard]:
     units: dict[str, list[Unit]] = defaultdict(list)
     made_for = dict[HFName, HFName]()  # a scale of the cache -> the projection of its keys
     for tensor in plan.tensors:
-        made_for |= dict.fromkeys(tensor.cache or (), tensor.inputs[0])
+        if tensor.cache:
+            made_for |= dict.fromkeys(tensor.cache, tensor.inputs[0])
     for unit in plan.units:
         first = unit[0]
         if len(unit) > 1 or not plan.stays(first):

@@ -126,7 +126,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     # Last of the shards: while others are written, the folder has no links.
     for shard in plan.shards:
         if shard.is_link:
-            link(source.folder / shard.file, partial / shard.file)
+            link(source.folder / shard.file, fresh(partial / shard.file))
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
     own.update(texts, plan.companions)
