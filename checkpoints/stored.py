@@ -10,6 +10,7 @@ its shape only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from ..recipes.family import HFName
@@ -238,6 +239,8 @@ def _fp8(
 ) -> tuple[Form, str, tuple[int, int] | None]:
     """The form, scheme and block of FP8 with one scale tensor."""
     n, k = shape
+    if scale.shape[1::2] == (1, 1):  # modelopt's blocks: [rows, 1, columns, 1]
+        scale = replace(scale, shape=scale.shape[::2])
     if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
         scheme = ""
         if has_input_scale:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source, page_of, view_of
+from ...recipes.conventions import FORMATS
 from ...recipes.errors import RecipeError, did_you_mean
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
@@ -171,7 +172,7 @@ def _changed(
         "mtp": "source",
         "calibration": None,
     }
-    if served is not None:
+    if served is not None and served.dialect.name in FORMATS:
         flat["format"] = served.dialect.name
     file = RecipeFile(path=Path(source.where), default="source", flat={"source": flat}, text=None)
     mtp = words.pop("mtp", mtp)

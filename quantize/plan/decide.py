@@ -14,10 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
+from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.source import MTP_FILES, Entry, Source
 from ...checkpoints.source_of import release_of
-from ...checkpoints.stored import INPUT_SCALES, KV_SCALE_LEAVES, OTHER_LEAVES, StoredWeight
+from ...checkpoints.stored import (
+    INPUT_SCALES,
+    KV_SCALE_LEAVES,
+    OTHER_LEAVES,
+    TRANSPOSED_LEAVES,
+    StoredWeight,
+)
 from ...recipes.conventions import CACHE_LEAVES, FORMATS, cache_scale_in
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
@@ -151,6 +158,13 @@ class Decisions:
             )
             return self.weight(stack)
         is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
+        if place.leaf in TRANSPOSED_LEAVES:
+            raise CheckpointError(
+                f"{self.source.where}: {name}",
+                f"{' and '.join(FORMATS)} must have a word for how a weight is packed",
+                got="the packing of GPTQ and AWQ",
+                cure="Start from the original release, or from another build of it",
+            )
         if is_other and not row.stacked:
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
@@ -381,6 +395,8 @@ class Decisions:
         """Whether the runtime loads this module quantized, and its loader knows the names of the
         scales.
         """
+        if self.served is not None and not is_of_mtp_source(weight.weight):
+            return bool(weight.scheme)  # a server builds it so
         if not weight.scheme or not place.row.loads_quantized:
             return False
         known = self.view.family.loader.mtp_leaves
@@ -418,14 +434,13 @@ def is_of_mtp_source(entry: Entry) -> bool:
 
 
 def served_view(source: Source, view: FamilyView) -> RuntimeView | None:
-    """What a server has of a finished checkpoint in a dialect that keepmtp writes; None for a
-    release, and in other dialects: there the stored form alone says what a weight is.
+    """What a server has of a finished checkpoint; None for a release, whose stored forms alone say
+    what its weights are.
     """
     served = RuntimeView(source=source, view=view)
-    name = served.dialect.name
-    if name in FORMATS and name != view.family.released_as:
-        return served
-    return None
+    if served.dialect.name in (UNQUANTIZED.name, *_NATIVE, view.family.released_as):
+        return None
+    return served
 
 
 @cache
