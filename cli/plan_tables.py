@@ -282,13 +282,8 @@ def plan_json(plan: Plan) -> Json:
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
         "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
-        "bytes": {
-            "before": plan.num_bytes_before,
-            "after": plan.num_bytes_after,
-            "staying": plan.num_bytes_staying,
-        },
+        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
-        "links": [shard.file for shard in plan.shards if shard.is_link],
         "carried": list(plan.companions),
         "left": left,
         "mtp_layers": plan.view.num_mtp_layers,
@@ -300,6 +295,9 @@ def plan_json(plan: Plan) -> Json:
     }
     if other is not None:
         value["mtp_source"] = {"name": other.where, "revision": other.revision}
+    if plan.served is not None:
+        links = [shard.file for shard in plan.shards if shard.is_link]
+        value["stays"] = {"bytes": plan.num_bytes_staying, "links": links}
     if plan.recipe.is_searched:
         value["search"] = budget_json(plan)
     return value

@@ -122,7 +122,10 @@ def recipe_of_checkpoint(
         if not words:
             refuse_unfit(source, raw, raw["default"])  # which says why
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
-        error = NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
+        cure = f"These fit: {', '.join(words)}"
+        if served_view(source, view_of(source)) is not None:
+            cure += ". Or --set GROUP=VALUE changes one group, and all else stays"
+        error = NoSchemeError(where, rule, got="none", cure=cure)
         error.source = source
         error.fits = fits
         raise error
