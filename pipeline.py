@@ -74,13 +74,11 @@ def plan_for(
     model: str,
     *,
     source: str | None = None,
-    scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
     mtp_source: str | None = None,
     requantize: bool = False,
     changes: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    **choices: str | None,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
@@ -88,17 +86,16 @@ def plan_for(
         model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the
             address of its page.
         source: another checkpoint than the recipe's.
-        scheme, mtp, calibration: see `find_recipe`.
         mtp_source: another place of the MTP block than the recipe's, for a release that has none.
         requantize: what a tool has quantized may be rounded again.
         changes: `GROUP=VALUE`, for groups of a checkpoint that does not stay as it is.
         trust_remote_code: the checkpoint's own Python may run.
+        choices: scheme, mtp and calibration; see `find_recipe`.
 
     Raises:
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     word = model_word(model)
-    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
     if word.is_recipe:
         _refuse_changes(word.name, changes)
         recipe, text = _named(word.name, mtp_source, requantize=requantize, **choices)

@@ -396,7 +396,7 @@ class Decisions:
         scales.
         """
         if self.served is not None and not is_of_mtp_source(weight.weight):
-            return bool(weight.scheme)  # a server builds it so
+            return bool(weight.scheme) and place.role != "vision"  # a server builds it so
         if not weight.scheme or not place.row.loads_quantized:
             return False
         known = self.view.family.loader.mtp_leaves
