@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..checkpoints.dialects.choose import quantization_of
 from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.dialects.written import config_files, quantization_config
 from ..checkpoints.safetensors_file import Entry
@@ -221,15 +220,7 @@ def _dialect_of(runtime: RuntimeView) -> Format:
     Raises:
         CheckpointError: another one, or none.
     """
-    raw = quantization_of(runtime.source.config) or {}
-    for key in ("transform_config", "sparsity_config"):
-        if raw.get(key):
-            raise CheckpointError(
-                f"{runtime.source.where}/config.json: {key}",
-                "must be empty: modelopt has no word for it",
-                got="an entry",
-                cure="Keep the checkpoint as it is",
-            )
+    runtime.refuse_more()
     for name in FORMATS:
         if runtime.dialect.name == name:
             return name

@@ -462,6 +462,21 @@ class RuntimeView(StoredView):
                     schemes[member.weight.module] = dialect.scheme_of(module.resolution)
         return schemes
 
+    def refuse_more(self) -> None:
+        """Refuse what a config says besides how weights, activations and the cache are quantized.
+
+        Raises:
+            CheckpointError: rotations or sparsity, which no config that keepmtp writes has.
+        """
+        for key in ("transform_config", "sparsity_config"):
+            if self.given.raw.get(key):
+                raise CheckpointError(
+                    f"{self.source.where}/config.json: {key}",
+                    "must be empty: no config that keepmtp writes has a word for it",
+                    got="an entry",
+                    cure="Keep the checkpoint as it is",
+                )
+
     @cached_property
     def kv_cache_scheme(self) -> Raw | None:
         """How the config quantizes the KV cache: the same key in both dialects that keepmtp writes,

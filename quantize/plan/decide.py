@@ -238,7 +238,7 @@ class Decisions:
                     cure="Remove the override",
                 )
             is_of_source = place.part == "mtp" and recipe.mtp_policy == "source"
-            if is_of_source or self.served is not None:
+            if is_of_source or (self.served is not None and override is None):
                 return "source", place.row.why_kept
             return "bf16", place.row.why_kept
         if override is not None:
@@ -440,6 +440,7 @@ def served_view(source: Source, view: FamilyView) -> RuntimeView | None:
     served = RuntimeView(source=source, view=view)
     if served.dialect.name in (UNQUANTIZED.name, *_NATIVE, view.family.released_as):
         return None
+    served.refuse_more()
     return served
 
 

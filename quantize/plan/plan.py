@@ -163,9 +163,9 @@ class Plan:
             if is_kept and is_modelopt:
                 continue  # its outputs are the source's tensors
             if tensor.name.endswith(CACHE_LEAVES):
-                name = HFName(cache_scale_in("modelopt", tensor.name))
-                if tensor.outputs and not name.rpartition(".")[0].endswith(".attn"):
-                    spelled[tensor.name] = Spelled(Output(name, "F32", ()), "dtype")
+                for output in tensor.outputs:
+                    name = HFName(cache_scale_in("modelopt", output.name))
+                    spelled[output.name] = Spelled(Output(name, "F32", ()), "dtype")
             elif tensor.scheme:
                 of_experts = tensor.role == "experts"
                 for name, dtype, shape in tensor.outputs:

@@ -15,13 +15,14 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write as write_plan
 from keepmtp.quantize.write.writer import write_shards
-from keepmtp.recipes.conventions import FORMATS
+from keepmtp.recipes.conventions import FORMATS, cache_scale_in
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.check.check import check
 from live_tensors import tensors_of
 from outputs import digests
 from safetensors.torch import load_file, save_file
 from tables import table
+from torch import Tensor
 from written_values import fill
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
@@ -41,6 +42,13 @@ def finished(tmp_path_factory) -> dict[str, Path]:
 
 def planned(folder: Path, *changes: str, **choices: bool) -> Plan:
     return plan_for(str(folder), changes=changes, **choices)[0]
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
 
 
 def linked(first: Path, second: Path) -> set[str]:
@@ -123,12 +131,22 @@ def test_scales_of_the_cache(format, tmp_path):
     out = tmp_path / "out"
     quantize(planned(folder, f"format={other}"), "", out=out)
     assert check(out).findings == ()
-    assert len([name for name in tensors_of(out) if name.endswith(("k_scale", "v_scale"))]) == len(
-        scales
-    )
+    first, second = loaded(folder), loaded(out)
+    for name in scales:
+        spelled = cache_scale_in(other, name)
+        assert first[name].float().item() == second[spelled].float().item(), name
     anew = planned(folder, "kv_cache=FP8")
     dropped = {tensor.name for tensor in anew.tensors if tensor.fate == "drop"}
     assert dropped == {*scales} and anew.needs_calibration
+
+
+def test_rotations_are_not_lost(tmp_path):
+    folder = write(tmp_path / "first", ours("glm-4.7", "FP8_DYNAMIC"))
+    config = json_of(folder / "config.json")
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R1": {}}}
+    put_json(folder / "config.json", config)
+    with pytest.raises(KeepMTPError, match="transform_config: must be empty"):
+        planned(folder, "mtp=source")
 
 
 def test_parts_of_a_module_stay_in_their_files(finished, tmp_path):
