@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from .recipes.errors import KeepMTPError, RecipeError
 from .recipes.frozen import Say, silent
@@ -91,16 +91,23 @@ def load_recipe(
     return find_recipe(str(name), scheme=scheme, mtp=mtp, calibration=calibration)[0]
 
 
+class ModelChoices(TypedDict, total=False):
+    """What is chosen of a recipe, as for `load_recipe`."""
+
+    scheme: str | None
+    mtp: str | None
+    calibration: str | None
+
+
 def plan(
     model: str | Path,
     *,
     source: str | None = None,
-    scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
     mtp_source: str | None = None,
     requantize: bool = False,
+    changes: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    **choices: Unpack[ModelChoices],
 ) -> "Plan":
     """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is
     written.
@@ -109,27 +116,27 @@ def plan(
         model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the
             address of its page.
         source: folder or Hub id of the released checkpoint; default the recipe's.
-        scheme, mtp, calibration: as for `load_recipe`.
         mtp_source: folder or Hub id of the MTP block, for a release that has none; default the
             recipe's.
         requantize: weights that a tool has quantized may be rounded again, into another scheme.
+        changes: groups of a checkpoint, each as `GROUP=VALUE`; all else stays as it is.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
+        choices: see `ModelChoices`.
 
     Raises:
         KeepMTPError: the recipe does not fit the checkpoint, or the checkpoint cannot be read.
     """
     from . import pipeline
 
-    words = {
-        "source": source,
-        "scheme": scheme,
-        "mtp": mtp,
-        "calibration": calibration,
-        "mtp_source": mtp_source,
-    }
     _refuse_other("model", model)
     made, recipe_text = pipeline.plan_for(
-        str(model), **words, requantize=requantize, trust_remote_code=trust_remote_code
+        str(model),
+        source=source,
+        mtp_source=mtp_source,
+        requantize=requantize,
+        changes=changes,
+        trust_remote_code=trust_remote_code,
+        **cast("dict[str, str | None]", choices),
     )
     return replace(made, recipe_text=recipe_text)
 

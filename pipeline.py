@@ -18,7 +18,7 @@ once.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -73,12 +73,11 @@ def plan_for(
     model: str,
     *,
     source: str | None = None,
-    scheme: str | None = None,
-    mtp: str | None = None,
-    calibration: str | None = None,
     mtp_source: str | None = None,
     requantize: bool = False,
+    changes: Sequence[str] | None = None,
     trust_remote_code: bool = False,
+    **choices: str | None,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
@@ -86,17 +85,18 @@ def plan_for(
         model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the
             address of its page.
         source: another checkpoint than the recipe's.
-        scheme, mtp, calibration: see `find_recipe`.
         mtp_source: another place of the MTP block than the recipe's, for a release that has none.
         requantize: what a tool has quantized may be rounded again.
+        changes: `GROUP=VALUE`, for groups of a checkpoint that does not stay as it is.
         trust_remote_code: the checkpoint's own Python may run.
+        choices: scheme, mtp and calibration; see `find_recipe`.
 
     Raises:
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     word = model_word(model)
-    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
     if word.is_recipe:
+        _refuse_changes(word.name, changes)
         recipe, text = _named(word.name, mtp_source, requantize=requantize, **choices)
         where = source or recipe.source
         # The recipe's revision belongs to the recipe's source. Another repository has a history of
@@ -109,7 +109,7 @@ def plan_for(
     else:
         _refuse_two_sources(source)
         recipe, text, opened = recipe_of_checkpoint(
-            word, mtp_source=mtp_source, requantize=requantize, **choices
+            word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
         )
     return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
 
@@ -120,6 +120,7 @@ def recipe_for(
     source: str | None = None,
     mtp_source: str | None = None,
     requantize: bool = False,
+    changes: Sequence[str] | None = None,
     **choices: str | None,
 ) -> Recipe:
     """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
@@ -129,9 +130,12 @@ def recipe_for(
     """
     word = model_word(model)
     if word.is_recipe:
+        _refuse_changes(word.name, changes)
         return _named(word.name, mtp_source, requantize=requantize, **choices)[0]
     _refuse_two_sources(source)
-    return recipe_of_checkpoint(word, mtp_source=mtp_source, requantize=requantize, **choices)[0]
+    return recipe_of_checkpoint(
+        word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
+    )[0]
 
 
 def _named(
@@ -154,6 +158,16 @@ def _named(
         return recipe, text
     recipe = validated(recipe.model_dump() | changed, "the command line")
     return recipe, flat_text(yaml.safe_load(text) | changed)
+
+
+def _refuse_changes(name: str, changes: Sequence[str] | None) -> None:
+    if changes:
+        raise RecipeError(
+            "--set",
+            "changes groups of a checkpoint",
+            got=f"{name}, a recipe",
+            cure="Name the checkpoint as MODEL, or edit a copy of the recipe",
+        )
 
 
 def _refuse_two_sources(source: str | None) -> None:

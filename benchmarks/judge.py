@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from keepmtp.checkpoints.dialects.runtime_view import Member, Module, RuntimeView
 from keepmtp.checkpoints.mtp_source import has_mtp, with_mtp_of
 from keepmtp.checkpoints.source import MTP_FILES, Source, open_source
 from keepmtp.checkpoints.stored import KV_SCALE_LEAVES, StoredWeight
@@ -48,7 +49,6 @@ from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.check.runtime_view import Member, Module, RuntimeView
 from torch import Tensor, nn
 
 CPU = torch.device("cpu")

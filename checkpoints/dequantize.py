@@ -59,6 +59,8 @@ def dequantize(
     if form == "plain":
         return weight
     scale = scale_of(parts)
+    if scale.ndim == 4:  # modelopt's blocks: [rows, 1, columns, 1]
+        scale = scale.squeeze((1, 3))
     num_rows, num_columns = shape
     if form == "fp8_sliced" and block is not None:
         count = num_slices(num_rows, scale.shape[0], block[0]) or 1

@@ -33,6 +33,9 @@ _CURES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"Make room, and {AGAIN}"),
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV), f"{DEAD}, and {AGAIN}"),
 }
+# What a file system says that cannot make a link: another disk, links that are not allowed or too
+# many.
+_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 
 
 def partial_path(path: Path) -> Path:
@@ -302,6 +305,25 @@ def _locked(folder: Path) -> int | None:
             os.close(descriptor)
             return None
         os.close(descriptor)
+
+
+def link(old: Path, new: Path) -> None:
+    """Give a file a second name, or a copy where it can have none; of a link of the Hub's cache:
+    its blob. Who writes into a file of two names writes into both.
+    """
+    whole = os.path.realpath(old)
+    try:
+        os.link(whole, new)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(whole, new)
+        sync(new)
+
+
+def can_link(folder: Path, out: Path) -> bool:
+    """Whether both are on one disk."""
+    return nearest_folder(out).stat().st_dev == folder.stat().st_dev
 
 
 def nearest_folder(path: Path) -> Path:

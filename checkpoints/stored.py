@@ -10,6 +10,7 @@ its shape only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -35,8 +36,9 @@ OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 
+INPUT_SCALES = ("input_scale", "input_scale_2", "input_global_scale")
 # Tensors of a module that say nothing of the form: the inputs' scales, and an order of channels.
-_NO_PART_OF_FORM = {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
+_NO_PART_OF_FORM = {*INPUT_SCALES, "weight_g_idx"}
 T = TypeVar("T")
 _Parts = Mapping[str, Entry]
 
@@ -232,6 +234,8 @@ def _fp8(
 ) -> tuple[Form, str, tuple[int, int] | None]:
     """The form, scheme and block of FP8 with one scale tensor."""
     n, k = shape
+    if scale.shape[1::2] == (1, 1):  # modelopt's blocks: [rows, 1, columns, 1]
+        scale = replace(scale, shape=scale.shape[::2])
     if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
         scheme = ""
         if has_input_scale:

@@ -56,6 +56,7 @@ GpusOption = Annotated[list[str] | None, typer.Option("--gpu")]
 TpsOption = Annotated[list[int] | None, typer.Option("--tp", min=1)]
 JsonOption = Annotated[bool, typer.Option("--json")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="GROUP=VALUE")]
 VLLMsOption = Annotated[list[str] | None, typer.Option("--vllm", metavar="VERSIONS")]
 OriginalOption = Annotated[str | None, typer.Option("--source")]
 
@@ -73,6 +74,8 @@ class ModelOptions:
             the recipe's.
         calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
             default: the recipe's, else ultrachat-256x2048.
+        changes: Of a checkpoint as MODEL, change this group alone; may be repeated. GROUP is a
+            module group, `mtp`, `kv_cache` or `format`. All else stays as it is, byte for byte.
         requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.
@@ -84,6 +87,7 @@ class ModelOptions:
     mtp: str | None = None
     calibration: str | None = None
     mtp_source: str | None = None
+    changes: SetOption = None
     requantize: bool = False
     trust_remote_code: bool = False
 

@@ -172,6 +172,11 @@ def totals(plan: Plan) -> str:
     )
     if other is not None:
         line += f" of {other.where} ({other.revision})"
+    if plan.served is not None:
+        line += (
+            f"; {size_in_words(plan.num_bytes_staying)} stay byte for byte, of these "
+            f"{size_in_words(plan.num_bytes_linked)} as links"
+        )
     return line
 
 
@@ -257,6 +262,9 @@ def plan_json(plan: Plan) -> Json:
     }
     if other is not None:
         value["mtp_source"] = {"name": other.where, "revision": other.revision}
+    if plan.served is not None:
+        links = [shard.file for shard in plan.shards if shard.is_link]
+        value["stays"] = {"bytes": plan.num_bytes_staying, "links": links}
     if plan.recipe.is_searched:
         value["search"] = _searched(plan)
     return value

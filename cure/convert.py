@@ -11,16 +11,14 @@ neighbour.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..checkpoints.dialects.choose import quantization_of
-from ..checkpoints.dialects.compressed_tensors import CompressedTensors
-from ..checkpoints.dialects.modelopt import ModelOpt
+from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.dialects.written import config_files, quantization_config
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor
@@ -29,7 +27,6 @@ from ..recipes.conventions import (
     CACHE,
     CACHE_LEAVES,
     FORMATS,
-    FP8_CACHE,
     NOT_FOR_EXPERTS,
     Format,
     cache_scale_in,
@@ -42,7 +39,6 @@ from ..recipes.family_view import Place
 from ..recipes.frozen import Advance, frozen, nowhere
 from ..recipes.schemes import num_bytes
 from ..validate.check.check import examine
-from ..validate.check.runtime_view import RuntimeView
 from .proposal import CONFIG, Proposal
 from .rewritten import Rewritten, rewrite
 
@@ -160,19 +156,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
                 )
             if data is not None:
                 proposal.made[new.name] = data
-    # How the KV cache is quantized: the same key in both dialects, a word in hf_quant_config.json.
-    cache = runtime.given.raw.get("kv_cache_scheme")
-    if runtime.given.nested is not None:
-        cache = runtime.given.nested.get("kv_cache_quant_algo")
-        if cache not in (None, "FP8"):
-            raise CheckpointError(
-                f"{source.where}/{HF_QUANT_CONFIG}",
-                "both dialects must have a word for the KV cache",
-                got=cache,
-                cure=_ANEW,
-            )
-        if cache:
-            cache = dict(FP8_CACHE)
+    cache = runtime.kv_cache_scheme
     made = quantization_config(runtime.view, matrices, format=to, cache=cache).value
     files = config_files(source.config, made, runtime.view)
     for name in (CONFIG, HF_QUANT_CONFIG):
@@ -236,15 +220,7 @@ def _dialect_of(runtime: RuntimeView) -> Format:
     Raises:
         CheckpointError: another one, or none.
     """
-    raw = quantization_of(runtime.source.config) or {}
-    for key in ("transform_config", "sparsity_config"):
-        if raw.get(key):
-            raise CheckpointError(
-                f"{runtime.source.where}/config.json: {key}",
-                "must be empty: modelopt has no word for it",
-                got="an entry",
-                cure="Keep the checkpoint as it is",
-            )
+    runtime.refuse_more()
     for name in FORMATS:
         if runtime.dialect.name == name:
             return name
@@ -263,7 +239,8 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
         CheckpointError: a quantized weight in a form that only one of the two dialects has.
     """
     opaque = tuple(disk for disk, _, _ in runtime.view.layout.opaque)
-    schemes = dict(_schemes(runtime))
+    _refuse_wordless(runtime)
+    schemes = runtime.schemes
     found: list[StoredMatrix] = []
     for module, weight in runtime.weights.items():
         if weight.form != "plain" and module not in schemes:
@@ -285,22 +262,17 @@ def _matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
     return found
 
 
-def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
-    """The scheme of each quantized module on disk."""
+def _refuse_wordless(runtime: RuntimeView) -> None:
+    """Refuse a quantized module that only one of the two dialects has a word for."""
     for module in runtime.modules:
-        dialect = runtime.dialect_of(module.part)
-        assert isinstance(dialect, CompressedTensors | ModelOpt)
         for member in module.members:
-            if member.weight.form == "plain":
-                continue
-            scheme = dialect.scheme_of(module.resolution)
-            if not scheme:
+            name = member.weight.module
+            if name in runtime.schemes and runtime.schemes[name] not in ALGORITHMS:
                 by = "the config's one algorithm"
                 if module.resolution.entry:
                     by = f"entry {module.resolution.entry}"
                 got = f"{module.resolution.built.form} by {by}"
                 raise _wordless(runtime, member.weight.weight.name, got)
-            yield member.weight.module, scheme
 
 
 def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:

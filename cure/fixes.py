@@ -15,12 +15,12 @@ from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of
 from ..checkpoints.dialects.dialect import VLLMModule
 from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
+from ..checkpoints.dialects.runtime_view import Member
 from ..recipes.family import HFName
 from ..recipes.forms import FIRST_SCALES
 from ..recipes.frozen import Json, Shape
 from ..validate.check.layouts import in_rows, leaves_built
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
-from ..validate.check.runtime_view import Member
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
 # Dtypes of the same width: what a weight or a scale must be -> what it may be stored as.

@@ -22,9 +22,9 @@ from ..checkpoints.dialects.dialect import entry_for
 from ..checkpoints.dialects.excepted import PlainModule, entries_for
 from ..checkpoints.dialects.gptq import Awq, Gptq
 from ..checkpoints.dialects.modelopt import ModelOpt, algorithm_of, layer_row
+from ..checkpoints.dialects.runtime_view import Module, RuntimeView
 from ..recipes.family import Part
 from ..recipes.frozen import Json
-from ..validate.check.runtime_view import Module, RuntimeView
 from .proposal import Faulty
 
 

@@ -27,6 +27,7 @@ from ..checkpoints.dialects.choose import Unquantized
 from ..checkpoints.dialects.compressed_tensors import CompressedTensors
 from ..checkpoints.dialects.dialect import UnknownDialect
 from ..checkpoints.dialects.fp8 import Fp8
+from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
@@ -45,7 +46,6 @@ from ..recipes.forms import FLOATS, NOT_COMPUTED
 from ..recipes.frozen import Advance, Bar, Raw, Shape
 from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
-from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.values import check_values
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled

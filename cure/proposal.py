@@ -20,13 +20,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
+from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, small_bytes, small_object
 from ..recipes.errors import CheckpointError, printable
 from ..recipes.family import HFName
 from ..recipes.runtimes.vllm import NEWEST
 from ..validate.check.check import Checked, examine
-from ..validate.check.runtime_view import RuntimeView
 from ..validate.facts.findings import Finding
 
 JSONPath = tuple[str, ...]

@@ -10,10 +10,8 @@ Easy to get wrong: a hard link is a second name of the same file. Who writes int
 writes into the old checkpoint.
 """
 
-import errno
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,11 +23,12 @@ from .. import __version__
 from ..checkpoints.companions import inside
 from ..checkpoints.files import (
     WORK,
+    can_link,
     complete,
     held,
+    link,
     making,
     naming_file,
-    nearest_folder,
     partial_path,
     refuse_name,
     refuse_small_disk,
@@ -52,9 +51,6 @@ from ..validate.facts.dry_load import GPU
 from .proposal import Proposal
 
 _STAMP = f"{WORK}/cure.json"
-# What a file system says that cannot make this link: another disk, links that are not allowed or
-# too many.
-_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 _CHANGED = "Run the same command again: it reads the checkpoint anew"
 _PART = 64 << 20
 GPUS: tuple[GPU, ...] = ("sm100",)
@@ -138,10 +134,7 @@ def rewrite(
     new = {*small, *again, *proposal.made_shards}
     kept = [name for name in kept_files(source) if name not in new | gone]
     num_bytes += sum(map(len, small.values())) + proposal.num_bytes_again
-    if (
-        source.folder is not None
-        and nearest_folder(out).stat().st_dev != source.folder.stat().st_dev
-    ):
+    if source.folder is not None and not can_link(source.folder, out):
         # What cannot be linked is copied.
         num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
     refuse_small_disk(
@@ -175,7 +168,7 @@ def rewrite(
         states = _unchanged(source, states)
         if source.folder is not None:
             for name in kept:
-                _link(source.folder / name, within(partial, name))
+                link(source.folder / name, within(partial, name))
         # The old folder is compared again, before its files are links and after.
         states = _unchanged(source, states)
         for root, _, _ in os.walk(partial):
@@ -197,20 +190,6 @@ def _unchanged(source: Source, states: Mapping[str, FileStamp]) -> Mapping[str, 
         return states
     refuse_changed(source.folder, states, cure=_CHANGED)
     return states_of(source.folder, states)
-
-
-def _link(old: Path, new: Path) -> None:
-    """Give a file a second name, or a copy where it can have none; of a link of the Hub's cache:
-    its blob.
-    """
-    whole = os.path.realpath(old)
-    try:
-        os.link(whole, new)
-    except OSError as error:
-        if error.errno not in _NO_LINK:
-            raise
-        shutil.copyfile(whole, new)
-        sync(new)
 
 
 def _finished(out: Path, command: str) -> Rewritten | None:

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from .blocks import KEEP_WORDS
+from .conventions import FORMATS
 from .errors import RecipeError, did_you_mean, folded
 from .frozen import Json, frozen
 from .model_file import CALIBRATIONS, calibrations, flat_recipes, flat_text, model_files
@@ -151,6 +152,7 @@ def choose(
     scheme: str | None = None,
     mtp: str | None = None,
     calibration: str | None = None,
+    changes: Mapping[str, str] | None = None,
 ) -> tuple[Recipe, str]:
     """One recipe of a file with what a command line changes, and the text of the variant that it
     began with.
@@ -191,7 +193,7 @@ def choose(
         block = read_as(Calibration, blocks[known], f"{CALIBRATIONS}.{known}")
     recipe = file.recipe(variant)
     text = file.recipe_text(variant)
-    if override is None and mtp is None and block is None:
+    if override is None and mtp is None and block is None and not changes:
         return recipe, text
     # Where batches are needed and the recipe has none: those of another variant, else the usual.
     usual = calibrations()[DEFAULT_CALIBRATION]
@@ -199,9 +201,13 @@ def choose(
     usual = next(iter(own_blocks), usual)
     if mtp is not None:
         mtp = _spelled(mtp, _POLICIES) or mtp
+    meant = dict[str, str]()
+    for key, word in (changes or {}).items():
+        meant[key] = _spelled(word, (*_POLICIES, *FORMATS)) or word
     changed = recipe.with_choices(
         scheme=override,
         mtp=mtp,
+        changes=meant,
         calibration=block,
         batches=Calibration.model_validate({**usual, "algorithm": "minmax"}),
     )

@@ -9,6 +9,7 @@ FP8, not BF16.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -45,6 +46,7 @@ from .schemes import REWRITES, SCHEMES, SEARCHES
 
 # What a recipe loses when a search has chosen, or a scheme is named instead.
 _NO_SEARCH: Json = {"budget": None, "backbone_auto": None}
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def candidates_for(
@@ -324,6 +326,7 @@ class Recipe(Frozen):
         *,
         scheme: str | None,
         mtp: str | None,
+        changes: Mapping[str, str] = _NONE,
         calibration: Calibration | None = None,
         batches: Calibration | None = None,
     ) -> "Recipe":
@@ -335,6 +338,7 @@ class Recipe(Frozen):
         Args:
             scheme: for every quantized group.
             mtp: policy for the MTP block.
+            changes: words for groups of the backbone, and for the keys `kv_cache` and `format`.
             calibration: instead of this recipe's.
             batches: the calibration that is taken where one is needed and this recipe has none.
         """
@@ -349,6 +353,13 @@ class Recipe(Frozen):
             if self.calibration is not None:
                 nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
                 changed["calibration"] = self.calibration.model_copy(update=nearest)
+        for key, word in changes.items():
+            options.append(f"--set {key}={word}")
+            variant += f"-{folded(key)}-{folded(word)}"
+            if key in ("kv_cache", "format"):
+                changed[key] = word
+            else:
+                changed["backbone"] = {**changed.get("backbone", self.backbone), key: word}
         if mtp is not None:
             options.append(f"--mtp {mtp}")
             variant += f"-mtp-{folded(mtp)}"
@@ -358,7 +369,7 @@ class Recipe(Frozen):
         is_searched = self.is_searched and scheme is None
         changed["mtp_auto"] = None
         if changed.get("mtp", self.mtp) == AUTO and not is_searched:
-            changed["mtp_auto"] = self.mtp_auto or DEFAULT_AUTO
+            changed["mtp_auto"] = self.mtp_auto or _auto_in(changed.get("format", self.format))
         if calibration is not None:
             changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
@@ -378,6 +389,17 @@ class Recipe(Frozen):
             or self.kv_cache is not None
             or bool(self.calibrated_schemes())
         )
+
+
+def _auto_in(format: Format) -> MtpAuto:
+    """What `--mtp auto` tries in a format, which has no word for some of the schemes."""
+    if format != "modelopt":
+        return DEFAULT_AUTO
+    spoken = list[Candidate]()
+    for candidate in DEFAULT_AUTO.candidates:
+        if words_of(candidate) & SCHEMES.keys() <= ALGORITHMS.keys():
+            spoken.append(candidate)
+    return DEFAULT_AUTO.model_copy(update={"candidates": tuple(spoken)})
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

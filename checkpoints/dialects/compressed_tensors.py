@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...recipes.conventions import ALGORITHMS
 from ...recipes.family import VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json
@@ -93,7 +92,7 @@ class CompressedTensors(NamedTuple):
         return ConfigEntry("ignore", entry, (self.rename.path(entry),))
 
     def scheme_of(self, answer: Resolution) -> str:
-        """keepmtp's word for what a module becomes; "" where it has none that modelopt has too."""
+        """keepmtp's word for what a module becomes; "" where it has none."""
         return self.schemes.get(answer.entry, "")
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -230,12 +229,9 @@ def read_compressed_tensors(
 
 
 def _scheme_of(group: GivenGroup) -> str:
-    """The scheme whose arguments a group has, of those that modelopt has a word for; "" for
-    none.
-    """
+    """The scheme whose arguments a group has; "" for none."""
     given = [_filled(group.weights), _filled(group.input_activations)]
-    for name in ALGORITHMS:
-        scheme = SCHEMES[name]
+    for name, scheme in SCHEMES.items():
         weights = GivenArguments.model_validate(scheme.weights)
         inputs = GivenArguments.model_validate(scheme.inputs or {})
         if given == [_filled(weights), _filled(inputs)]:

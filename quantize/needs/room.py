@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ...checkpoints.files import partial_path, refuse_small_disk
+from ...checkpoints.files import can_link, partial_path, refuse_small_disk
 from ...checkpoints.safetensors_file import total_bytes
 from ..plan.plan import Plan
 from .memory import channels
@@ -39,6 +39,8 @@ def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
     """
     # What a killed run left is on the disk already, and is written over or kept.
     needed = output_bytes(plan) - _bytes_in(partial_path(out))
+    if plan.source.folder is not None and can_link(plan.source.folder, out):
+        needed -= plan.num_bytes_linked
     if with_calibration:
         states = calibration_bytes(plan) - _bytes_in(calibration_folder(out))
         needed += max(0, states)

@@ -8,21 +8,25 @@ folder of this name. A recipe's name comes first, and `./glm-4.7` names the fold
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source, page_of, view_of
-from ...recipes.errors import RecipeError
+from ...recipes.conventions import FORMATS
+from ...recipes.errors import RecipeError, did_you_mean
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
 from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
+from .choices import found_text
+from .decide import served_view
 from .own_code import refuse_no_draft
 from .plan import Plan, make_plan
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_TABLES = ("embedding", "head")
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
@@ -87,18 +91,24 @@ def recipe_of_checkpoint(
     scheme: str | None = None,
     mtp_source: str | None = None,
     requantize: bool = False,
-    **choices: str | None,
+    changes: Sequence[str] | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
 ) -> tuple[Recipe, str, Source]:
-    """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
+    """The recipe that --scheme or --set chooses for a checkpoint, its text, and the opened
+    checkpoint.
 
     Raises:
-        RecipeError: no family, no --scheme, or one that there is not.
+        RecipeError: no family, no --scheme and no --set, or one that there is not.
         CheckpointError: see `open_source`.
     """
     source = opened(word, mtp_source)
     raw = family_mapping(source)
     if requantize:
         raw["requantize"] = True
+    if changes:
+        recipe = _changed(source, raw, changes, scheme=scheme, mtp=mtp, calibration=calibration)
+        return recipe, found_text(recipe), source
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
         rule = "--scheme must choose a variant where MODEL is a checkpoint"
@@ -112,13 +122,64 @@ def recipe_of_checkpoint(
         if not words:
             refuse_unfit(source, raw, raw["default"])  # which says why
             raise RecipeError(where, rule, got="none", cure="None fits: see `keepmtp ls schemes`")
-        error = NoSchemeError(where, rule, got="none", cure=f"These fit: {', '.join(words)}")
+        cure = f"These fit: {', '.join(words)}"
+        if served_view(source, view_of(source)) is not None:
+            cure += ". Or --set GROUP=VALUE changes one group, and all else stays"
+        error = NoSchemeError(where, rule, got="none", cure=cure)
         error.source = source
         error.fits = fits
         raise error
     raw["default"] = next((fit.variant for fit in fitting(source, raw)), raw["default"])
     file = _recipe_file(source, raw)
-    return *choose(file, file.default, scheme=scheme, **choices), source
+    recipe, text = choose(file, file.default, scheme=scheme, mtp=mtp, calibration=calibration)
+    return recipe, text, source
+
+
+def _changed(
+    source: Source,
+    raw: Json,
+    changes: Sequence[str],
+    *,
+    scheme: str | None,
+    mtp: str | None,
+    calibration: str | None,
+) -> Recipe:
+    """The recipe with which a checkpoint stays as it is, but for the groups that --set names.
+
+    Raises:
+        RecipeError: a group that the checkpoint lacks, or is named twice.
+    """
+    words = dict[str, str]()
+    known = (*raw["groups"], *_TABLES, "mtp", "kv_cache", "format")
+    for change in changes:
+        group, _, word = change.partition("=")
+        rule = f"must be GROUP=VALUE, with a group of {source.where}: {', '.join(known)}"
+        if group not in known or not word:
+            cure = did_you_mean(group, known, otherwise="Name one of them")
+            raise RecipeError("--set", rule, got=change, cure=cure)
+        if group in words or (group == "mtp" and mtp is not None):
+            raise RecipeError("--set", "names a group once", got=change, cure="Leave one out")
+        words[group] = word
+    if scheme is not None:
+        cure = "Name each group by --set, or leave --set out"
+        raise RecipeError("--scheme", "is for the whole checkpoint", got="also --set", cure=cure)
+    view = view_of(source)
+    served = served_view(source, view)
+    flat = {
+        **{key: raw[key] for key in ("model", "family", "source", "revision")},
+        **{key: raw[key] for key in ("mtp_source", "requantize") if key in raw},
+        "variant": "source",
+        "default": True,
+        "summary": "",
+        "backbone": dict.fromkeys(raw["groups"], "source"),
+        "mtp": "source",
+        "calibration": None,
+    }
+    if served is not None and served.dialect.name in FORMATS:
+        flat["format"] = served.dialect.name
+    file = RecipeFile(path=Path(source.where), default="source", flat={"source": flat}, text=None)
+    mtp = words.pop("mtp", mtp)
+    return choose(file, "source", mtp=mtp, changes=words, calibration=calibration)[0]
 
 
 def opened(word: ModelWord, mtp_source: str | None) -> Source:

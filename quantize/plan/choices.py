@@ -193,7 +193,7 @@ def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = Fals
     weights, _ = stored_weights(with_separate_mtp(source, base.view).values())
     words = dict[str, Decisions]()
     for word in auto_of(recipe).candidates:
-        words[word] = Decisions(recipe.with_words(word), source, base.view)
+        words[word] = Decisions(recipe.with_words(word), source, base.view, base.served)
     members: dict[str, list[TensorPlan]] = defaultdict(list)
     fixed = base.num_bytes_beside + _BYTES_OF_SMALL_FILES
     with matching_limit():
@@ -409,8 +409,9 @@ def found_text(recipe: Recipe) -> str:
     would be refused.
     """
     calibration = recipe.calibration
-    assert calibration is not None, f"{recipe.name}: a search has batches"
     raw = recipe.model_dump(mode="json", exclude_defaults=True)
+    if calibration is None:
+        return flat_text(raw)
     is_rewriting = REWRITES[calibration.algorithm] & recipe.decisions()
     if calibration.algorithm != "minmax" and not is_rewriting:
         calibration = calibration.model_copy(update={"algorithm": "minmax"})

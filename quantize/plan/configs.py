@@ -41,6 +41,8 @@ def config_of(plan: Plan) -> QuantizationConfig:
     names.
     """
     cache = plan.recipe.kv_cache and dict(FP8_CACHE)
+    if cache is None and plan.served is not None:
+        cache = plan.served.kv_cache_scheme
     return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
 
 

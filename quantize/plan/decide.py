@@ -11,11 +11,21 @@ weight becomes BF16.
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 
+from ...checkpoints.dialects.choose import UNQUANTIZED
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.source import MTP_FILES, Entry, Source
 from ...checkpoints.source_of import release_of
-from ...checkpoints.stored import OTHER_LEAVES, StoredWeight
+from ...checkpoints.stored import (
+    INPUT_SCALES,
+    KV_SCALE_LEAVES,
+    OTHER_LEAVES,
+    TRANSPOSED_LEAVES,
+    StoredWeight,
+)
+from ...recipes.conventions import CACHE_LEAVES, FORMATS, cache_scale_in
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.family_view import FamilyView, Place, unknown_place
@@ -49,8 +59,11 @@ class Decisions:
         matched: of the recipe's overrides and keeps.
     """
 
-    def __init__(self, recipe: Recipe, source: Source, view: FamilyView) -> None:
+    def __init__(
+        self, recipe: Recipe, source: Source, view: FamilyView, served: RuntimeView | None = None
+    ) -> None:
         self.recipe = recipe
+        self.served = served
         self.source = source
         self.view = view
         self.matched = set[str]()
@@ -80,6 +93,8 @@ class Decisions:
             CheckpointError: the family does not know the tensor, or its stored form cannot be read.
         """
         name = HFName(f"{weight.module}.weight")
+        if self.served is not None and not is_of_mtp_source(weight.weight):
+            weight = replace(weight, scheme=self.served.schemes.get(weight.module, ""))
         kept = self._kept(name, tuple(weight.parts.values()), weight.shape)
         if kept is not None:
             return kept
@@ -109,13 +124,14 @@ class Decisions:
         if weight.form == "plain":
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         if word == "source" and self._can_stay_quantized(weight, place):
-            outputs = renamed_outputs(weight, weight.scheme)
-            reason = "as in the source, scales renamed"
-            return _planned(weight, place, "keep", reason, outputs, weight.scheme)
+            reason = "as in the source"
+            if not self._keeps_dialect(weight.weight):
+                reason += ", scales renamed"
+            return self._staying(weight, place, weight.scheme, reason)
         if word == "source" and not place.row.why_kept:
             raise RecipeError(
                 self._group(place),
-                "`source` needs a form that compressed-tensors can say",
+                f"`source` needs a form that {self.recipe.format} can say",
                 got=f"{weight.form} in {name}",
                 cure="Use bf16 or a scheme",
             )
@@ -130,7 +146,7 @@ class Decisions:
                 weight.
         """
         name = entry.name
-        kept = self._kept(name, (entry,), entry.shape)
+        kept = self._kept(name, (entry,), entry.shape) or self._cache_scale(entry)
         if kept is not None:
             return kept
         if _RECOMPUTED.search(name):
@@ -145,6 +161,13 @@ class Decisions:
             )
             return self.weight(stack)
         is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
+        if place.leaf in TRANSPOSED_LEAVES:
+            raise CheckpointError(
+                f"{self.source.where}: {name}",
+                f"{' and '.join(FORMATS)} must have a word for how a weight is packed",
+                got="the packing of GPTQ and AWQ",
+                cure="Start from the original release, or from another build of it",
+            )
         if is_other and not row.stacked:
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
@@ -168,6 +191,26 @@ class Decisions:
         inputs = tuple(entry.name for entry in entries)
         outputs = tuple(same_output(entry) for entry in entries)
         return TensorPlan(name, inputs, "keep", "recipe: keep", shape, outputs, place)
+
+    def _cache_scale(self, entry: Entry) -> TensorPlan | None:
+        """A scale of a finished checkpoint's KV cache; None for another tensor."""
+        name = cache_scale_in("compressed-tensors", entry.name)
+        holder, _, leaf = name.rpartition(".")
+        if self.served is None or leaf not in KV_SCALE_LEAVES:
+            return None
+        place = unknown_place(HFName(holder))
+        if self.view.is_mtp(entry.name):
+            place = replace(place, part="mtp")
+        fate: Fate = "keep"
+        reason = "a scale of the source's KV cache"
+        output = same_output(entry)
+        if self.recipe.kv_cache is not None:
+            fate = "drop"
+            reason = "the KV cache gets other scales"
+        elif not self._keeps_dialect(entry) and leaf in CACHE_LEAVES:
+            output = Output(HFName(name), entry.dtype, (1,))
+        outputs = (output,)[: fate == "keep"]
+        return TensorPlan(entry.name, (entry.name,), fate, reason, entry.shape, outputs, place)
 
     def _place(self, name: HFName) -> Place:
         place = self.view.place(name)
@@ -199,7 +242,8 @@ class Decisions:
                     got=override,
                     cure="Remove the override",
                 )
-            if place.part == "mtp" and recipe.mtp_policy == "source":
+            is_of_source = place.part == "mtp" and recipe.mtp_policy == "source"
+            if is_of_source or (self.served is not None and override is None):
                 return "source", place.row.why_kept
             return "bf16", place.row.why_kept
         if override is not None:
@@ -217,6 +261,25 @@ class Decisions:
         return word, f"recipe: {place.part} {place.role}"
 
     # --- what can be done -------------------------------------------------------------------------
+
+    def _keeps_dialect(self, entry: Entry) -> bool:
+        """Whether a finished checkpoint's tensor is written in its own dialect."""
+        if self.served is None or is_of_mtp_source(entry):
+            return False
+        return self.served.dialect.name == self.recipe.format
+
+    def _staying(self, weight: StoredWeight, place: Place, scheme: str, reason: str) -> TensorPlan:
+        """A weight whose bytes are those of a scheme. In the source's dialect its tensors stay as
+        they are, but for scales of inputs that another scheme has no use for.
+        """
+        outputs = renamed_outputs(weight, scheme)
+        if self._keeps_dialect(weight.weight):
+            kept = list[Output]()
+            for leaf, entry in weight.parts.items():
+                if scheme == weight.scheme or leaf not in INPUT_SCALES:
+                    kept.append(same_output(entry))
+            outputs = tuple(kept)
+        return _planned(weight, place, "keep", reason, outputs, scheme)
 
     def _refuse_unreadable(self, weight: StoredWeight, place: Place) -> None:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme
@@ -263,9 +326,8 @@ class Decisions:
     ) -> TensorPlan:
         is_tuned = place.part == "mtp" and self.recipe.mtp == TUNED
         if _same_bytes(weight.scheme, scheme.name) and not is_tuned:
-            outputs = renamed_outputs(weight, scheme.name)
             reason = f"the source stores {scheme.name} already"
-            return _planned(weight, place, "keep", reason, outputs, scheme.name)
+            return self._staying(weight, place, scheme.name, reason)
         self._refuse_second_rounding(weight, place, scheme)
         for rule, got, otherwise in self._misfits(weight, place, scheme):
             raise RecipeError(
@@ -283,7 +345,7 @@ class Decisions:
         if weight.form == "plain" or is_same or self.recipe.requantize:
             return
         source = self.source
-        if source.mtp_source is not None and weight.weight.file.startswith(MTP_FILES):
+        if source.mtp_source is not None and is_of_mtp_source(weight.weight):
             source = source.mtp_source
         if source.where not in self._releases:
             native = (*_NATIVE, self.view.family.released_as)
@@ -338,6 +400,8 @@ class Decisions:
         """Whether the runtime loads this module quantized, and its loader knows the names of the
         scales.
         """
+        if self.served is not None and not is_of_mtp_source(weight.weight):
+            return bool(weight.scheme) and place.role != "vision"  # a server builds it so
         if not weight.scheme or not place.row.loads_quantized:
             return False
         known = self.view.family.loader.mtp_leaves
@@ -367,6 +431,22 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
                 TensorPlan(name, (origin.name,), "add", alias.reason, origin.shape, outputs, place)
             )
     return plans
+
+
+def is_of_mtp_source(entry: Entry) -> bool:
+    """Whether a tensor is of the checkpoint that `--mtp-source` names."""
+    return entry.file.startswith(MTP_FILES)
+
+
+def served_view(source: Source, view: FamilyView) -> RuntimeView | None:
+    """What a server has of a finished checkpoint; None for a release, whose stored forms alone say
+    what its weights are.
+    """
+    served = RuntimeView(source=source, view=view)
+    if served.dialect.name in (UNQUANTIZED.name, *_NATIVE, view.family.released_as):
+        return None
+    served.refuse_more()
+    return served
 
 
 @cache

@@ -11,18 +11,20 @@ config.json must be there.
 
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
-from ...checkpoints.source import Source
+from ...checkpoints.source import MTP_FILES, Source
 from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import (
     ALGORITHMS,
     CACHE,
+    CACHE_LEAVES,
     NOT_FOR_EXPERTS,
     cache_scale_in,
     in_modelopt,
@@ -34,10 +36,10 @@ from ...recipes.family_view import FamilyView
 from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
-from .decide import Decisions, added_aliases, matching_limit
+from .decide import Decisions, added_aliases, is_of_mtp_source, matching_limit, served_view
 from .kv_cache import with_cache_scales
 from .tables import refuse_tables
-from .tensor_plan import Output, Spelled, TensorPlan, outputs_of
+from .tensor_plan import Output, Spelled, TensorPlan, outputs_of, same_output
 
 SHARD_BYTES = 5_000_000_000
 _NUMBERS = re.compile(r"(\d+)")
@@ -59,6 +61,8 @@ class Shard:
     file: str
     units: tuple[Unit, ...]
     outputs: tuple[Output, ...]
+    # It is the source's file of this name, which gets a second name.
+    is_link: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Plan:
     recipe_text: str = ""
     # How the names of the output files start.
     file_stem: str = "model"
+    # What a server has of the source, where that is a finished checkpoint; None for a release.
+    served: RuntimeView | None = None
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -123,6 +129,24 @@ class Plan:
         """Bytes of a tensor's outputs on disk."""
         return sum(self.on_disk(output).num_bytes for output in tensor.outputs)
 
+    def stays(self, tensor: TensorPlan) -> bool:
+        """Whether its tensors keep their names and bytes."""
+        if tensor.fate != "keep" or tensor.may_change or tensor.tuned:
+            return False
+        written = {self.on_disk(output) for output in tensor.outputs}
+        return written == {same_output(self.entries[name]) for name in tensor.inputs}
+
+    @cached_property
+    def num_bytes_staying(self) -> int:
+        """Bytes of the tensors that keep their names and bytes."""
+        return self.num_bytes_read(tensor for tensor in self.tensors if self.stays(tensor))
+
+    @property
+    def num_bytes_linked(self) -> int:
+        """Bytes of the shards that are the source's."""
+        linked = [shard.outputs for shard in self.shards if shard.is_link]
+        return total_bytes(chain(*linked))
+
     @cached_property
     def spelled(self) -> Mapping[HFName, Spelled]:
         """Outputs that the recipe's `format` writes otherwise, by their names in
@@ -134,10 +158,15 @@ class Plan:
         spelled = dict[HFName, Spelled]()
         if self.recipe.format != "modelopt":
             return spelled
+        is_modelopt = self.served is not None and self.served.dialect.name == "modelopt"
         for tensor in self.tensors:
-            if tensor.calibrated == "cache":
-                name = HFName(cache_scale_in("modelopt", tensor.name))
-                spelled[tensor.name] = Spelled(Output(name, "F32", ()), "dtype")
+            is_kept = tensor.fate == "keep" and not is_of_mtp_source(self.entries[tensor.inputs[0]])
+            if is_kept and is_modelopt:
+                continue  # its outputs are the source's tensors
+            if tensor.name.endswith(CACHE_LEAVES):
+                for output in tensor.outputs:
+                    name = HFName(cache_scale_in("modelopt", output.name))
+                    spelled[output.name] = Spelled(Output(name, "F32", ()), "dtype")
             elif tensor.scheme:
                 of_experts = tensor.role == "experts"
                 for name, dtype, shape in tensor.outputs:
@@ -176,6 +205,8 @@ class Plan:
         sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
         first files.
         """
+        if self.served is not None:
+            return tuple(_shards_of_source(self))
         files = list[list[Unit]]()
         part = ""
         room = 0
@@ -189,10 +220,8 @@ class Plan:
             room -= size
         shards = []
         for number, units in enumerate(files, start=1):
-            outputs = [self.on_disk(output) for output in outputs_of(chain(*units))]
-            outputs.sort(key=_order_in_file)
             name = f"{self.file_stem}-{number:05d}-of-{len(files):05d}.safetensors"
-            shards.append(Shard(file=name, units=tuple(units), outputs=tuple(outputs)))
+            shards.append(_shard(self, name, units))
         return tuple(shards)
 
     @property
@@ -231,6 +260,39 @@ class Plan:
         if self.recipe.mtp == AUTO and self.recipe.calibrated_among(self.recipe.mtp_decisions()):
             return True
         return any(tensor.calibrated or tensor.tuned for tensor in self.mtp)
+
+
+def _shard(plan: Plan, file: str, units: Iterable[Unit]) -> Shard:
+    outputs = [plan.on_disk(output) for output in outputs_of(chain(*units))]
+    outputs.sort(key=_order_in_file)
+    return Shard(file=file, units=tuple(units), outputs=tuple(outputs))
+
+
+def _shards_of_source(plan: Plan) -> Iterator[Shard]:
+    """The shards of a finished checkpoint, each with what becomes of its tensors; what is new is in
+    the file of what it is made for.
+    """
+    units: dict[str, list[Unit]] = defaultdict(list)
+    made_for = dict[HFName, HFName]()  # a scale of the cache -> the projection of its keys
+    for tensor in plan.tensors:
+        if tensor.cache:
+            made_for |= dict.fromkeys(tensor.cache, tensor.inputs[0])
+    for unit in plan.units:
+        first = unit[0]
+        if len(unit) > 1 or not plan.stays(first):
+            names = first.inputs or (made_for[first.name],)
+            units[plan.entries[names[0]].file].append(unit)
+            continue
+        # The parts of a packed weight may be in several files.
+        for output in first.outputs:
+            part = first._replace(inputs=(output.name,), outputs=(output,))
+            units[plan.entries[output.name].file].append((part,))
+    sizes = Counter(entry.file for entry in plan.entries.values())
+    for file, held in sorted(units.items()):
+        stays = all(plan.stays(tensor) for tensor in chain(*held))
+        made = _shard(plan, file.replace(MTP_FILES, "mtp-"), held)
+        is_whole = stays and made.file == file and len(made.outputs) == sizes[file]
+        yield replace(made, is_link=is_whole)
 
 
 def _order_in_file(output: Output) -> tuple[int, str]:
@@ -272,7 +334,8 @@ def make_plan(
         )
     view = FamilyView(family=family, config=source.config, names=source.entries)
     entries = with_separate_mtp(source, view)
-    decisions = Decisions(recipe, source, view)
+    served = served_view(source, view)
+    decisions = Decisions(recipe, source, view, served)
     tensors = decided(decisions, entries.values())
     refuse_tables(recipe, view, tensors)
     _refuse_lost_layers(view, source, tensors)
@@ -291,6 +354,7 @@ def make_plan(
         tensors=tuple(tensors),
         shard_bytes=shard_bytes,
         trust_remote_code=trust_remote_code,
+        served=served,
     )
 
 

@@ -26,6 +26,7 @@ from ...checkpoints.files import (
     fresh,
     held,
     is_held,
+    link,
     partial_path,
     refuse_strange,
     within,
@@ -122,6 +123,10 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
         write_whole(partial / name, text)
     source = plan.source
     assert source.folder is not None
+    # Last of the shards: while others are written, the folder has no links.
+    for shard in plan.shards:
+        if shard.is_link:
+            link(source.folder / shard.file, fresh(partial / shard.file))
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
     own.update(texts, plan.companions)
@@ -249,7 +254,9 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
                     states += states_of(path.parent, [path.name]).values()
     newest = 0
     for state in states:
-        newest = max(newest, state.mtime_ns, state.ctime_ns)
+        newest = max(newest, state.mtime_ns)
+        if plan.served is None:  # a link changes the ctime
+            newest = max(newest, state.ctime_ns)
     return newest < made_ns
 
 

@@ -34,12 +34,13 @@ from ...checkpoints.files import (
 from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
+from ...recipes.conventions import Change, in_compressed_tensors
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ...recipes.frozen import Advance, Raw, frozen
 from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
-from ..plan.tensor_plan import outputs_of
+from ..plan.tensor_plan import outputs_of, same_output
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, refuse_statistics
 from .output import finish
@@ -89,8 +90,9 @@ def write(
         finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
     ranks.wait()
     if progress:
-        for number, shard in enumerate(plan.shards):
-            if number % ranks.size != ranks.rank:
+        own = _written(plan)[ranks.rank :: ranks.size]
+        for shard in plan.shards:
+            if shard not in own:
                 progress(plan.num_bytes_read(chain(*shard.units)))
 
 
@@ -115,7 +117,7 @@ def write_shards(
     torch.set_num_threads(1)
     with ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = []
-        for number, shard in enumerate(plan.shards[ranks.rank :: ranks.size]):
+        for number, shard in enumerate(_written(plan)[ranks.rank :: ranks.size]):
             job = _Job(
                 plan=plan,
                 shard=shard,
@@ -132,6 +134,11 @@ def write_shards(
             stop.set()
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(torch_threads)
+
+
+def _written(plan: Plan) -> list[Shard]:
+    """The shards that are no links."""
+    return [shard for shard in plan.shards if not shard.is_link]
 
 
 def _devices() -> list[torch.device]:
@@ -225,7 +232,10 @@ class _Job:
         # is read would say more of a source that was moved, but they double the work, and a shard
         # is written again as fast as compared.
         for file in sorted(files & plan.source.states.keys()):
-            digest.update(f"{file} {plan.source.states[file]!r}".encode())
+            state = plan.source.states[file]
+            if plan.served is not None:  # a link changes the ctime
+                state = state.model_copy(update={"ctime_ns": 0})
+            digest.update(f"{file} {state!r}".encode())
         return digest.hexdigest()
 
     def _done(self, num_bytes: int) -> None:
@@ -273,19 +283,37 @@ class _Job:
             return
         if not tensor.scheme:
             for output, name in zip(tensor.outputs, tensor.inputs, strict=True):
-                place.copy(output, self.plan.entries[name])
+                entry = self.plan.entries[name]
+                if output.name in self.plan.spelled:  # a scale of the cache
+                    value = read_tensor(self.plan.source, entry)
+                    place.put(output, value.reshape(output.shape))
+                else:
+                    place.copy(output, entry)
             return
+        # By their names in compressed-tensors' convention: a part of the source, and its change.
+        origins = dict[str, tuple[Entry, Change]]()
+        for leaf, entry in found.items():
+            origins[leaf] = entry, "none"
+            if self.plan.served is not None and self.plan.served.dialect.name == "modelopt":
+                other = in_compressed_tensors(tensor.scheme, leaf, entry.dtype, entry.shape)
+                origins[other.leaf] = entry, other.change
         for output in tensor.outputs:
             leaf = output.name.rpartition(".")[2]
+            entry = found.get(leaf)
+            if entry is not None and self.plan.on_disk(output) == same_output(entry):
+                place.copy(output, entry)
+                continue
             if leaf in ("weight", "weight_packed"):
                 place.copy(output, weight_of(found))
                 continue
-            value = read_tensor(self.plan.source, found.get(leaf) or scale_of(found))
+            entry, change = origins.get(leaf) or (scale_of(found), "none")
+            value = read_tensor(self.plan.source, entry)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
                 value = value.view(torch.float8_e8m0fnu)
-            place.put(output, value.to(TORCH_DTYPES[output.dtype]).reshape(output.shape))
+            value = changed(value, change, TORCH_DTYPES[output.dtype])
+            place.put(output, value.reshape(output.shape))
 
 
 @dataclass(frozen=True, slots=True)

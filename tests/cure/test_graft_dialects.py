@@ -13,11 +13,11 @@ import yaml
 from checkpoint_files import Checkpoint, write
 from commands import captured
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.graft import Graft, carry_out, plan_graft
 from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.facts.vllm_env import find_vllm
 from live_tensors import without_block

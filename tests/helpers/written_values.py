@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES, typed
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.reading import is_scale
-from keepmtp.validate.check.runtime_view import RuntimeView
 from seeds import seeded
 
 

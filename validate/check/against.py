@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
+from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
@@ -34,7 +35,6 @@ from ...recipes.forms import FORMS, NOT_COMPUTED
 from ...recipes.frozen import Advance, nowhere
 from ..facts.findings import Objections, objection
 from .reading import is_remote
-from .runtime_view import Member, RuntimeView
 
 # Elements of a weight in which a transform is looked for: a vocabulary is not turned into F32
 # whole.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from ...checkpoints.dialects.choose import unloadable
 from ...checkpoints.dialects.patterns import time_limit
+from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, open_source, uncollected
 from ...recipes.errors import (
@@ -43,7 +44,6 @@ from ..facts.findings import (
 )
 from ..facts.results import CheckData
 from . import rules_config, rules_finished, rules_forms, rules_kv, rules_mtp
-from .runtime_view import RuntimeView, StoredView
 from .sglang.rules import judge as judge_for_sglang
 
 Rule = Callable[[RuntimeView], Objections]

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.hub import AT_A_TIME, GAP_BYTES
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
@@ -31,7 +32,6 @@ from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
 from ...recipes.forms import FLOATS
 from ...recipes.frozen import Advance, frozen, nowhere
-from .runtime_view import RuntimeView
 
 Level = Literal["scalars", "scales", "unpacked", "all"]
 """What is read: scales of one value; every scale, every norm and the small tensors of the MTP
@@ -114,6 +114,11 @@ class Stretch(NamedTuple):
         """With the gaps between them."""
         last = self.entries[-1]
         return last.start + last.num_bytes - self.entries[0].start
+
+    @property
+    def num_requests(self) -> int:
+        """The range requests that read it from the Hub."""
+        return math.ceil(self.num_bytes / _PIECE_BYTES)
 
 
 def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:

@@ -14,10 +14,10 @@ from ...checkpoints.dialects.choose import method_of, quantization_of, read_dial
 from ...checkpoints.dialects.dialect import UnknownDialect
 from ...checkpoints.dialects.given import Raw
 from ...checkpoints.dialects.modelopt import ALGORITHMS, ModelOpt, read_modelopt, reads_other_file
+from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView
 from ...recipes.family import Part, VLLMName
 from ...recipes.renamer import renamer
 from ..facts.findings import Objections, objection
-from .runtime_view import RuntimeView, StoredView
 
 # The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
 _NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")

@@ -13,10 +13,10 @@ the drafts' classes; seen in dry loads of every family.
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.choose import quantization_of
 from ...checkpoints.dialects.modelopt import ModelOpt, reads_other_file
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...quantize.plan.kv_cache import no_place
 from ..facts.findings import Objections, objection
 from .rules_kv import is_fp8_cache, is_kv_scale
-from .runtime_view import RuntimeView
 
 
 def declared_cache_has_scales(runtime: RuntimeView) -> Objections:
@@ -27,7 +27,8 @@ def declared_cache_has_scales(runtime: RuntimeView) -> Objections:
         if is_kv_scale(entry.name.rpartition(".")[2]):
             return
     key = "kv_cache_scheme"
-    if runtime.given.get("kv_cache_quant_algo"):
+    given = runtime.given.nested or runtime.given.raw
+    if given.get("kv_cache_quant_algo"):
         key = "kv_cache_quant_algo"
     says = (
         "promises an FP8 cache, and no layer has scales for it: vLLM serves it all the same, and "

@@ -21,6 +21,7 @@ from ...checkpoints.dialects.dialect import Exceptions, Refusal, UnknownDialect,
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.gptq import Awq, Gptq
 from ...checkpoints.dialects.modelopt import ModelOpt
+from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
 from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.forms import FP8
@@ -28,7 +29,6 @@ from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
 from .layouts import Problem, layout_problem, leaves_built, manner
-from .runtime_view import Member, Module, RuntimeView, StoredView
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}

@@ -17,13 +17,13 @@ from typing import Any
 
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.modelopt import ModelOpt
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.stored import KV_SCALE_LEAVES
 from ...quantize.plan.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
 from ..facts.findings import Objections, Severity, objection
-from .runtime_view import RuntimeView
 
 # What stands between an attention module and its scales, by convention: all that vLLM's loaders
 # map.

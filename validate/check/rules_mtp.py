@@ -14,6 +14,7 @@ from collections import defaultdict
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
+from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView, described
 from ...checkpoints.stored import (
     OTHER_LEAVES,
     SCALE_LEAVES,
@@ -25,7 +26,6 @@ from ...recipes.family import HFName, Part
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
-from .runtime_view import RuntimeView, StoredView, described
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")

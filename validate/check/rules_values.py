@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import KV_SCALE_LEAVES
 from ...recipes.family import HFName
@@ -34,7 +35,6 @@ from ...recipes.forms import (
 from ..facts.findings import Objection, Objections, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
-from .runtime_view import RuntimeView
 
 _objection = partial(objection, origin="values")
 _warning = partial(objection, origin="values", severity="warning")

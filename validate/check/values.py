@@ -12,6 +12,7 @@ finite, or it is refused where it is packed; so its bytes are not read here agai
 
 from pathlib import Path
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.files import final_path
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source
@@ -24,7 +25,6 @@ from .against import Pair, compared, pairs
 from .check import Checked
 from .reading import Level, chosen, joined, summaries
 from .rules_values import objections
-from .runtime_view import RuntimeView
 
 _RELEASE = "Give the release as --source"
 

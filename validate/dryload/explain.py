@@ -21,11 +21,11 @@ from operator import attrgetter
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.modelopt import ModelOpt
+from ...checkpoints.dialects.runtime_view import Module, RuntimeView
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import printable, shortened
 from ...recipes.frozen import Json, frozen
 from ..check.check import Checked
-from ..check.runtime_view import Module, RuntimeView
 from ..facts.findings import Finding
 from .failures import DEFECTS_FIRST, IN_LOGS, KnownFailure, known_failure
 from .trace import on_disk

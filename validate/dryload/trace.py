@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...recipes.family import HFName
-from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import Fault, Question
 
 _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...recipes.families import drafted_elsewhere
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.check import Checked
 from ..check.rules_kv import is_kv_scale
-from ..check.runtime_view import RuntimeView
 from ..facts.dry_load import (
     ROLES,
     Fault,

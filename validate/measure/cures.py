@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ... import __version__
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.source import Source
 from ...recipes.runtimes.vllm import KNOWN
-from ..check.runtime_view import RuntimeView
 from ..dryload.failures import cures_in_vllm
 from ..facts.served import MENDED
 from .serve_line import CURES

@@ -20,6 +20,7 @@ from typing import Literal
 from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.companions import companions_among
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.files import ScratchFolder, held
 from ...checkpoints.hub_client import HubError
 from ...checkpoints.identity import (
@@ -33,7 +34,6 @@ from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.source import is_repo_id, open_source
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Bar, frozen
-from ..check.runtime_view import RuntimeView
 from ..facts.findings import errors_of
 from ..facts.results import report_folder
 from ..facts.schema import FullReport

@@ -11,13 +11,13 @@ what is there.
 from collections import defaultdict
 from pathlib import Path
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
 from ...recipes.frozen import frozen
-from ..check.runtime_view import RuntimeView
 from ..measure.room import least_gpus
 
 # What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about

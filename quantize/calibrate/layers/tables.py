@@ -18,6 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 
+from ....checkpoints.dequantize import dequantize
 from ....recipes.schemes import SCHEMES
 from ...pack.unit import packed_groups
 from ...plan.tensor_plan import TensorPlan
@@ -27,7 +28,7 @@ from ..model.skeleton import NoHead, Skeleton
 from ..model.states import Stream
 from .activations import rounded_inputs
 from .layer import Calibrated, calibrate
-from .served import InMemory, decompressed
+from .served import InMemory
 from .work import LayerWork
 
 _OF_A_SERVER: tuple[Stream, ...] = ("served", "mtp")
@@ -68,7 +69,9 @@ def _served(skeleton: Skeleton, tensor: TensorPlan, weight: Tensor) -> Tensor:
     given = InMemory(skeleton.given)
     (group,) = packed_groups(skeleton.plan, [tensor], given, device=weight.device)
     (packed,) = group
-    return decompressed(SCHEMES[tensor.scheme], packed, weight.shape).to(weight.dtype)
+    scheme = SCHEMES[tensor.scheme]
+    values = dequantize(scheme.form, packed.tensors, shape=tuple(weight.shape), block=scheme.block)
+    return values.to(weight.dtype)
 
 
 def calibrated_head(skeleton: Skeleton) -> TensorPlan | None:

@@ -16,8 +16,8 @@ from good import released
 from keepmtp.checkpoints.dialects.choose import read_dialect
 from keepmtp.checkpoints.dialects.dialect import Dialect, UnknownDialect
 from keepmtp.checkpoints.dialects.modelopt import ModelOpt
+from keepmtp.checkpoints.dialects.runtime_view import Module, RuntimeView
 from keepmtp.recipes.families import find_family, find_view
-from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from real_vllm import ask
 from tables import table
 

@@ -11,10 +11,10 @@ import sglang_table
 from checkpoint_files import Checkpoint, as_source, write
 from commands import keepmtp, ran, refused
 from good import ours, released
+from keepmtp.checkpoints.dialects.runtime_view import Module, RuntimeView
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check
-from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.sglang.view import SglangView
 from keepmtp.validate.facts.findings import Finding
 from tables import table

@@ -18,11 +18,11 @@ import pytest
 from checkpoint_files import Checkpoint, as_source, ignoring, write
 from commands import KEEPMTP, refused
 from good import llmcompressor, ours, released
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check
 from keepmtp.validate.check.rules_forms import stored_form_is_what_is_built
-from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.explain import MOST_BYTES, Explanation, explain, parse_log, read_log
 from keepmtp.validate.dryload.failures import (
     Silence,

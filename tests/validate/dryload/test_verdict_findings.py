@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from checkpoint_files import as_source
 from good import ours
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.validate.check.check import Checked
-from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import (
     DryLoad,

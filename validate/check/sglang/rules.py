@@ -17,11 +17,11 @@ from functools import partial
 from ....checkpoints.dialects.compressed_tensors import CompressedTensors
 from ....checkpoints.dialects.dialect import Dialect, UnknownDialect, VLLMModule
 from ....checkpoints.dialects.matching import OneAnswer
+from ....checkpoints.dialects.runtime_view import Member, Module, RuntimeView
 from ....checkpoints.stored import StoredWeight
 from ...facts.findings import Objection, Objections, objection
 from .. import rules_mtp
 from ..layouts import layout_problem, leaves_built, manner
-from ..runtime_view import Member, Module, RuntimeView
 from .view import SglangView
 
 SGLANG = "SGLang 0.5.23"

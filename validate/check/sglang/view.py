@@ -25,6 +25,7 @@ from ....checkpoints.dialects.dialect import Dialect
 from ....checkpoints.dialects.matching import OneAnswer, plain
 from ....checkpoints.dialects.modelopt import ModelOpt
 from ....checkpoints.dialects.quark import Quark
+from ....checkpoints.dialects.runtime_view import KINDS, Member, Module, RuntimeView, parts_of
 from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
 from ....recipes.family_view import FamilyView, Place
@@ -36,7 +37,6 @@ from ....recipes.runtimes.sglang import (
     sglang_module,
     sglang_stem,
 )
-from ..runtime_view import KINDS, Member, Module, RuntimeView, parts_of
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
 # the tests.

@@ -20,23 +20,24 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import NamedTuple
 
-from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...checkpoints.dialects.choose import quantization_of, read_dialect
-from ...checkpoints.dialects.compressed_tensors import CompressedTensors
-from ...checkpoints.dialects.dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
-from ...checkpoints.dialects.given import Raw
-from ...checkpoints.dialects.gptq import Gptq
-from ...checkpoints.dialects.matching import FUSED, plain
-from ...checkpoints.dialects.modelopt import ModelOpt
-from ...checkpoints.dialects.patterns import time_limit
-from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import Source, small_object
-from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
+from ...recipes.conventions import FP8_CACHE
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
 from ...recipes.runtimes.vllm import NEWEST
+from ..companions import HF_QUANT_CONFIG
+from ..safetensors_file import Entry
+from ..source import Source, small_object
+from ..stored import StoredWeight, stored_weights, transposed_weights
+from .choose import quantization_of, read_dialect
+from .compressed_tensors import CompressedTensors
+from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
+from .given import Raw
+from .gptq import Gptq
+from .matching import FUSED, plain
+from .modelopt import ModelOpt
+from .patterns import time_limit
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"(?P<stem>.*?)\.(?P<number>\d+)\.(?P<rest>.+)")
@@ -406,6 +407,58 @@ class RuntimeView(StoredView):
         # Regular expressions of a stranger's config are compared with each name.
         with time_limit():
             return tuple(self._module(*key, tuple(group)) for key, group in members.items())
+
+    @cached_property
+    def schemes(self) -> Mapping[HFName, str]:
+        """The scheme of each packed module on disk, by a config that keepmtp can write; "" where
+        it has no word for what the config builds. The bytes alone do not say it: FP8 with a scale
+        a row is FP8_DYNAMIC only where the config quantizes activations.
+        """
+        schemes = dict[HFName, str]()
+        for module in self.modules:
+            dialect = self.dialect_of(module.part)
+            if not isinstance(dialect, CompressedTensors | ModelOpt):
+                continue
+            for member in module.members:
+                if member.weight.form != "plain":
+                    schemes[member.weight.module] = dialect.scheme_of(module.resolution)
+        return schemes
+
+    def refuse_more(self) -> None:
+        """Refuse what a config says besides how weights, activations and the cache are quantized.
+
+        Raises:
+            CheckpointError: rotations or sparsity, which no config that keepmtp writes has.
+        """
+        for key in ("transform_config", "sparsity_config"):
+            if self.given.raw.get(key):
+                raise CheckpointError(
+                    f"{self.source.where}/config.json: {key}",
+                    "must be empty: no config that keepmtp writes has a word for it",
+                    got="an entry",
+                    cure="Keep the checkpoint as it is",
+                )
+
+    @cached_property
+    def kv_cache_scheme(self) -> Raw | None:
+        """How the config quantizes the KV cache: the same key in both dialects that keepmtp writes,
+        a word in hf_quant_config.json.
+
+        Raises:
+            CheckpointError: a word that compressed-tensors lacks.
+        """
+        given = self.given
+        if given.nested is None:
+            return given.raw.get("kv_cache_scheme")
+        word = given.nested.get("kv_cache_quant_algo")
+        if word in (None, "FP8"):
+            return word and dict(FP8_CACHE)
+        raise CheckpointError(
+            f"{self.source.where}/{given.file}",
+            "both dialects must have a word for the KV cache",
+            got=word,
+            cure="Quantize the original release anew",
+        )
 
     @cached_property
     def num_unjudged(self) -> int:

@@ -1,0 +1,206 @@
+"""A finished checkpoint as a source: what `--set` names changes, all else keeps names and bytes."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_files import write
+from commands import ROOT, ran
+from good import cached, llmcompressor, ours, outputs_of
+from json_files import json_of, put_json
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.write.output import claim
+from keepmtp.quantize.write.writer import write as write_plan
+from keepmtp.quantize.write.writer import write_shards
+from keepmtp.recipes.conventions import FORMATS, cache_scale_in
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.validate.check.check import check
+from live_tensors import tensors_of
+from outputs import digests
+from safetensors.torch import load_file, save_file
+from tables import table
+from torch import Tensor
+from written_values import fill
+
+TINY = ROOT / "models" / "tiny-glm4-moe"
+REFUSED = table("quantize/plan/test_finished")["refused"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> dict[str, Path]:
+    """One model, quantized, in each format."""
+    home = tmp_path_factory.mktemp("finished")
+    first = home / "compressed-tensors"
+    quantize(*plan_for(str(TINY), scheme="nvfp4a16-fp8"), out=first)
+    other = home / "modelopt"
+    quantize(*plan_for(str(first), changes=["format=modelopt"]), out=other)
+    return {"compressed-tensors": first, "modelopt": other}
+
+
+def planned(folder: Path, *changes: str, **choices: bool) -> Plan:
+    return plan_for(str(folder), changes=changes, **choices)[0]
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def linked(first: Path, second: Path) -> set[str]:
+    """The shards that are one file in both folders."""
+    names = {path.name for path in first.glob("*.safetensors")}
+    return {name for name in names if os.path.samefile(first / name, second / name)}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_group_changes(format, finished, tmp_path):
+    """By the command; the other shard is a link, and the same words find that it is finished."""
+    first = finished[format]
+    before = digests(first)
+    out = tmp_path / "out"
+    command = f"quantize {first} --set mtp=NVFP4A16 --out {out}"
+    ran(command)
+    assert digests(first) == before
+    assert linked(first, out) == {"model-00001-of-00002.safetensors"}
+    old, new = tensors_of(first), tensors_of(out)
+    changed = {name for name in new if new[name] != old.get(name)}
+    assert changed and all(name.startswith("model.layers.3.") for name in changed)
+    assert check(out).findings == ()
+    assert json_of(out / "config.json")["quantization_config"]["quant_method"] == format
+    assert "finished before" in ran(command)
+    # The recipe that it carries makes the same bytes.
+    again = tmp_path / "again"
+    ran(f"quantize {out / 'recipe.yaml'} --source {first} --out {again}")
+    assert digests(again).items() >= tensors_digests(out).items()
+
+
+def tensors_digests(folder: Path) -> dict[str, str]:
+    return {name: digest for name, digest in digests(folder).items() if "safetensors" in name}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_changes(format, finished, tmp_path):
+    """All shards are links, and the config says the same."""
+    first = finished[format]
+    made = planned(first, "mtp=source")
+    assert all(shard.is_link for shard in made.shards)
+    assert made.num_bytes_staying == made.num_bytes_linked == made.num_bytes_before
+    out = tmp_path / "out"
+    quantize(made, "", out=out)
+    assert json_of(out / "config.json") == json_of(first / "config.json")
+
+
+def test_there_and_back(finished, tmp_path):
+    """Modelopt's scales become compressed-tensors', with their values in their dtype."""
+    out = tmp_path / "out"
+    quantize(planned(finished["modelopt"], "format=compressed-tensors"), "", out=out)
+    old, new = tensors_of(finished["compressed-tensors"]), tensors_of(out)
+    assert old.keys() == new.keys() and check(out).findings == ()
+    for name in old:
+        if not name.endswith("_scale"):
+            assert old[name] == new[name], name
+
+
+def test_activations_say_what_eight_bits_are(tmp_path):
+    """FP8 with a scale a row is FP8_DYNAMIC only where the config quantizes activations."""
+    folder = write(tmp_path / "first", ours("glm-4.7", "FP8_DYNAMIC"))
+    assert {t.scheme for t in planned(folder, "mtp=source").tensors} == {"", "FP8_DYNAMIC"}
+    config = json_of(folder / "config.json")
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    put_json(folder / "config.json", config)
+    with pytest.raises(KeepMTPError, match="`source` needs a form that compressed-tensors can say"):
+        planned(folder, "mtp=source")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_of_the_cache(format, tmp_path):
+    """They travel with their layer, are spelled as the format does, and go where others are asked
+    for.
+    """
+    folder = write(tmp_path / "first", outputs_of(cached("glm-4.7", "NVFP4", format=format)))
+    fill(folder)
+    scales = [name for name in tensors_of(folder) if name.endswith(("k_scale", "v_scale"))]
+    made = planned(folder, "mtp=source")
+    assert all(shard.is_link for shard in made.shards)
+    (other,) = {*FORMATS} - {format}
+    out = tmp_path / "out"
+    quantize(planned(folder, f"format={other}"), "", out=out)
+    assert check(out).findings == ()
+    first, second = loaded(folder), loaded(out)
+    for name in scales:
+        spelled = cache_scale_in(other, name)
+        assert first[name].float().item() == second[spelled].float().item(), name
+    anew = planned(folder, "kv_cache=FP8")
+    dropped = {tensor.name for tensor in anew.tensors if tensor.fate == "drop"}
+    assert dropped == {*scales} and anew.needs_calibration
+
+
+def test_rotations_are_not_lost(tmp_path):
+    folder = write(tmp_path / "first", ours("glm-4.7", "FP8_DYNAMIC"))
+    config = json_of(folder / "config.json")
+    config["quantization_config"]["transform_config"] = {"config_groups": {"R1": {}}}
+    put_json(folder / "config.json", config)
+    with pytest.raises(KeepMTPError, match="transform_config: must be empty"):
+        planned(folder, "mtp=source")
+
+
+def test_parts_of_a_module_stay_in_their_files(finished, tmp_path):
+    """A scale that is in another file than its weight."""
+    folder = tmp_path / "first"
+    shutil.copytree(finished["compressed-tensors"], folder)
+    for record in ("keepmtp.json", "recipe.yaml"):
+        (folder / record).unlink()
+    one, two = sorted(folder.glob("*.safetensors"))
+    name = "model.layers.0.self_attn.k_proj.weight_scale"
+    tensors, others = load_file(one), load_file(two)
+    others[name] = tensors.pop(name)
+    index = json_of(folder / "model.safetensors.index.json")
+    index["weight_map"][name] = two.name
+    put_json(folder / "model.safetensors.index.json", index)
+    for path, held in ((one, tensors), (two, others)):
+        path.unlink()
+        save_file(held, path)
+    made = planned(folder, "experts=bf16")
+    assert [shard.is_link for shard in made.shards] == [False, True]
+    quantize(made, "", out=tmp_path / "out")
+    assert check(tmp_path / "out").findings == ()
+
+
+def test_a_run_that_was_killed_has_the_same_bytes(finished, tmp_path):
+    """Killed after the shards, and after the links."""
+    made = planned(finished["compressed-tensors"], "mtp=FP8_DYNAMIC")
+    quantize(made, "", out=tmp_path / "whole")
+    for step in (write_shards, write_plan):
+        out = tmp_path / step.__name__
+        with claim(made, out) as partial:
+            step(made, partial, threads=1, **({"recipe_text": ""} if step is write_plan else {}))
+        quantize(made, "", out=out)
+        assert digests(out) == digests(tmp_path / "whole")
+        assert linked(finished["compressed-tensors"], out)
+
+
+def test_what_others_wrote(tmp_path):
+    """llm-compressor's config has targets by class; what stays is named one by one."""
+    folder = write(tmp_path / "first", llmcompressor("qwen3.5-27b", "FP8_DYNAMIC", "FP8_DYNAMIC"))
+    fill(folder)
+    quantize(planned(folder, "mtp=bf16"), "", out=tmp_path / "out")
+    assert check(tmp_path / "out").findings == ()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_a_byte(name, finished, tmp_path):
+    row = REFUSED[name]
+    with pytest.raises(KeepMTPError) as caught:
+        plan_for(str(finished["compressed-tensors"]), **row["asked"])
+    assert re.search(row["says"], str(caught.value)), caught.value
+
+
+def test_a_second_rounding_is_asked_for(finished):
+    made = planned(finished["compressed-tensors"], "attention=NVFP4A16", requantize=True)
+    assert made.recipe.requantize
+    assert {t.scheme for t in made.tensors if t.role == "attention"} >= {"NVFP4A16"}
