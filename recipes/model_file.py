@@ -125,6 +125,14 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
         RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are
             checked by `schema.validated`.
     """
+    for key in ("backbone", "summary", *_OF_A_VARIANT):
+        if key in raw:
+            raise RecipeError(
+                where,
+                f"{key} is a key of a variant",
+                got=f"{key}: {raw[key]} for all of them",
+                cure="Move it into one of the variants",
+            )
     _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS), "a model file")
     for key, kind, words in _KINDS:
         if not isinstance(raw.get(key, kind()), kind):
