@@ -211,6 +211,9 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         summary = summary_of(backbone, variant["mtp"], is_calibrated=calibration is not None)
         if "kv_cache" in variant:
             summary += f", {variant['kv_cache']} KV cache"
+        algorithm = calibration.get("algorithm") if isinstance(calibration, Mapping) else "minmax"
+        if algorithm != "minmax":
+            summary += f", by {algorithm}"
     flat = {
         "model": raw["model"],
         "variant": name,
@@ -299,6 +302,8 @@ def _said(words: str | Mapping[str, str]) -> str:
     groups: dict[str, list[str]] = {}
     for group, word in words.items():
         groups.setdefault(str(word), []).append(group)
+    if len(groups) == 1:
+        return next(iter(groups))
     return ", ".join(f"{word} {'/'.join(names)}" for word, names in groups.items())
 
 
