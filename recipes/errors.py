@@ -132,8 +132,15 @@ def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
     said = folded(str(word))
     names = {folded(str(name)): name for name in known}
     near = get_close_matches(said, names, n=1, cutoff=0.75)
-    near += [name for name in names if said and name.startswith(f"{said}-")]
-    return f"Did you mean {names[near[0]]}?" if near else otherwise
+    if said and not near:
+        longer = [name for name in names if name.startswith(f"{said}-")]
+        longer += [name for name in names if name.endswith(f"-{said}")]
+        shorter = [name for name in names if said.startswith(f"{name}-")]
+        # The longest part of the word; else a name that it is a part of.
+        near = [*sorted(shorter, key=len, reverse=True)[:1], *longer]
+    if not near:
+        return otherwise
+    return f"Did you mean {names[near[0]]}?"
 
 
 def cure_of_key(key: str, known: Collection[str]) -> str:

@@ -125,6 +125,14 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
         RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are
             checked by `schema.validated`.
     """
+    for key in ("backbone", "summary", *_OF_A_VARIANT):
+        if key in raw:
+            raise RecipeError(
+                where,
+                f"{key} is a key of a variant",
+                got=f"{key}: {raw[key]} for all of them",
+                cure="Move it into one of the variants",
+            )
     _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS), "a model file")
     for key, kind, words in _KINDS:
         if not isinstance(raw.get(key, kind()), kind):
@@ -204,6 +212,9 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         summary = summary_of(backbone, variant["mtp"], is_calibrated=calibration is not None)
         if "kv_cache" in variant:
             summary += f", {variant['kv_cache']} KV cache"
+        algorithm = calibration.get("algorithm") if isinstance(calibration, Mapping) else "minmax"
+        if algorithm != "minmax":
+            summary += f", by {algorithm}"
     flat = {
         "model": raw["model"],
         "variant": name,
@@ -277,7 +288,7 @@ def _refuse_unknown(where: str, rule: str, word: object, known: Collection[str])
 def summary_of(
     backbone: Mapping[str, str], mtp: str | Mapping[str, str], *, is_calibrated: bool
 ) -> str:
-    """The summary of a recipe with these words; groups with the same word stand together."""
+    """The summary of a recipe with these words; the word of most groups comes last."""
     summary = f"MTP block {_said(mtp)}"
     if backbone:
         summary = f"{_said(backbone)}, {summary}"
@@ -288,11 +299,28 @@ def summary_of(
 
 def _said(words: str | Mapping[str, str]) -> str:
     if not isinstance(words, Mapping):
-        return str(words)
+        return _spelled(words)
     groups: dict[str, list[str]] = {}
     for group, word in words.items():
-        groups.setdefault(str(word), []).append(group)
-    return ", ".join(f"{word} {'/'.join(names)}" for word, names in groups.items())
+        groups.setdefault(_spelled(word), []).append(group.replace("_", " "))
+    if len(groups) == 1:
+        return next(iter(groups))
+    *few, (usual, most) = sorted(groups.items(), key=_num_groups)
+    said = [f"{word} {' and '.join(names)}" for word, names in few]
+    where = "elsewhere"
+    if len(most) == 1:
+        where = most[0]
+    return ", ".join((*said, f"{usual} {where}"))
+
+
+def _num_groups(item: tuple[str, list[str]]) -> int:
+    return len(item[1])
+
+
+def _spelled(word: str) -> str:
+    if word == "bf16":
+        return "BF16"
+    return str(word)
 
 
 # --- listings -------------------------------------------------------------------------------------

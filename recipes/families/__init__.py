@@ -13,7 +13,6 @@ an MTP block is calibrated on its backbone's states: where the backbone cannot b
 the family's table is of no use.
 """
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -87,9 +86,7 @@ def find_family(
     elif _is_any_model(config, vllm):
         rule += "; vLLM drafts for it by transformers' own classes (--model-impl transformers)"
     if is_drafted(config, vllm):
-        near = difflib.get_close_matches(str(model_type), families(), n=1)
-        nearest = f", the nearest is {families()[near[0]].model_type}" if near else ""
-        cure = f"Write its table{nearest}: CONTRIBUTING.md, 'A new family'"
+        cure = "Write its table: CONTRIBUTING.md, 'A new family'"
     else:
         rule += f", and vLLM {minor(vllm)} has no MTP draft for this model"
         cure = (

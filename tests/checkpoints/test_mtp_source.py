@@ -133,10 +133,6 @@ def sized(checkpoint: Checkpoint) -> None:
     checkpoint.config["hidden_size"] = 512
 
 
-def widened(checkpoint: Checkpoint) -> None:
-    checkpoint.retype(r"model\.mtp\.layers\.0\.eh_proj\.weight", shape=lambda n, k: (n + 1, k + 2))
-
-
 def emptied(checkpoint: Checkpoint) -> None:
     checkpoint.take(r"model\.mtp\..*")
 
@@ -145,13 +141,6 @@ def emptied(checkpoint: Checkpoint) -> None:
     "change, says",
     [
         (sized, r"config.json: hidden_size must be 256, that of .*; got 512"),
-        (
-            widened,
-            (
-                r"language_model\.model\.mtp\.layers\.0\.eh_proj\.weight must be as wide as "
-                r"hidden_size=256"
-            ),
-        ),
         (
             emptied,
             (

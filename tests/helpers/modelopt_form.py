@@ -22,6 +22,7 @@ from keepmtp.checkpoints.dialects.modules import RuntimeModule, named_modules
 from keepmtp.quantize.plan.configs import matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.conventions import ALGORITHMS
+from keepmtp.recipes.frozen import without
 from keepmtp.recipes.renamer import renamer
 from tensors import Tensors
 
@@ -137,7 +138,7 @@ def said(plan: Plan) -> dict[str, Any]:
     if len(schemes) == 1:
         config.pop("quantized_layers", None)
         config["quant_algo"] = ALGORITHMS[schemes.pop()]
-    return config | {"producer": PRODUCER}
+    return without(config, "kv_cache_scheme") | {"producer": PRODUCER}
 
 
 def quantized_layers(
