@@ -113,7 +113,10 @@ def fetched(name: str, repo: str) -> Figure:
     asked = {}
     for level in ("scalars", "scales"):
         runs = joined(runtime.source, chosen(runtime, level))
-        asked[level] = sum(run.num_bytes for run in runs), sum(-(-run.num_bytes // 2**25) for run in runs)
+        asked[level] = (
+            sum(run.num_bytes for run in runs),
+            sum(-(-run.num_bytes // 2**25) for run in runs),
+        )
     took = seconds(lambda: summaries(runtime, chosen(runtime, "scalars")))
     words = "; ".join(
         f"{level} {size / 1e6:,.1f} MB by {count:,} requests"
