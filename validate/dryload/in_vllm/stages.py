@@ -104,7 +104,7 @@ class StagedLoad:
         self._runner = "v1"
         if config.use_v2_model_runner:
             self._runner = "v2"
-        record_questions(self._note)
+        record_questions(lambda *question: self._now.asked.append(question))
         self._at = ("world", "")
         world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = {"target": config.model_config}
@@ -122,9 +122,6 @@ class StagedLoad:
         for role in model_configs:
             self._at = ("process", role)
             self._parts[role].kernels = kernels.process(self._parts[role].model, self._config)
-
-    def _note(self, *question: Any) -> None:
-        self._now.asked.append(question)
 
     def _failure(self, error: Exception) -> dict[str, Any]:
         """As `LoadFailure`."""
@@ -160,7 +157,9 @@ class StagedLoad:
 
         # vLLM's own reader chooses the files; only the tensors are replaced.
         default_loader.safetensors_weights_iterator = weights
-        weight_utils.safe_open = _open_to_read
+        # For "pt" it maps the whole file as memory that could be written: that counts like an
+        # allocation (server.py: limit_memory), and a shard may be larger than the limit.
+        weight_utils.safe_open = lambda path, framework: safetensors.safe_open(path, "np")
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:
@@ -235,14 +234,6 @@ def _engine_config(job: Any) -> Any:
         tensor_parallel_size=job.tp,
         distributed_executor_backend=backend,
     ).create_engine_config()
-
-
-def _open_to_read(path: str, framework: str) -> Any:
-    """`safe_open`, which for "pt" maps the whole file as memory that could be written: that counts
-    like an allocation (server.py: limit_memory), and a shard may be larger than the limit. For "np"
-    it maps the file to be read.
-    """
-    return safetensors.safe_open(path, framework="np")
 
 
 def _know_config(declared: dict[str, Any]) -> None:
