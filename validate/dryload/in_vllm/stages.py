@@ -127,8 +127,9 @@ class StagedLoad:
         """As `LoadFailure`."""
         stage, role = self._at
         at, _ = kernels.last_frame(error)
-        # The tensor that was loaded then; none is outside of that stage.
-        tensor = getattr(self._now.account, "current", "") * (stage == "load")
+        tensor = ""
+        if stage == "load":
+            tensor = getattr(self._now.account, "current", "")
         failure = {"type": type(error).__name__, "words": str(error)[:2000], "at": at}
         return failure | {"stage": stage, "role": role, "tensor": tensor}
 
