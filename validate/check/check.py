@@ -144,7 +144,7 @@ def examine(
     if isinstance(checkpoint, Source):
         return _examined(checkpoint, source, runtimes, vllm)
     try:
-        return _examined(open_source(checkpoint), source, runtimes, vllm)
+        opened = open_source(checkpoint)
     except OSError as error:
         got = error.strerror or str(error)
         where = error.filename or checkpoint
@@ -152,6 +152,8 @@ def examine(
         refusal = NoCheckpointError(where, "must be readable", got=got, cure=cure)
     except CheckpointError as error:
         refusal = error
+    else:
+        return _examined(opened, source, runtimes, vllm)
     checked = _unread(str(checkpoint), "files", refusal)
     if isinstance(refusal, NoCheckpointError):
         return checked._replace(refusal=refusal)

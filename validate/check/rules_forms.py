@@ -193,6 +193,8 @@ def _leaves_problem(view: StoredView, module: Module, weight: StoredWeight) -> P
     """A tensor too few or too many: its leaf, what happens, the cure."""
     built = module.resolution.built
     leaves = leaves_built(built, weight).keys()
+    if leaves == built.leaves:
+        return None
     optional = set(built.optional)
     if module.part == "mtp" and view.loader.unknown_name == "KeyError":
         optional.discard("g_idx")  # the loaders of vLLM's other classes drop it (AutoWeightsLoader)
@@ -428,7 +430,9 @@ def _is_mixed(module: Module) -> bool:
     """
     kinds = set[tuple[str, ...]]()
     for _, weight in module.members:
-        form = re.sub("^fp8.*", "fp8", weight.form)
+        form = weight.form
+        if form.startswith("fp8"):
+            form = "fp8"
         kinds.add((form, *sorted(weight.parts)))
     return len(kinds) > 1
 

@@ -380,27 +380,24 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
             apart = {HFName(stem + path) for path in place.row.interleaved.into}
             if apart <= runtime.weights.keys():
                 continue
-        if name in own:
-            yield from _changed(own[name], theirs)
-        else:
+        if name not in own:
             says = "is in the source's MTP block and not here: the draft runs without it"
             cure = "Quantize again, or graft the source's MTP block"
             yield objection("source", theirs.weight.name, says, cure, "lost")
-
-
-def _changed(ours: StoredWeight, theirs: StoredWeight) -> Objections:
-    """Another logical shape, or another dtype of a plain tensor."""
-    name = ours.weight.name
-    dtypes = (ours.weight.dtype, theirs.weight.dtype)
-    if _is_shape_known(ours) and _is_shape_known(theirs) and ours.shape != theirs.shape:
-        says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
-        yield objection("source", name, says, "Quantize again", "shape")
-    elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
-        effect = "digits are lost that the draft was trained with"
-        if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
-            effect = "twice the size for the same numbers"
-        says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
-        yield objection("source", name, says, "Keep the source's dtype", f"{dtypes}", "warning")
+            continue
+        ours = own[name]
+        where = ours.weight.name
+        dtypes = (ours.weight.dtype, theirs.weight.dtype)
+        if _is_shape_known(ours) and _is_shape_known(theirs) and ours.shape != theirs.shape:
+            says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
+            yield objection("source", where, says, "Quantize again", "shape")
+        elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
+            effect = "digits are lost that the draft was trained with"
+            if {*dtypes} <= {*FLOATS} and FLOATS.index(dtypes[0]) > FLOATS.index(dtypes[1]):
+                effect = "twice the size for the same numbers"
+            says = f"is {dtypes[0]}, in the source {dtypes[1]}: {effect}"
+            cure = "Keep the source's dtype"
+            yield objection("source", where, says, cure, f"{dtypes}", "warning")
 
 
 def _is_shape_known(weight: StoredWeight) -> bool:

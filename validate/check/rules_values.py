@@ -85,7 +85,8 @@ class Tensor(NamedTuple):
         """Equal for tensors of one kind: all scales of one name in the backbone, or in the MTP
         block.
         """
-        return f"{self.place.part} {self.place.role * (self.leaf == 'weight')} {self.leaf}"
+        role = self.place.role if self.leaf == "weight" else ""
+        return f"{self.place.part} {role} {self.leaf}"
 
 
 _Tensors = Mapping[HFName, Tensor]

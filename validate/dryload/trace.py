@@ -64,14 +64,7 @@ class Trace:
                 return f"{module}.{leaf}"
         return min(fault.sources, key=fault.sources.__getitem__, default=fault.param)
 
-    def module_entry(self, prefix: str) -> str:
-        """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not
-        know it.
-        """
-        members = self._members(prefix)
-        return self._first_of(members) or "".join(members[:1])
-
-    def _members(self, prefix: str, half: str = "") -> list[HFName]:
+    def _members(self, prefix: str, half: str) -> list[HFName]:
         """Modules on disk; experts by number, as many as there are, and stacked ones only if there
         are no others.
         """

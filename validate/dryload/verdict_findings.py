@@ -121,7 +121,7 @@ class _Side:
 
     def entry_of(self, prefix: str) -> str:
         """The first tensor on disk of a module; "" where it is not known."""
-        return self.trace.module_entry(prefix) if self.trace else ""
+        return on_disk(self.view, prefix, is_draft=self.role == "draft") if self.view else ""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from keepmtp.validate.dryload.in_vllm.account import Account, Construction
 from keepmtp.validate.dryload.in_vllm.demands import Demands
-from keepmtp.validate.dryload.in_vllm.stages import Mapping
 from torch.nn import Parameter
 
 BF16 = torch.bfloat16
@@ -139,25 +138,3 @@ def test_the_tensor_in_hand_is_known():
     _, account = built()
     seen = [account.current for _ in account.hand_over([("a", meta(1)), ("b", meta(1))])]
     assert seen == ["a", "b"] and account.current == ""
-
-
-def test_fewer_expert_mappings_are_searched_and_the_same_ones_found():
-    """Against the whole list, for names with and without an expert's number."""
-    shards = {"w1": "w13", "w2": "w2", "w3": "w13"}
-    entries = [
-        (f"experts.{param}_", f"experts.{expert}.{shard}.", expert, shard)
-        for expert in range(40)
-        for shard, param in shards.items()
-    ]
-    names = [
-        f"layers.7.ffn.experts.{e}.{s}.weight" for e in (0, 1, 11, 39, 40) for s in (*shards, "w4")
-    ]
-    current = [""]
-    mapping = Mapping(entries, lambda: current[0])
-    assert list(mapping) == entries
-    for name in [*names, "layers.0.attn.wq_a.weight", "mtp.0.ffn.shared_experts.w1.weight"]:
-        current[0] = name
-        wanted = [entry for entry in entries if entry[1] in name]
-        assert [entry for entry in mapping if entry[1] in name] == wanted
-    current[0] = names[0]
-    assert len(list(mapping)) == 3

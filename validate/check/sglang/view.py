@@ -136,19 +136,17 @@ def _why_plain(draft: Dialect, model: SglangModel, view: FamilyView) -> str:
         # Mixed precision lists what is quantized; the class looks for its own block there.
         if draft.name != "modelopt_mixed" or not quantized:
             return f"the draft plain under {draft.name}"
-    if isinstance(draft, Quark) and _is_excluded(draft, model, view):
-        return "the draft plain: exclude names it"
+    if isinstance(draft, Quark):
+        block = entry_renames(view, "mtp", draft.name).name(f"model.layers.{view.num_layers}")
+        experts = [entry for entry in draft.exclude.written if "mlp.experts" in entry]
+        # The whole block by its name, or its experts by theirs.
+        by = {
+            "block": draft.exclude.first(block) is not None,
+            "experts": any(entry.startswith("mtp.") for entry in experts),
+        }
+        if by.get(model.excluded_by):
+            return "the draft plain: exclude names it"
     disabled = view.config.get("disable_quant_module") or ()
     if model.plain_where_disabled and model.plain_where_disabled in disabled:
         return f"the draft plain: disable_quant_module has {model.plain_where_disabled}"
     return ""
-
-
-def _is_excluded(draft: Quark, model: SglangModel, view: FamilyView) -> bool:
-    """Whether Quark's list leaves the whole draft plain."""
-    if model.excluded_by == "block":
-        on_disk = f"model.layers.{view.num_layers}"
-        block = entry_renames(view, "mtp", draft.name).name(on_disk)
-        return draft.exclude.first(block) is not None
-    experts = [entry for entry in draft.exclude.written if "mlp.experts" in entry]
-    return model.excluded_by == "experts" and any(entry.startswith("mtp.") for entry in experts)

@@ -115,7 +115,13 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
         limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
         chosen = job.pop("cures")
-        outcomes = _mend(cures, chosen, job["vllm"]) if chosen else {}
+        outcomes = dict[str, str]()
+        if chosen:  # cures of a package in that folder, which is not installed here
+            sys.path.insert(0, os.path.dirname(cures))
+            package = importlib.import_module(os.path.basename(cures))
+            del sys.path[0]
+            package.mend(chosen, job["vllm"])
+            outcomes = package.OUTCOMES
         account = StagedLoad(types.SimpleNamespace(**job), gpu=gpu).account()
         # Only now: most modules are imported, and so mended, while the model is built.
         account["load"]["cures"] = [name for name, why_not in outcomes.items() if not why_not]
@@ -127,18 +133,6 @@ def _fork(job: dict[str, Any], gpu: str, cache: str, cures: str) -> int:
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def _mend(folder: str, chosen: str, version: str) -> dict[str, str]:
-    """Switch cures on in this child: a package of that folder, which is not installed here.
-
-    Returns: what becomes of each, as their modules are imported: "" where it is applied.
-    """
-    sys.path.insert(0, os.path.dirname(folder))
-    package = importlib.import_module(os.path.basename(folder))
-    del sys.path[0]
-    package.mend(chosen, version)
-    return package.OUTCOMES
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -9,11 +9,10 @@ in one place, and nowhere else. Only vLLM's own code runs inside it.
 """
 
 import json
-import re
 import resource
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -24,8 +23,6 @@ import torch
 from . import gpu, kernels, world
 from .account import Account, Construction
 from .demands import demands_of
-
-_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @dataclass(slots=True)
@@ -107,8 +104,7 @@ class StagedLoad:
         self._runner = "v1"
         if config.use_v2_model_runner:
             self._runner = "v2"
-        record_questions(self._note)
-        search_fewer_experts(self._tensor_in_hand)
+        record_questions(lambda *question: self._now.asked.append(question))
         self._at = ("world", "")
         world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = {"target": config.model_config}
@@ -129,20 +125,13 @@ class StagedLoad:
             part = self._parts[role]
             part.kernels = kernels.process(part.model, self._config, done)
 
-    def _note(self, *question: Any) -> None:
-        self._now.asked.append(question)
-
-    def _tensor_in_hand(self) -> str:
-        """The name on disk of the tensor that is loaded now; "" for none."""
-        return getattr(self._now.account, "current", "")
-
     def _failure(self, error: Exception) -> dict[str, Any]:
         """As `LoadFailure`."""
         stage, role = self._at
         at, _ = kernels.last_frame(error)
         tensor = ""
         if stage == "load":
-            tensor = self._tensor_in_hand()
+            tensor = getattr(self._now.account, "current", "")
         failure = {"type": type(error).__name__, "words": str(error)[:2000], "at": at}
         return failure | {"stage": stage, "role": role, "tensor": tensor}
 
@@ -171,7 +160,9 @@ class StagedLoad:
 
         # vLLM's own reader chooses the files; only the tensors are replaced.
         default_loader.safetensors_weights_iterator = weights
-        weight_utils.safe_open = _open_to_read
+        # For "pt" it maps the whole file as memory that could be written: that counts like an
+        # allocation (server.py: limit_memory), and a shard may be larger than the limit.
+        weight_utils.safe_open = lambda path, framework: safetensors.safe_open(path, "np")
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:
@@ -253,14 +244,6 @@ def _engine_config(job: Any) -> Any:
         tensor_parallel_size=job.tp,
         distributed_executor_backend=backend,
     ).create_engine_config()
-
-
-def _open_to_read(path: str, framework: str) -> Any:
-    """`safe_open`, which for "pt" maps the whole file as memory that could be written: that counts
-    like an allocation (server.py: limit_memory), and a shard may be larger than the limit. For "np"
-    it maps the file to be read.
-    """
-    return safetensors.safe_open(path, framework="np")
 
 
 def _know_config(declared: dict[str, Any]) -> None:
@@ -358,46 +341,3 @@ def record_questions(note: Any) -> None:
         pending += cls.__subclasses__()
         if "get_quant_method" in cls.__dict__:
             cls.get_quant_method = recorded(cls.__dict__["get_quant_method"])
-
-
-class Mapping(list):
-    """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may
-    match.
-
-    Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's
-    loaders work on one tensor at a time. A loader that collects them first has no tensor at that
-    point, and gets the whole list.
-    """
-
-    def __init__(self, entries: list[tuple[str, str, int, str]], current: Callable[[], str]):
-        super().__init__(entries)
-        self._current = current
-        self._by_expert: dict[str, list[tuple[str, str, int, str]]] = {}
-        for entry in entries:
-            self._by_expert.setdefault(_expert_in(entry[1]), []).append(entry)
-
-    def __iter__(self) -> Iterator[Any]:
-        # vLLM's loaders compare the name of every tensor with three entries an expert, 768 in
-        # DeepSeek-V4: most of a dry load's time. The entries name their expert (`experts.17.w1.`),
-        # so for a tensor of expert 17 all others may be left out: the loop then does the same.
-        expert = _expert_in(self._current())
-        if not expert or "" in self._by_expert:
-            return super().__iter__()
-        return iter(self._by_expert.get(expert, ()))
-
-
-def _expert_in(name: str) -> str:
-    """The number of the expert in a name; "" for none."""
-    return "".join(_EXPERT.findall(name)[:1])
-
-
-def search_fewer_experts(current: Callable[[], str]) -> None:
-    """Let vLLM's mappings call `current` for the name on disk of the tensor that is loaded now."""
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    build = RoutedExperts.build_expert_params_mapping
-
-    def build_mapping(*args: Any, **kwargs: Any) -> Mapping:
-        return Mapping(build(*args, **kwargs), current)
-
-    RoutedExperts.build_expert_params_mapping = staticmethod(build_mapping)  # type: ignore[method-assign]
