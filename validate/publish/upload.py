@@ -173,12 +173,13 @@ def ready_report(folder: Path) -> tuple[FullReport, Identity]:
 def _refuse_red(verified: FullReport, evidence: Path) -> None:
     judgement = verified.judgement
     assert judgement is not None, "verify() has made it"
-    if judgement.verdict == "pass" and verified.verdict.ok:
+    if judgement.verdict == "pass":
         return
+    why = [reason.says for reason in judgement.reasons if reason.verdict == judgement.verdict]
     raise GateError(
         evidence / report.JSON_FILE,
         "only a checkpoint that passes is published",
-        got=f"{judgement.title} ({verified.verdict.says.rstrip('.')})",
+        got=f"{judgement.title} ({why[0].rstrip('.')})",
         cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
     )
 

@@ -212,7 +212,7 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     rows.append(("Size", f"{size_in_words(record.bytes.before)} before, {after} now"))
     devices = codes(dict.fromkeys(_devices(report)))
     where = f", on {devices}" if devices else ""
-    rows.append(("ServedModel by", f"the publisher{where}; nobody else has verified it"))
+    rows.append(("Measured by", f"the publisher{where}; nobody else has verified it"))
     gpus = [f"{number} x {name} ({memory} GB)" for number, name, memory in facts.gpus]
     fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
     how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"

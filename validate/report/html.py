@@ -88,9 +88,7 @@ def render(report: FullReport) -> str:
         drawn[name] = picture(chart.alt, f"data:image/png;base64,{content}")
     browser = MarkdownIt("commonmark", {"html": False}).enable("table")
     name = Path(report.path).name or report.path
-    colour = "#b3261e"
-    if report.verdict.ok:
-        colour = "#17693a"
+    colour = "#17693a" if report.verdict.ok else "#b3261e"
     return _PAGE.substitute(
         policy=_POLICY,
         title=escape(printable(f"{name}: {report.verdict.label} (keepmtp)")),

@@ -58,8 +58,7 @@ def page(report: FullReport, pictures: Pictures) -> Iterator[Block]:
         yield tables.drafts(report.evaluation)
     yield (
         f"keepmtp {report.keepmtp}, judged against vLLM {report.vllm}, {report.made_at}, on the "
-        "machine of whoever made this page; nobody else has verified it. The same content for "
-        "machines: report.json."
+        "machine of whoever made this page; nobody else has verified it."
     )
 
 
