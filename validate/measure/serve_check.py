@@ -50,8 +50,7 @@ def serve_check(
         check: what to ask.
 
     Raises:
-        RecipeError: another run is at work there.
-        VLLMError: no room for a BF16 copy.
+        RecipeError: another run is at work there, or no room for a BF16 copy.
         CheckpointError: outputs that cannot be read, or weights that cannot be copied.
     """
     start = time.monotonic()
