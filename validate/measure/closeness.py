@@ -329,11 +329,12 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
             rows.append({token: entry["logprob"] for token, entry in row.items()})
     if len(rows) != num:
         raise ServerFailed(f"predictions of {len(rows)} tokens for {num}", server.log)
-    # Logits of a raw mode may be any number.
-    if max([math.fsum([math.exp(min(1.0, p)) for p in row.values()]) for row in rows]) > _MOST_SUM:
-        got = "a row whose probabilities sum to more than 1"
-        cure = "Leave out --logprobs-mode"
-        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
+    for row in rows:
+        # Logits of a raw mode may be any number.
+        if math.fsum([math.exp(min(1.0, value)) for value in row.values()]) > _MOST_SUM:
+            got = "a row whose probabilities sum to more than 1"
+            cure = "Leave out --logprobs-mode"
+            raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
     return tuple(rows)
 
 

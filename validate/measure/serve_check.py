@@ -73,9 +73,8 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    works = [
-        _work(model, k, setup, check) for k in sorted({drafted_by(model, k) for k in check.ks})
-    ]
+    ks = sorted({drafted_by(model, k) for k in check.ks})
+    works = [_work(model, k, setup, check) for k in ks]
     missing = [work for work in works if work.file.missing]
     errors = {}
     how = Json()

@@ -24,16 +24,16 @@ def run(
     request = import_module("vllm.benchmarks.datasets").SampleRequest
     # The command takes requests from a dataset of its own, which needs pandas; ours are handed to
     # the function that it calls.
-    samples = [
-        request(
+    samples = []
+    for number, text in enumerate(texts):
+        sample = request(
             prompt=text,
             prompt_len=1,  # the server's own count replaces it
             expected_output_len=output_tokens,
             chat_messages=[{"role": "user", "content": text}] if is_chat else None,
             request_id=f"bench-{number}",
         )
-        for number, text in enumerate(texts)
-    ]
+        samples.append(sample)
     backend, path = ("openai-chat", "chat/completions") if is_chat else ("openai", "completions")
     serve.freeze_gc_heap()
     return asyncio.run(
