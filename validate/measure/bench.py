@@ -106,9 +106,8 @@ def bench(
         setup: how to serve, and where to write.
 
     Raises:
-        RecipeError: another run is at work there.
+        RecipeError: another run is at work there, or no room for a BF16 copy.
         ServerFailed: a server did not come up, or died. What was measured is kept.
-        VLLMError: no room for a BF16 copy.
         CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
     """
     before = None

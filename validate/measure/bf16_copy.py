@@ -131,9 +131,8 @@ def _held(source: Source) -> list[StoredWeight | Entry]:
     """
     stored, others = stored_weights(source.entries.values())
     # Scales of the KV cache have no place in a model without a quantization config.
-    held: list[StoredWeight | Entry] = [
-        entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES
-    ]
+    kept = [entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES]
+    held: list[StoredWeight | Entry] = [*kept]
     for weight in stored.values():
         if weight.form == "plain":
             held.append(weight.weight)

@@ -3,7 +3,7 @@ window by window.
 
 In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, a file with every
 position, and the source's predictions for the next checkpoint that is made from it: a file of
-windows, and a folder with the arrays of each.
+windows, and a folder with the predictions for each.
 
 Easy to get wrong: a server does not give a vocabulary of 150,000 tokens, so a token may be known of
 one model alone. What is computed is then a lower bound; where both name the whole vocabulary it is
@@ -83,10 +83,10 @@ def measure(
     """Ask what is missing, the source first, and compare.
 
     Raises:
-        RecipeError: another run is at work there, or texts without two tokens.
+        RecipeError: another run is at work there, no room for a BF16 copy, or texts without two
+            tokens.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
         GateError: a server gave no log-probabilities.
-        VLLMError: no room for a BF16 copy.
         CheckpointError: a disk or a file that fails.
     """
     asked = {
@@ -329,11 +329,12 @@ def predictions(server: Server, ids: Sequence[int], *, top: int, vocabulary: int
             rows.append({token: entry["logprob"] for token, entry in row.items()})
     if len(rows) != num:
         raise ServerFailed(f"predictions of {len(rows)} tokens for {num}", server.log)
-    # Logits of a raw mode may be any number.
-    if max([math.fsum([math.exp(min(1.0, p)) for p in row.values()]) for row in rows]) > _MOST_SUM:
-        got = "a row whose probabilities sum to more than 1"
-        cure = "Leave out --logprobs-mode"
-        raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
+    for row in rows:
+        # Logits of a raw mode may be any number.
+        if math.fsum([math.exp(min(1.0, value)) for value in row.values()]) > _MOST_SUM:
+            got = "a row whose probabilities sum to more than 1"
+            cure = "Leave out --logprobs-mode"
+            raise GateError("vllm serve", "must give log-probabilities", got=got, cure=cure)
     return tuple(rows)
 
 

@@ -288,7 +288,7 @@ def hosting(model: Model, setup: Setup) -> Iterator[Host]:
     """The servers of one checkpoint. A copy is gone with the context.
 
     Raises:
-        VLLMError: no room for a copy.
+        RecipeError: no room for a copy.
         CheckpointError: a weight cannot be read.
     """
     source = model.source
@@ -315,7 +315,7 @@ def answer_missing(model: Model, works: Iterable[Work], setup: Setup) -> None:
 
     Raises:
         ServerFailed: see `Host.answer`.
-        VLLMError, CheckpointError: see `hosting`.
+        RecipeError, CheckpointError: see `hosting`.
     """
     alike = attrgetter("k", "words")
     servers = sorted(works, key=alike)

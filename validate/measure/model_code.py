@@ -69,13 +69,10 @@ def fence() -> tuple[str, ...]:
     for path in _READ:
         words += ("--ro-bind-try", path, path)
     words += ("--remount-ro", "/")
-    return tuple(words) if _works(words) else ()
-
-
-def _works(words: Sequence[str]) -> bool:
     with suppress(RecipeError):
-        return passes("def f(): return 1", "assert f() == 1", words)
-    return False
+        if passes("def f(): return 1", "assert f() == 1", words):
+            return tuple(words)
+    return ()
 
 
 def passes(program: str, test: str, fence: Sequence[str]) -> bool:

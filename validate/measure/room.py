@@ -45,7 +45,8 @@ def refuse_no_room(
         extra: the user's words for `vllm serve`.
 
     Raises:
-        VLLMError: too little memory on the GPUs, too few of them, or too little room on the disk.
+        VLLMError: too little memory on the GPUs, or too few of them.
+        RecipeError: too little room on the disk.
         CheckpointError: a copy is needed and a weight cannot be read.
     """
     remove_left("keepmtp-", out)

@@ -50,8 +50,7 @@ def serve_check(
         check: what to ask.
 
     Raises:
-        RecipeError: another run is at work there.
-        VLLMError: no room for a BF16 copy.
+        RecipeError: another run is at work there, or no room for a BF16 copy.
         CheckpointError: outputs that cannot be read, or weights that cannot be copied.
     """
     start = time.monotonic()
@@ -74,9 +73,8 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
     it.
     """
-    works = [
-        _work(model, k, setup, check) for k in sorted({drafted_by(model, k) for k in check.ks})
-    ]
+    ks = sorted({drafted_by(model, k) for k in check.ks})
+    works = [_work(model, k, setup, check) for k in ks]
     missing = [work for work in works if work.file.missing]
     errors = {}
     how = Json()

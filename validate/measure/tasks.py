@@ -84,9 +84,8 @@ def evaluate(
         has_plain: ask the checkpoint with MTP off as well.
 
     Raises:
-        RecipeError: another run is at work there.
+        RecipeError: another run is at work there, or no room for a BF16 copy.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
-        VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
     models = [checkpoint]
