@@ -80,7 +80,9 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
         title = _TITLES[name]
         if chosen and name == "models":
             title += f", family {chosen[0].family}, source {chosen[0].source}"
-        tables.append(table(title, COLUMNS[name], cells))
+        listing = table(title, COLUMNS[name], cells)
+        listing.columns[0].no_wrap = True  # a name that is copied
+        tables.append(listing)
     answer(found, tables, as_json=as_json)
 
 
