@@ -17,7 +17,7 @@ from ....recipes.schema import Texts, TextsOfMix
 
 
 def _rounded(digits: int) -> BeforeValidator:
-    """How a figure stands in the record. What is decided is decided before."""
+    """How a figure is written to the record. What is decided is decided before."""
 
     def rounded(value: Any) -> Any:
         return round(value, digits) if isinstance(value, float) else value
