@@ -67,11 +67,10 @@ def calibrate(
     no_block = refuse_mtp(plan)
     refuse_strange(folder, below=True)
 
+    tuned = plan.recipe.mtp_tuned
+
     def find() -> CalibrationData:
-        guard = ()
-        if plan.recipe.mtp_tuned is not None:
-            guard = plan.recipe.mtp_tuned.guard
-        drawn = calibration_data(plan.calibration, plan.source, guard)
+        drawn = calibration_data(plan.calibration, plan.source, tuned.guard if tuned else ())
         if plan.calibration.held_out_by == "model":
             return with_own_text(plan, drawn, folder, device=ranks.device)
         return drawn

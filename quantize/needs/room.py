@@ -6,7 +6,6 @@ In: a plan and a folder. Out: a number of bytes, or a refusal.
 Easy to get wrong: what a killed run left is counted once.
 """
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,8 +92,7 @@ def _bytes_in(folder: Path) -> int:
     bytes.
     """
     total = 0
-    for root, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # another run has given the file its final name
-                total += os.lstat(Path(root, name)).st_blocks * 512
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # another run has given the file its final name
+            total += path.lstat().st_blocks * 512
     return total

@@ -14,7 +14,9 @@ process.
 """
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -142,13 +144,16 @@ def joined() -> Iterator[Ranks]:
         if ranks.size == 1:
             yield ranks
             return
-        os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
-        backend = "gloo"
-        if ranks.device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
-        _refuse_shared_gpu(ranks)
-        yield ranks
+        with _ended_by_launcher():
+            os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
+            backend = "gloo"
+            if ranks.device.type == "cuda":
+                backend = "cpu:gloo,cuda:nccl"
+            dist.init_process_group(
+                backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT
+            )
+            _refuse_shared_gpu(ranks)
+            yield ranks
         # Not after an error: leaving a group in good order needs all of its members.
         dist.destroy_process_group()
 
@@ -223,3 +228,22 @@ def _without_gpu(where: str, got: str) -> RecipeError:
         got=got,
         cure="Lower NPROC, or show each process another GPU",
     )
+
+
+@contextmanager
+def _ended_by_launcher() -> Iterator[None]:
+    """Turns the SIGTERM that a launcher sends to the other processes, when one has ended, into a
+    refusal.
+    """
+
+    def say(*_: object) -> None:
+        raise _peers_must_stay("SIGTERM, which it sends when one of them has ended")
+
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, say)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

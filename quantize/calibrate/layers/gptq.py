@@ -133,22 +133,17 @@ class Hessians:
         """After a pass: every rank's sums become those of all ranks.
 
         Raises:
-            CheckpointError: a module has read fewer inputs than those that it shares with, or
-                shares with others on another rank.
+            CheckpointError: a module has read fewer inputs than those that it shares with.
         """
         self._newest.clear()
-        shared = {}
+        samples = {}
         for module, own in self.sums.items():
             if own.calls[module] != own.calls[own.leader]:
                 raise self._parted(module, own)
-            shared[self._name_of[module]] = self._name_of[own.leader], own.samples[module]
-        of_ranks = gathered(shared)
+            samples[self._name_of[module]] = own.samples[module]
+        total = sum(map(Counter, gathered(samples)), Counter())
         for module, own in self.sums.items():
-            found = (of_rank[self._name_of[module]] for of_rank in of_ranks)
-            leaders, samples = zip(*found, strict=True)
-            if {*leaders} != {self._name_of[own.leader]}:
-                raise self._parted(module, own)
-            own.samples[module] = sum(samples)
+            own.samples[module] = total[self._name_of[module]]
         if has_others():
             for own in dict.fromkeys(self.sums.values()):
                 dist.all_reduce(own.matrix)

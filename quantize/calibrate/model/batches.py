@@ -36,9 +36,6 @@ class Batches:
     rows: range
     size: int
 
-    def __len__(self) -> int:
-        return len(self.ranges())
-
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for batch in self.batches():
             with self.skeleton.fed(self.index, batch) as arguments:

@@ -136,13 +136,8 @@ class Skeleton:
         return len(self._real)
 
     def tensors_of(self, index: int) -> list[TensorPlan]:
-        """What decoder layer `index` is on disk; nothing after the last one."""
-        found = []
-        for tensor in self.plan.tensors:
-            is_here = tensor.part == "backbone" and tensor.layer == index
-            if is_here and tensor.fate != "drop" and tensor.calibrated != "cache":
-                found.append(tensor)
-        return found
+        """What decoder layer `index` is on disk."""
+        return _of_layers(self.plan)[index]
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
@@ -305,6 +300,17 @@ def path_in(model: nn.Module, wanted: nn.Module) -> str:
     raise AssertionError(f"{type(wanted).__name__} is no part of {type(model).__name__}")
 
 
+def _of_layers(plan: Plan) -> dict[int, list[TensorPlan]]:
+    """What each decoder layer is on disk."""
+    layers: dict[int, list[TensorPlan]] = defaultdict(list)
+    for tensor in plan.tensors:
+        if tensor.part != "backbone" or tensor.layer is None:
+            continue
+        if tensor.fate != "drop" and tensor.calibrated != "cache":
+            layers[tensor.layer].append(tensor)
+    return layers
+
+
 def _top(plan: Plan, role: str = "") -> list[TensorPlan]:
     """Tensors of the language model outside decoder layers and MTP block; of one role, or all."""
     found = []
@@ -410,17 +416,13 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
         and calibration.model_code == "checkpoint"
     ):
         return None
-    layers: dict[int, list[TensorPlan]] = defaultdict(list)
-    for tensor in plan.tensors:
-        if tensor.part == "backbone" and tensor.layer is not None and tensor.fate != "drop":
-            layers[tensor.layer].append(tensor)
     kinds = set[frozenset[tuple[str, Shape]]]()
     try:
         model = on_meta(plan)
         linear_experts(model)
         names = Names.of(model)
         modules = decoder_layers(model, plan)
-        for index, tensors in sorted(layers.items()):
+        for index, tensors in sorted(_of_layers(plan).items()):
             # The first decoder layer with each set of names and shapes.
             stem = plan.view.disk_stem("backbone", index)
             kind = frozenset((tensor.name.removeprefix(stem), tensor.shape) for tensor in tensors)

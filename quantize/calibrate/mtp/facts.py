@@ -8,19 +8,27 @@ refused before it is drawn.
 """
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, computed_field, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, computed_field, model_validator
 
 from ....checkpoints.fact import Count, Fact, Figure, Share
 from ....recipes.schema import Texts, TextsOfMix
 
-# How a figure stands in the record. What is decided is decided before rounding.
-Share5 = Annotated[Share, AfterValidator(partial(round, ndigits=5))]
-Figure5 = Annotated[Figure, AfterValidator(partial(round, ndigits=5))]
-Figure6 = Annotated[Figure, AfterValidator(partial(round, ndigits=6))]
-Figure7 = Annotated[Figure, AfterValidator(partial(round, ndigits=7))]
+
+def _rounded(digits: int) -> BeforeValidator:
+    """How a figure is written to the record. What is decided is decided before."""
+
+    def rounded(value: Any) -> Any:
+        return round(value, digits) if isinstance(value, float) else value
+
+    return BeforeValidator(rounded)
+
+
+Share5 = Annotated[Share, _rounded(5)]
+Figure5 = Annotated[Figure, _rounded(5)]
+Figure6 = Annotated[Figure, _rounded(6)]
+Figure7 = Annotated[Figure, _rounded(7)]
 
 
 class DataFact(Fact):

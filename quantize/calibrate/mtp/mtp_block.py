@@ -238,11 +238,10 @@ class MtpBlock(PreTrainedModel):
             "final_norm": draft.final_norm,
             "head": draft.head,
         }
+        names = ("embedding_projection", "hidden_projection")
         if len(draft.projections) == 1:
-            paths["projection"] = draft.projections[0]
-        else:
-            paths["embedding_projection"] = draft.projections[0]
-            paths["hidden_projection"] = draft.projections[1]
+            names = ("projection",)
+        paths |= zip(names, draft.projections, strict=True)
         if draft.collapse:
             _, path, disk = draft.collapse
             paths[f"collapse.{path}"] = disk

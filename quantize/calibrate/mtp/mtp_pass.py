@@ -14,6 +14,7 @@ training, on held-out text that neither has seen.
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -444,20 +445,19 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
     if auto and auto.min_acceptance is not None:
         needed = fewest_slots(auto.min_acceptance, recipe.gates.confidence)
         fewest = FEWEST_SEQUENCES
-    if recipe.mtp == TUNED:
-        fewest = FEWEST_SEQUENCES
     slots = data.held_out_ids.numel()
     if data.held_out_written is not None:
         slots = int(data.held_out_written.sum())
     sequences = len(data.held_out_ids)
     of_each = ""
-    if recipe.mtp == TUNED and data.held_out_kinds:  # each kind is judged alone
-        kinds = data.rows_of_kinds
-        if len(kinds) > 1:
-            of_each = " of each dataset"
-        for texts in plan.calibration.mix:  # of one there may be no sequence at all
-            kinds.setdefault(texts.title, [])
-        sequences = min(map(len, kinds.values()))
+    if recipe.mtp == TUNED:  # each kind is judged alone
+        fewest = FEWEST_SEQUENCES
+        of_each = " of each dataset"
+        counts = Counter(data.held_out_kinds)
+        # Of one there may be no sequence at all.
+        titles = {*counts, *(texts.title for texts in plan.calibration.mix)}
+        if counts:
+            sequences = min(counts[title] for title in titles)
     if sequences < fewest or slots < needed:
         raise RecipeError(
             recipe.name,

@@ -93,11 +93,8 @@ class PolicyResults:
 
     def statistics(self, plan: Plan) -> list[Path]:
         """The statistics of a policy that was measured: a file for each block."""
-        key = _key(plan)
-        files = []
-        for index in range(num_blocks(plan)):
-            files.append(self.backbone.folder / "mtp" / f"{key}-{index:05d}.safetensors")
-        return files
+        stem = self.backbone.folder / "mtp" / _key(plan)
+        return [Path(f"{stem}-{index:05d}.safetensors") for index in range(num_blocks(plan))]
 
     def _kept(
         self,
@@ -169,9 +166,6 @@ class BlockInputs:
     backbone: Backbone
     blocks: Sequence[MtpBlock]
     stream: Stream = "mtp"
-
-    def __len__(self) -> int:
-        return len(self.backbone.batches(self.stream))
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

@@ -372,7 +372,7 @@ def test_inputs_are_those_of_a_draft(made):
         for count, expected in enumerate(steps, start=1):
             inputs = policy.BlockInputs(backbone=backbone, blocks=blocks[:count])
             output = blocks[count - 1](**next(iter(inputs)))[0]
-            assert len(inputs) == len(list(inputs)) == len(list(inputs))
+            assert len(list(inputs)) == len(list(inputs))
             assert output.shape[1] == batch.ids.shape[1] - count
             # Sums over other lengths are added in another order: two units in the last place of
             # BF16 near 4.
