@@ -68,7 +68,8 @@ def publish(
 
     publishing.check_name(repo)
     url = f"{constants.ENDPOINT}/{repo}"
-    tell(f"{os.path.realpath(path)} to {url}")
+    tell(f"folder {os.path.realpath(path)}")
+    tell(f"repository {url}")
     publishing.ready_report(path)
     token = get_token()
     if token is None and not dry_run:

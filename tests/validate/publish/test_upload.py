@@ -570,6 +570,6 @@ def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
     assert (
         SHARD in table
         and "differs" in table
-        and "There and not of this checkpoint: notes." in table
+        and "other_files notes" in table
     )
     assert nothing_sent(hub)
