@@ -8,7 +8,7 @@ repetitions, and the report made anew.
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,13 +18,9 @@ from .options import AtLeastOne, DryRunOption, ServeOptions
 from .progress import asking
 from .tables import answer, in_words
 
-if TYPE_CHECKING:
-    from ..validate.measure.bench import BenchPlan
-
 _MOST_K = 4
-_LIMIT = 1 << 20
 _LONGEST_RANGE = 64
-_NUMBERS = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?")
+_NUMBERS = re.compile(r"(\d{1,6})(?:\.\.(\d{1,6}))?")
 
 
 def bench(
@@ -69,7 +65,7 @@ def bench(
     from ..validate.measure import bench as matrix
     from ..validate.measure.harness import ks_up_to, refuse_drafts
     from ..validate.measure.texts import read_prompts
-    from .measured import benched
+    from .measured import benched, would_do
     from .measuring import Session
 
     session = Session("bench", "bench", served, context.args, source or "none")
@@ -97,8 +93,8 @@ def bench(
         refuse_drafts(session.original, *ks, option="--k", is_original=True)
         num_checkpoints = 2
     if dry_run:
-        would_do = counted(plan, num_checkpoints)
-        answer(would_do, [in_words(would_do)], as_json=served.as_json)
+        value = would_do(plan, num_checkpoints)
+        answer(value, [in_words(value)], as_json=served.as_json)
         return
     checkpoint, compared = session.models()
     with asking(as_json=served.as_json) as watch:
@@ -113,22 +109,6 @@ def bench(
     answer(value, [*benched(fact), session.places], as_json=served.as_json, status=status)
 
 
-def counted(plan: "BenchPlan", num_checkpoints: int) -> dict[str, Any]:
-    """What a run would do."""
-    servers = len(plan.ks) * num_checkpoints
-    requests = sum(map(plan.num_requests, plan.concurrency)) * plan.repeat * servers
-    return {
-        "checkpoints": num_checkpoints,
-        "servers": servers,
-        "k": list(plan.ks),
-        "concurrency": list(plan.concurrency),
-        "repetitions": plan.repeat,
-        "requests": requests,
-        "output_tokens": plan.output_tokens,
-        "prompts": f"{len(plan.prompts.items):,} of {plan.prompts.name}",
-    }
-
-
 def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     """Numbers of a list such as `1,8,32` or `0..4`, ascending, each once.
 
@@ -137,19 +117,15 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     """
     chosen = set[int]()
     for part in words.split(","):
-        named = _NUMBERS.fullmatch(part.strip())
-        low = 0
-        high = -1  # below `low`: refused
-        if named:
-            low = int(named[1])
-            high = int(named[2] or named[1])
-        if not least <= low <= high <= min(_LIMIT, low + _LONGEST_RANGE):
+        numbers = range(0)
+        if named := _NUMBERS.fullmatch(part.strip()):
+            numbers = range(int(named[1]), int(named[2] or named[1]) + 1)
+        if not numbers or numbers[0] < least or len(numbers) > _LONGEST_RANGE:
             raise RecipeError(
                 option,
-                f"must be {least} or more, at most {_LIMIT:,}, and a range that goes up, by "
-                f"{_LONGEST_RANGE} at most",
+                f"must be {least} or more, and a range that goes up, by {_LONGEST_RANGE} at most",
                 got=part,
                 cure=f"Write {option} 1,8,32 or {option} {least}..4",
             )
-        chosen.update(range(low, high + 1))
+        chosen.update(numbers)
     return tuple(sorted(chosen))

@@ -5,15 +5,13 @@ an error, 2 if there is nothing to judge.
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import Json, frozen
-from . import exits
 from .options import (
     GpusOption,
     JsonOption,
@@ -23,12 +21,7 @@ from .options import (
     chosen_vllm,
 )
 from .progress import bytes_bar, spinner
-from .tables import answer, tell
-
-if TYPE_CHECKING:
-    from ..recipes.runtimes import Runtime
-    from ..validate.check.check import Checked
-    from ..validate.check.reading import Level
+from .tables import tell
 
 
 @frozen
@@ -156,7 +149,9 @@ def check(
         source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
     """
     from .. import api
+    from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
+    from . import findings
     from .measuring import recorder, save
 
     loads = servers.words()
@@ -174,8 +169,13 @@ def check(
     with spinner(is_shown="gpus" in loads) as doing:
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
             if values is not None:
-                checked = _with_values(checked, values, source)
-            status = max(status, _print(checked, loads["runtimes"], as_json=as_json))
+                from ..validate.check.values import with_values  # imports torch
+
+                # Of a repository, threads fetch: Ctrl-C ends them, too.
+                with stopped_by_signals():
+                    reading = bytes_bar("reading values")
+                    checked = with_values(checked, values, source=source, reading=reading)
+            status = max(status, findings.show(checked, loads["runtimes"], as_json=as_json))
             if checked.refusal is not None:
                 continue
             if html is not None:
@@ -189,33 +189,3 @@ def check(
                 tell(f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)
-
-
-def _print(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> int:
-    """Print what was found of one checkpoint; returns its exit status."""
-    from . import findings
-
-    if as_json or checked.refusal is None:
-        # In JSON, a refusal is a finding.
-        value = findings.check_json(checked.data, checked.accounts) | {"runtimes": servers}
-        answer(value, findings.parts(checked.data, servers=servers), as_json=as_json)
-    else:
-        exits.say_refusal(checked.refusal)
-    # One version of vLLM that does not start says nothing of the checkpoint.
-    for error in checked.unjudged:
-        exits.say_refusal(error)
-    if checked.refusal is not None or checked.unjudged:
-        return exits.REFUSAL
-    if not checked.data.ok:
-        return exits.FINDINGS
-    return 0
-
-
-def _with_values(checked: "Checked", level: "Level", source: str | None) -> "Checked":
-    """Also with what the value check finds."""
-    from ..checkpoints.hub_client import stopped_by_signals
-    from ..validate.check.values import with_values
-
-    # Of a repository, threads fetch: Ctrl-C ends them, too.
-    with stopped_by_signals():
-        return with_values(checked, level, source=source, reading=bytes_bar("reading values"))

@@ -7,20 +7,16 @@ closeness.json with the servers' logs in the same folder, and the report made an
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from .exits import FINDINGS, OF_VERDICT
+from .exits import OF_VERDICT
 from .options import AtLeastOne, K, OriginalOption, ServeOptions
 from .progress import asking
 from .tables import answer, drawn, reasons
-
-if TYPE_CHECKING:
-    from ..validate.facts.schema import JudgementFact
-    from ..validate.facts.served import ServeCheck
 
 
 def serve_check(
@@ -56,6 +52,7 @@ def serve_check(
     from ..validate.measure.harness import ks_up_to
     from ..validate.measure.texts import PROMPTS, read_prompts
     from ..validate.report.check_data import record_static
+    from .measured import exit_status
     from .measured import served as shown
     from .measuring import Session, save
 
@@ -90,22 +87,6 @@ def serve_check(
     value = {**dict(fact), "judgement": judged}
     status = exit_status(judged, fact)
     answer(value, shown(fact, judged, session.places), as_json=served.as_json, status=status)
-
-
-def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
-    """1 for a regression in what this command measures; 3 if the prompts are too few to compare
-    acceptance.
-    """
-    from ..validate.report.drafted import has_no_block
-    from ..validate.report.gates import verdict_on
-    from .measured import OWN_GATES
-
-    if verdict_on(judged, OWN_GATES) == "regression":
-        return FINDINGS
-    # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
-    if found.source is None or has_no_block(found, None):
-        return 0
-    return OF_VERDICT[verdict_on(judged, ("acceptance",))]
 
 
 def closeness(

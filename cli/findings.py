@@ -25,11 +25,13 @@ from ..recipes.errors import printable, shortened
 from ..recipes.frozen import Json
 from ..recipes.runtimes import Runtime
 from ..recipes.runtimes.sglang import VERSION
+from ..validate.check.check import Checked
 from ..validate.facts import dry_load
 from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
 from ..validate.facts.findings import CheckpointFacts, Finding
 from ..validate.facts.results import CheckData
-from .tables import counted, table
+from . import exits
+from .tables import answer, counted, table
 
 _WIDEST = 120
 # Characters: a hostile name may have a million.
@@ -217,3 +219,21 @@ def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:
         # From the oldest on; none may serve it.
         printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
     return printed
+
+
+def show(checked: Checked, servers: Sequence[Runtime], *, as_json: bool) -> int:
+    """Print what was found of one checkpoint; returns its exit status."""
+    if as_json or checked.refusal is None:
+        # In JSON, a refusal is a finding.
+        value = check_json(checked.data, checked.accounts) | {"runtimes": servers}
+        answer(value, parts(checked.data, servers=servers), as_json=as_json)
+    else:
+        exits.say_refusal(checked.refusal)
+    # One version of vLLM that does not start says nothing of the checkpoint.
+    for error in checked.unjudged:
+        exits.say_refusal(error)
+    if checked.refusal is not None or checked.unjudged:
+        return exits.REFUSAL
+    if not checked.data.ok:
+        return exits.FINDINGS
+    return 0

@@ -5,6 +5,7 @@ they run.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -13,7 +14,11 @@ from ..validate.facts.benched import BenchFact
 from ..validate.facts.evaluated import EvaluationFact
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import ServeCheck, how_served
+from ..validate.measure.bench import BenchPlan
 from ..validate.report import tables
+from ..validate.report.drafted import has_no_block
+from ..validate.report.gates import verdict_on
+from .exits import FINDINGS, OF_VERDICT
 from .tables import drawn, in_words, reasons, verdict
 
 OWN_GATES = ("findings", "loads", "acceptance")
@@ -124,3 +129,31 @@ def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
         yield drawn(title, tables.candidates(fact))
     yield from tables.calibration_notes(fact)
     yield ""
+
+
+def would_do(plan: BenchPlan, num_checkpoints: int) -> dict[str, Any]:
+    """What a run would do."""
+    servers = len(plan.ks) * num_checkpoints
+    requests = sum(map(plan.num_requests, plan.concurrency)) * plan.repeat * servers
+    return {
+        "checkpoints": num_checkpoints,
+        "servers": servers,
+        "k": list(plan.ks),
+        "concurrency": list(plan.concurrency),
+        "repetitions": plan.repeat,
+        "requests": requests,
+        "output_tokens": plan.output_tokens,
+        "prompts": f"{len(plan.prompts.items):,} of {plan.prompts.name}",
+    }
+
+
+def exit_status(judged: JudgementFact, found: ServeCheck) -> int:
+    """1 for a regression in what this command measures; 3 if the prompts are too few to compare
+    acceptance.
+    """
+    if verdict_on(judged, OWN_GATES) == "regression":
+        return FINDINGS
+    # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
+    if found.source is None or has_no_block(found, None):
+        return 0
+    return OF_VERDICT[verdict_on(judged, ("acceptance",))]

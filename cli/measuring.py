@@ -1,7 +1,8 @@
 """What the verbs that measure with servers share: from two checkpoints to a folder of results.
 
 In: the options that all of them have. Out: a `Session`, which knows what is measured and where
-results go. It imports what help must not wait for, so verbs import it when they run.
+results go. It imports what help must not wait for, so verbs import it when they run. `keepmtp
+check` and `serve-check` write their reports with `save` and `recorder`.
 """
 
 from collections.abc import Callable

@@ -131,7 +131,7 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
 
     known = {name: sm for sm, names in _NAMES_OF.items() for name in names.split()}
     meant = set[str]()
-    for word in words:
+    for word in re.findall("[^,]+", ",".join(words)):
         typed = re.sub(r"nvidia|geforce|rtx|sxm\d?|pcie|nvl\d*|\b\d+gb|[\s_-]", "", word.lower())
         name = known.get(typed, typed)
         meant.add(name)
@@ -140,8 +140,6 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
             names = [each for each in (*GPUS, *known) if each[0] == name[:1]]
             cure = "Name an NVIDIA card from Ampere on, such as H100, or one of these"
             cure = did_you_mean(name, names, otherwise=cure)
-            if "," in word:
-                cure = f"Repeat it: {' '.join(f'--gpu {each}' for each in word.split(','))}"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
     return [gpu for gpu in GPUS if gpu in meant]
 

@@ -37,7 +37,7 @@ from . import tables
 from .tables import by_reason, counted, in_words, table
 
 _LOCAL = "local"
-# What a row of a plan is told apart by.
+# The keys by which tensors are grouped into rows.
 _ROW = ("part", "modules", "fate", "stored_before", "stored_as", "reason")
 
 

@@ -7,16 +7,20 @@ exactly those files.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
-from ..recipes.frozen import without
+from ..recipes.frozen import Json, without
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
 from .tables import ERR, answer, counted, in_words, table, tell
+
+if TYPE_CHECKING:
+    from ..validate.publish.hub import Remote
+    from ..validate.publish.upload import Published
 
 
 def publish(
@@ -64,7 +68,8 @@ def publish(
 
     publishing.check_name(repo)
     url = f"{constants.ENDPOINT}/{repo}"
-    tell(f"{os.path.realpath(path)} to {url}")
+    tell(f"folder {os.path.realpath(path)}")
+    tell(f"repository {url}")
     publishing.ready_report(path)
     token = get_token()
     if token is None and not dry_run:
@@ -77,12 +82,7 @@ def publish(
     parcel = publishing.prepare(
         path, repo=repo, watch=bytes_bar("hashing"), reading=bytes_bar("reading values")
     )
-    size = size_in_words(parcel.num_bytes)
     found = {}
-    files = []
-    for name, local in parcel.files.items():
-        files.append({"name": name, "bytes": local.num_bytes, "sha256": local.sha256})
-    value = {"repo": repo, "files": files}
     there = "nothing was asked: no token"
     with stopped_by_signals():
         is_public = False
@@ -91,27 +91,26 @@ def publish(
             hub.sign_in()
             before = hub.look(repo)
             found = publishing.compare(parcel, before)
-            there = "a new private repository"
-            if before is not None:
-                is_public = not before.is_private
-                kind = "PUBLIC" if is_public else "private"
-                there = f"a {kind} repository with {len(before.files)} files"
-                there += f", at commit {before.commit}"
+            is_public = before is not None and not before.is_private
+            there = _there(before)
             tell(f"on the Hub  {there}")
+        files = []
+        rows = []
+        for name, local in parcel.files.items():
+            state = found.get(name, "not asked")
+            file = {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
+            files.append(file | {"on_the_hub": state})
+            rows.append((name, size_in_words(local.num_bytes), state))
+        value = {"repo": repo, "files": files}
         if not token or dry_run:
             others = publishing.named(found, "other")
-            rows = []
-            for file in files:
-                file |= {"on_the_hub": found.get(file["name"], "not asked")}
-                rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
             value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
-            head = ("file", ">size", "on the Hub")
-            parts = [table("would be sent", head, rows), in_words(without(value, "files"))]
-            answer(value, parts, as_json=as_json)
+            files_there = table("would be sent", ("file", ">size", "on the Hub"), rows)
+            answer(value, [files_there, in_words(without(value, "files"))], as_json=as_json)
             return
         if not update:
             publishing.refuse_overwriting(repo, found)
-        tell(f"to send     {counted(len(files), 'file')}, {size}")
+        tell(f"to send     {len(files)} files, {size_in_words(parcel.num_bytes)}")
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
@@ -120,15 +119,7 @@ def publish(
         done = publishing.publish(
             parcel, hub, repo, public=public, update=update, may_be_public=is_public
         )
-    value |= {
-        "url": url,
-        "commit": done.commit,
-        "private": done.is_private,
-        "uploaded_bytes": done.num_bytes,
-        "kept_files": done.kept,
-        "other_files": done.others,
-        "verified": True,
-    }
+    value |= {"url": url, **_done(done)}
     said = Text.assemble(("published", "green"), f" {in_words(without(value, 'files'))}")
     answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
 
@@ -141,3 +132,23 @@ def _confirm(what: str) -> None:
             return
         got = "no"
     raise RecipeError("publish", "going public must be confirmed", got=got, cure="Add --yes")
+
+
+def _there(before: "Remote | None") -> str:
+    if before is None:
+        return "a new private repository"
+    kind = "private" if before.is_private else "PUBLIC"
+    return (
+        f"a {kind} repository with {counted(len(before.files), 'file')}, at commit {before.commit}"
+    )
+
+
+def _done(done: "Published") -> Json:
+    return {
+        "commit": done.commit,
+        "private": done.is_private,
+        "uploaded_bytes": done.num_bytes,
+        "kept_files": done.kept,
+        "other_files": done.others,
+        "verified": True,
+    }

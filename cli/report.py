@@ -1,12 +1,11 @@
 """`keepmtp report`, `gate` and `card`: what is made of the measurements in NAME.report.
 
 In: a checkpoint NAME with its results. Out: report.json with its page, the recipe's gates as an
-exit status and a table of reasons, or the model card in NAME.card. `keepmtp check` and
-`serve-check` write their reports with `save` and `recorder`.
+exit status and a table of reasons, or the model card in NAME.card.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +13,6 @@ from .exits import OF_VERDICT
 from .options import JsonOption
 from .progress import bytes_bar
 from .tables import answer, in_words, show, verdict
-
-if TYPE_CHECKING:
-    pass
 
 
 def gate(path: Path, as_json: JsonOption = False) -> None:

@@ -20,7 +20,7 @@ from .tables import answer, tell
 
 
 @frozen
-class ServerOptions:
+class Listening:
     """Where a server listens, and what is seen of it.
 
     Attributes:
@@ -39,7 +39,7 @@ class ServerOptions:
 def serve(
     context: typer.Context,
     path: str,
-    server: ServerOptions,
+    server: Listening,
     k: Annotated[int | None, typer.Option(*K, min=0)] = None,
     gpus: GpusOption = None,
     dry_run: bool = False,
@@ -129,13 +129,7 @@ def serve(
         return
     assert vllm is not None
     life = serving.run(opened, best, replace(vllm, cures=cures), extra, server, address)
-    if life.doubt:
-        reads = f"`{serving.command('check', path)} --values` reads the draft's tensors"
-        tell(f"warning: {life.doubt}: {reads}, `{serving.command('serve-check', path)}` compares")
-    drafted = "served without drafting"
-    if life.k:
-        drafted = foreground.in_words(life)
-    line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}"
+    line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {foreground.in_words(life)}"
     status = life.status
     if not life.is_stopped:
         status = max(status, 1)  # vLLM's front end ends with 0 where its engine has died

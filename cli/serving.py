@@ -28,7 +28,7 @@ from ..validate.report.best_k import BestK, best_k
 from . import exits
 from .findings import with_path
 from .progress import downloaded
-from .serve import ServerOptions
+from .serve import Listening
 from .tables import answer, tell
 
 _MOST_K = 16
@@ -41,7 +41,7 @@ def run(
     best: BestK,
     vllm: VLLM,
     extra: Sequence[str],
-    server: ServerOptions,
+    server: Listening,
     address: Address,
 ) -> ServerLife:
     """Serve until it is stopped, and say how it went.
@@ -94,6 +94,9 @@ def run(
             got = f"{got}: {last_error(server.log, life.status)}"
             cure = f"Read {server.log}"
         exits.say_refusal(VLLMError("vllm serve", rule, got=got, cure=cure))
+    if life.doubt:
+        reads = f"`{command('check', opened.where)} --values` reads the draft's tensors"
+        tell(f"warning: {life.doubt}: {reads}, `{command('serve-check', opened.where)}` compares")
     return life
 
 

@@ -35,7 +35,7 @@ import yaml
 from .errors import RecipeError, cure_of_key, did_you_mean
 from .family import QUANTIZABLE_ROLES, TABLE_ROLES
 from .frozen import Json, Raw, frozen, without
-from .yaml_file import load_shipped, on_one_line
+from .yaml_file import load_shipped
 
 BLOCKS = (
     "mtp_auto",
@@ -367,8 +367,3 @@ def listed() -> list[Listed]:
             )
             rows.append(row)
     return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
-
-
-def in_words(knobs: Raw) -> str:
-    """Knobs as they are in YAML: "actorder null, duo_scaling true"."""
-    return ", ".join(f"{key} {on_one_line(value)}" for key, value in knobs.items())

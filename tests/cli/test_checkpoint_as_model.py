@@ -79,9 +79,9 @@ def test_any_scheme_and_policy_can_be_named(fine_tune):
     assert plan.needs_calibration == ["NVFP4"]
     printed("plan_without_a_scheme.txt", ran("plan './My Tune-v1.2'", cwd=fine_tune.parent))
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --mtp NVFP4")
-    assert "minmax on 256 sequences" in shown
+    assert "samples 256" in shown
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --calibration problems-32x128")
-    assert "minmax on 32 sequences" in shown
+    assert "samples 32" in shown
 
 
 def test_a_recipe_still_takes_any_folder_of_its_family(fine_tune):

@@ -44,20 +44,6 @@ def test_a_repository_without_a_network(tmp_path):
     refused("check org/offline", says="org/offline", cwd=tmp_path, HF_HUB_OFFLINE="1")
 
 
-@pytest.mark.full
-def test_a_home_folder_in_an_option(tmp_path):
-    """A shell leaves the `~` of `--source=~/x`, and of one in quotes."""
-    home = tmp_path / "home"
-    shutil.copytree(MODEL, home / "mine")
-    for words in (
-        "plan tiny-glm4-moe --source=~/mine",
-        "plan tiny-glm4-moe --source ~/mine",
-        "quantize tiny-glm4-moe --source=~/mine --out=~/made/out",
-    ):
-        ran(words, cwd=tmp_path, HOME=str(home))
-    assert (home / "made" / "out").is_dir() and [*tmp_path.iterdir()] == [home]
-
-
 def test_a_file_where_a_folder_is_needed(tmp_path):
     (tmp_path / "file").write_text("")
     refused("quantize tiny-glm4-moe --out file/sub/out", says="file/sub", cwd=tmp_path)

@@ -24,7 +24,7 @@ from closenesses import closeness
 from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.compare import exit_status
+from keepmtp.cli.measured import exit_status
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.runtimes.vllm import NEWEST

@@ -147,7 +147,7 @@ def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
     case.hub.faults = [Fault("PUT /lfs/", times=99, before=case.signal(number), hold=case.end)]
     ended = run(case, parcel)
     assert ended.code == 128 + number and not ended.hung and ended.seconds < 6, ended
-    assert "The same command goes on: what was sent is not sent again" in ended.err
+    assert "The same command goes on where this one stopped" in ended.err
     assert len(case.hub.repos[faults.REPO].commits) == 1
 
 
