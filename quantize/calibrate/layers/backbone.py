@@ -110,12 +110,14 @@ def _calibrate_head(backbone: "Backbone") -> None:
 
 
 def _calibrate_layer(backbone: "Backbone", index: int) -> None:
-    """Observe, rewrite and serve one layer; its states are whole once its statistics are."""
+    """Observe, rewrite and serve one layer, while the next is read; its states are whole once its
+    statistics are.
+    """
     skeleton = backbone.skeleton
     plan = backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index):
+    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
         # Held-out text as the release computes it: the layer has its released weights so far.
         backbone.run("source", index, outputs, serving(model))
         handing_over = nullcontext()

@@ -13,8 +13,10 @@ llm-compressor 0.14.0.1 utils/helpers.py (`calibration_forward_context`, `use_ea
 """
 
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
@@ -31,6 +33,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ....checkpoints.source import read
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
 from ....recipes.frozen import Shape, frozen, without
@@ -40,6 +43,7 @@ from .binding import Binding, Names, bind, fill, linear_experts
 from .hooks import hooked
 from .states import LayerState
 
+_CHUNK_BYTES = 2**24
 # Keys of config.json that say which Python builds the model.
 _NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
 
@@ -146,11 +150,14 @@ class Skeleton:
         return bind(layer, self.tensors_of(index), self.names.in_layer, where)
 
     @contextmanager
-    def layer(self, index: int, *, device: torch.device | None = None) -> Iterator[nn.Module]:
+    def layer(
+        self, index: int, then: int = -1, *, device: torch.device | None = None
+    ) -> Iterator[nn.Module]:
         """Decoder layer `index` in its place, with its weights; they are gone afterwards.
 
         Args:
             index: of the layer.
+            then: the layer that is wanted after it, whose files are read meanwhile; -1 for none.
             device: for its weights; the skeleton's own if none is given.
         """
         layer = self._real[index]
@@ -166,7 +173,10 @@ class Skeleton:
                 self._like[0] = len(output)
 
         try:
-            with hooked([layer.register_forward_hook(note)]):
+            with (
+                hooked([layer.register_forward_hook(note)]),
+                reading_ahead(self.plan, self.tensors_of(then)),
+            ):
                 yield layer
         finally:
             layer.to("meta")
@@ -432,3 +442,25 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
     except (RecipeError, CheckpointError) as error:
         return error
     return None
+
+
+@contextmanager
+def reading_ahead(plan: Plan, tensors: Iterable[TensorPlan]) -> Iterator[None]:
+    """A thread reads these, until they are read or the context ends."""
+    entries = [plan.entries[name] for tensor in tensors for name in tensor.inputs]
+    stop = threading.Event()
+
+    def read_all() -> None:
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        for entry in entries:
+            for offset in range(0, entry.num_bytes, _CHUNK_BYTES):
+                if stop.is_set():
+                    return
+                read(plan.source, entry, buffer[: entry.num_bytes - offset], offset=offset)
+
+    with ThreadPoolExecutor(1, "read-ahead") as pool:
+        pool.submit(read_all)  # what fails here, fails again when it is needed
+        try:
+            yield
+        finally:
+            stop.set()

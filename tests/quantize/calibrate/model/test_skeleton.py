@@ -1,7 +1,11 @@
-"""The skeleton: what it binds, holds and refuses."""
+"""The skeleton: what it binds, holds and refuses, and the next
+layer's files, read while this one computes.
+"""
 
 import os
 import re
+import threading
+import time
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,8 +19,9 @@ from keepmtp.checkpoints import values
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.calibrate.layers.work import LayerWork
+from keepmtp.quantize.calibrate.model import skeleton as module
 from keepmtp.quantize.calibrate.model.binding import linear_experts
-from keepmtp.quantize.calibrate.model.skeleton import Skeleton
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton, reading_ahead
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
@@ -157,22 +162,32 @@ def plan(request, tmp_path_factory) -> Plan:
     )
 
 
-def test_each_byte_of_a_layer_is_read_once(plan, monkeypatch):
+def test_each_byte_of_a_layer_is_read_once_and_of_the_next_one_meanwhile(plan, monkeypatch):
     skeleton = Skeleton(plan, device=CPU)
+    done = threading.Event()
     real = values.read
+    last = len(skeleton) - 1
     read = Counter[str]()
-    index = len(skeleton) - 2
-    wanted = {}
-    for tensor in skeleton.tensors_of(index):
-        wanted |= {name: plan.entries[name].num_bytes for name in tensor.inputs}
+    ahead = Counter[str]()
+    now, then = (
+        {n: plan.entries[n].num_bytes for each in skeleton.tensors_of(index) for n in each.inputs}
+        for index in (last - 1, last)
+    )
 
     def read_now(source, entry, into, *, offset=0):
         read[entry.name] += len(into)
         real(source, entry, into, offset=offset)
 
+    def read_ahead(_source, entry, into, *, offset=0):
+        ahead[entry.name] += len(into)
+        if ahead == then:
+            done.set()
+
     monkeypatch.setattr(values, "read", read_now)
-    with skeleton.layer(index):
-        assert read == wanted, "gate and up of a stack are one tensor"
+    monkeypatch.setattr(module, "read", read_ahead)
+    with skeleton.layer(last - 1, last):
+        assert read == now, "gate and up of a stack are one tensor"
+        assert done.wait(10)
 
 
 def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
@@ -189,6 +204,28 @@ def test_a_shard_that_ends_early_is_named_when_its_layer_begins(tmp_path):
     skeleton = Skeleton(plan, device=CPU)
     entry = plan.entries[skeleton.tensors_of(1)[0].inputs[0]]
     os.truncate(Path(tmp_path / "source" / entry.file), entry.start + 1)
+    with reading_ahead(plan, skeleton.tensors_of(1)):
+        pass
     rule = rf"{entry.file}: {entry.name} must be whole; got end of file"
     with pytest.raises(CheckpointError, match=rule), skeleton.layer(1):
         pass
+
+
+def test_an_end_in_the_middle_waits_for_no_more_than_a_piece(tmp_path, monkeypatch):
+    plan = planned(tmp_path / "source")
+    calls = []
+    begun = threading.Event()
+
+    def read(*_args: object, **_words: object) -> None:
+        calls.append(1)
+        begun.set()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(module, "read", read)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        reading_ahead(plan, Skeleton(plan, device=CPU).tensors_of(1)),
+    ):
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+    assert len(calls) == 1
