@@ -58,7 +58,8 @@ class Statistics:
             fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
 
         Raises:
-            CheckpointError: a file is damaged or belongs to another run.
+            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of
+                another file.
         """
         entries = {}
         sums = {}
@@ -67,6 +68,9 @@ class Statistics:
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
                 rule = "must come from this recipe, source and dataset"
                 raise _refusal(path, rule, "statistics of another run")
+            if twice := sorted(entries.keys() & header.entries.keys()):
+                rule = f"{twice[0]} must be in one file only"
+                raise _refusal(path, rule, f"also in {entries[twice[0]].file}")
             entries |= header.entries
             sums |= json.loads(header.metadata.get(_SUMS, "{}"))
         return cls(folder=folder, entries=entries, sums=sums)
