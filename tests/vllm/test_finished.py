@@ -5,6 +5,8 @@ from checkpoint_files import Checkpoint, write
 from good import ours, outputs_of
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.conventions import FORMATS
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.dryload.check_on import with_loads
 
 pytestmark = pytest.mark.vllm
 MODELS = ("glm-4.7", "qwen3.5-27b", "mimo-7b", "deepseek-v3.1")
@@ -29,4 +31,5 @@ def test_every_case_loads(accounts):
     for loads in accounts.values():
         assert len(loads) == len(MODELS) * len(FORMATS) * len(CHANGES)
         for name, account in loads.items():
-            assert account.ok, (name, account.error)
+            checked = with_loads(examine(account.path), [account])
+            assert checked.data.ok, (name, checked.data.findings)
