@@ -173,10 +173,9 @@ def totals(plan: Plan) -> str:
     if other is not None:
         line += f" of {other.where} ({other.revision})"
     if plan.served is not None:
-        line += (
-            f"; {size_in_words(plan.num_bytes_staying)} stay byte for byte, of these "
-            f"{size_in_words(plan.num_bytes_linked)} as links"
-        )
+        links = [shard for shard in plan.shards if shard.is_link]
+        stays = size_in_words(plan.num_bytes_staying)
+        line += f"; {stays} stay byte for byte, {len(links)} of {len(plan.shards)} shards as links"
     return line
 
 

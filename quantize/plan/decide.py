@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache
 
 from ...checkpoints.dialects.choose import UNQUANTIZED
+from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.source import MTP_FILES, Entry, Source
 from ...checkpoints.source_of import release_of
@@ -443,7 +444,9 @@ def served_view(source: Source, view: FamilyView) -> RuntimeView | None:
     what its weights are.
     """
     served = RuntimeView(source=source, view=view)
-    if served.dialect.name in (UNQUANTIZED.name, *_NATIVE, view.family.released_as):
+    dialect = served.dialect
+    native = (UNQUANTIZED.name, *_NATIVE, view.family.released_as)
+    if isinstance(dialect, Fp8) or dialect.name in native:
         return None
     served.refuse_more()
     return served

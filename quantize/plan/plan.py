@@ -42,6 +42,7 @@ from .tables import refuse_tables
 from .tensor_plan import Output, Spelled, TensorPlan, outputs_of, same_output
 
 SHARD_BYTES = 5_000_000_000
+_CACHE_FILE = "model-kv-scales.safetensors"
 _NUMBERS = re.compile(r"(\d+)")
 # Those of the target that a block has a copy of, or that are as large; and what no gradient moves.
 _NEVER_TRAINED = ("embedding", "head", "state", "vision")
@@ -269,19 +270,20 @@ def _shard(plan: Plan, file: str, units: Iterable[Unit]) -> Shard:
 
 
 def _shards_of_source(plan: Plan) -> Iterator[Shard]:
-    """The shards of a finished checkpoint, each with what becomes of its tensors; what is new is in
-    the file of what it is made for.
+    """The shards of a finished checkpoint, each with what becomes of its tensors; what replaces
+    nothing has a file of its own.
     """
     units: dict[str, list[Unit]] = defaultdict(list)
-    made_for = dict[HFName, HFName]()  # a scale of the cache -> the projection of its keys
-    for tensor in plan.tensors:
-        if tensor.cache:
-            made_for |= dict.fromkeys(tensor.cache, tensor.inputs[0])
     for unit in plan.units:
         first = unit[0]
         if len(unit) > 1 or not plan.stays(first):
-            names = first.inputs or (made_for[first.name],)
-            units[plan.entries[names[0]].file].append(unit)
+            # Scales of the cache are made from no tensor. All other shards may stay links.
+            names = first.inputs or (plan.on_disk(first.outputs[0]).name,)
+            origin = plan.entries.get(names[0])
+            file = _CACHE_FILE
+            if origin is not None:
+                file = origin.file
+            units[file].append(unit)
             continue
         # The parts of a packed weight may be in several files.
         for output in first.outputs:

@@ -140,6 +140,13 @@ def test_scales_of_the_cache(format, tmp_path):
     assert dropped == {*scales} and anew.needs_calibration
 
 
+def test_new_scales_of_the_cache_leave_all_shards_alone(finished):
+    made = planned(finished["modelopt"], "kv_cache=FP8")
+    (new,) = (shard for shard in made.shards if not shard.is_link)
+    assert new.file == "model-kv-scales.safetensors" and len(made.shards) == 3
+    assert {output.shape for output in new.outputs} == {()}
+
+
 def test_rotations_are_not_lost(tmp_path):
     folder = write(tmp_path / "first", ours("glm-4.7", "FP8_DYNAMIC"))
     config = json_of(folder / "config.json")

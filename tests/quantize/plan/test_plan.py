@@ -271,7 +271,8 @@ def test_what_a_tool_has_rounded_is_rounded_again_only_where_that_is_asked_for(t
     rows, columns = tensors[f"{module}.weight"][1]
     tensors[f"{module}.weight"] = ("F8_E4M3", (rows, columns))
     tensors[f"{module}.weight_scale"] = ("F32", (rows, 1))
-    said = {"_name_or_path": "org/release", "quantization_config": {"quant_method": "modelopt"}}
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    said = {"_name_or_path": "org/release", "quantization_config": config}
 
     def fate(config=said, scheme="W4A16", **changes) -> str:
         overrides = [{"modules": module, "scheme": scheme}]

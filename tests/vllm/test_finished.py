@@ -1,0 +1,35 @@
+"""One group of a finished checkpoint, in vLLM's own classes: target and draft are filled."""
+
+import pytest
+from checkpoint_files import Checkpoint, write
+from good import ours, outputs_of
+from keepmtp.pipeline import plan_for
+from keepmtp.recipes.conventions import FORMATS
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.dryload.check_on import with_loads
+
+pytestmark = pytest.mark.vllm
+MODELS = ("glm-4.7", "qwen3.5-27b", "mimo-7b", "deepseek-v3.1")
+CHANGES = ("mtp=NVFP4A16", "mtp=FP8_BLOCK", "attention=FP8_DYNAMIC")
+
+
+@pytest.fixture(scope="module")
+def accounts(dry_loaded, tmp_path_factory):
+    home = tmp_path_factory.mktemp("finished")
+    made = dict[str, Checkpoint]()
+    for model in MODELS:
+        for format in FORMATS:
+            folder = write(home / f"{model}-{format}", ours(model, "NVFP4A16", format=format))
+            for change in CHANGES:
+                plan, _ = plan_for(str(folder), changes=[change], requantize=True)
+                made[f"{model} {format} {change}"] = outputs_of(plan)
+    return {gpu: dry_loaded(made, gpu) for gpu in ("sm90", "sm100")}
+
+
+@pytest.mark.full
+def test_every_case_loads(accounts):
+    for loads in accounts.values():
+        assert len(loads) == len(MODELS) * len(FORMATS) * len(CHANGES)
+        for name, account in loads.items():
+            checked = with_loads(examine(account.path), [account])
+            assert checked.data.ok, (name, checked.data.findings)
