@@ -18,7 +18,7 @@ from ...recipes.family import TABLE_ROLES, Part, Role
 from ...recipes.family_view import FamilyView, Place
 from ...recipes.runtimes.vllm import NEWEST
 from ...recipes.schema import Recipe
-from ...recipes.schemes import Scheme
+from ...recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import TensorPlan
 
 _BLOCKS = "vocab_parallel_embedding.py takes no scales of blocks"
@@ -63,7 +63,7 @@ def refuse_tables(recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan
     is_tied = view.text_config.get("tie_word_embeddings", view.config.get("tie_word_embeddings"))
     if is_tied or ("backbone", "head") not in roles:
         for group in TABLE_ROLES:
-            if group in recipe.backbone and ("backbone", "embedding") in roles:
+            if recipe.backbone.get(group) in SCHEMES and ("backbone", "embedding") in roles:
                 raise RecipeError(
                     f"{recipe.name}: backbone {group}",
                     "embedding and head must be two matrices: one is looked up, the other "

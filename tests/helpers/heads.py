@@ -149,9 +149,9 @@ def markdown(told: dict[Place, dict[str, str]]) -> str:
 
 Written by `make heads`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the classes
 of vLLM {" and ".join(VERSIONS)} for target and draft on meta tensors, for sm90 and sm100, from tiny checkpoints in published
-names. *yes*: both versions load and fill all of it on both GPUs, and the draft gets the target's. A version: that one
-alone. *as plain*: what stops it stops a plain one too ([matrix.md](matrix.md)). *-*: keepmtp refuses it and names
-vLLM's file. Nothing: the dialect has no word for it.
+names. *yes*: both versions load and fill all of it on both GPUs, and the draft gets the target's; of step3p5 with
+keepmtp's cures of vLLM's defects. A version: that one alone. *as plain*: what stops it stops a plain one too
+([matrix.md](matrix.md)). *-*: keepmtp refuses it and names vLLM's file. Nothing: the dialect has no word for it.
 
 {summed}
 

@@ -2,8 +2,11 @@
 vLLM's classes do not take. tests/vllm/test_heads.py asks vLLM itself.
 """
 
+from pathlib import Path
+
 import pytest
-from good import planned
+from checkpoint_files import as_source
+from good import outputs_of, planned
 from heads import packed
 from keepmtp.quantize.plan.configs import config_of
 from keepmtp.quantize.plan.plan import make_plan
@@ -114,3 +117,24 @@ def test_a_scheme_for_every_group_is_none_for_a_head():
     chosen = recipe.with_choices(scheme="W4A16", mtp=None)
     assert {**chosen.backbone, "head": ""} == dict.fromkeys(recipe.backbone, "W4A16") | {"head": ""}
     assert chosen.backbone["head"] == "FP8_DYNAMIC"
+
+
+def of_finished(plan, word):
+    """A plan that takes another one's output as its source, and gives the head a word."""
+    source = as_source(outputs_of(plan), Path("/nonexistent"))
+    recipe = plan.recipe.model_dump()
+    recipe["backbone"] = dict.fromkeys(recipe["backbone"], "source") | {"head": word}
+    return make_plan(Recipe.model_validate(recipe | {"mtp": "source"}), source)
+
+
+def test_of_a_finished_checkpoint_the_head_alone_is_written_anew():
+    plan = of_finished(planned("qwen3.5-27b", "FP8_DYNAMIC", "bf16"), "W8A16")
+    changed = [tensor.name for tensor in plan.tensors if tensor.fate != "keep"]
+    assert changed == ["lm_head.weight"]
+
+
+def test_a_head_that_is_packed_already_is_not_rounded_into_another_form():
+    plan = packed("qwen3.5-27b", "head", "FP8_DYNAMIC")
+    assert of_role(of_finished(plan, "source"), "head").fate == "keep"
+    with pytest.raises(RecipeError, match="a weight is rounded once"):
+        of_finished(plan, "W4A16")
