@@ -204,13 +204,13 @@ class Decisions:
             place = replace(place, part="mtp")
         fate: Fate = "keep"
         reason = "a scale of the source's KV cache"
-        output = same_output(entry)
+        outputs = (same_output(entry),)
         if self.recipe.kv_cache is not None:
             fate = "drop"
             reason = "the KV cache gets other scales"
+            outputs = ()
         elif not self._keeps_dialect(entry) and leaf in CACHE_LEAVES:
-            output = Output(HFName(name), entry.dtype, (1,))
-        outputs = (output,)[: fate == "keep"]
+            outputs = (Output(HFName(name), entry.dtype, (1,)),)
         return TensorPlan(entry.name, (entry.name,), fate, reason, entry.shape, outputs, place)
 
     def _place(self, name: HFName) -> Place:
