@@ -87,12 +87,17 @@ def _plain(value: object) -> object:
 
 
 def in_words(value: object) -> str:
-    """A JSON value for people, on one line."""
+    """A JSON value for people, on one line; what is null or empty is left out."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {in_words(part)}" for name, part in value.items())
+        said = [
+            f"{name} {in_words(part)}" for name, part in value.items() if part not in (None, "")
+        ]
+        return ", ".join(said)
     if isinstance(value, list | tuple):
         return "; ".join(map(in_words, value)) or "none"
-    return str(value or "none")
+    if isinstance(value, bool):
+        return ("no", "yes")[value]
+    return str(value)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text] | None]) -> Table:

@@ -15,6 +15,7 @@ from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source, page_of, view_of
 from ...recipes.conventions import FORMATS
 from ...recipes.errors import RecipeError, did_you_mean
+from ...recipes.family import TABLE_ROLES
 from ...recipes.family_wide import model_mapping
 from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
 from ...recipes.frozen import Json, frozen
@@ -26,7 +27,7 @@ from .own_code import refuse_no_draft
 from .plan import Plan, make_plan
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_TABLES = ("embedding", "head")
+
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
@@ -150,7 +151,7 @@ def _changed(
         RecipeError: a group that the checkpoint lacks, or is named twice.
     """
     words = dict[str, str]()
-    known = (*raw["groups"], *_TABLES, "mtp", "kv_cache", "format")
+    known = (*raw["groups"], *TABLE_ROLES, "mtp", "kv_cache", "format")
     for change in changes:
         group, _, word = change.partition("=")
         rule = f"must be GROUP=VALUE, with a group of {source.where}: {', '.join(known)}"

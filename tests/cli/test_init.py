@@ -45,7 +45,7 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n' * 600_000)
     (tmp_path / "all.yaml").write_text(yaml.safe_dump(raw))
     for words in ("--scheme nvfp4-fp8", "--scheme nvfp4-mtp-auto --calibration mine"):
-        assert "dataset: my.jsonl" in ran(f"plan all.yaml {words}", cwd=tmp_path)
+        assert "dataset my.jsonl" in ran(f"plan all.yaml {words}", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -93,8 +93,7 @@ def test_a_group_that_the_checkpoint_lacks_is_not_named():
 def test_a_summary_says_every_word():
     recipe = recipe_of(released("glm-4.7"), "nvfp4a16-fp8")
     assert recipe.summary == (
-        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block bf16; no "
-        "calibration"
+        "NVFP4A16 experts, FP8_DYNAMIC elsewhere, MTP block BF16; no calibration"
     )
     draft = recipe_of(released("gemma-4-26b-assistant"), "nvfp4a16-fp8")
     assert draft.summary == "MTP block FP8_DYNAMIC attention, NVFP4A16 dense_mlp; no calibration"
