@@ -74,8 +74,8 @@ def bench(
     ks = (0,)
     if k is not None:
         ks = numbers("--k", k, least=0)
-    elif num := view_of(opened).num_mtp_layers:
-        ks = ks_up_to(max(_MOST_K, num), num)
+    elif num := view_of(opened).usual_k:
+        ks = ks_up_to(max(_MOST_K, num), view_of(opened).draft_unit)
     plan = matrix.BenchPlan(
         ks=ks,
         concurrency=numbers("--concurrency", concurrency, least=1),

@@ -31,7 +31,7 @@ from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..validate.facts.vllm_env import gpus_here
-from ..validate.measure.serve_line import serve_words
+from ..validate.measure.serve_line import method_words, serve_words
 from ..validate.report.provenance import gpus_of
 from . import tables
 from .tables import by_reason, counted, in_words, table
@@ -168,7 +168,7 @@ def totals(plan: Plan) -> str:
         f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, "
         f"{plan.num_outputs:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
-        f"{counted(len(plan.shards), 'shard')}; {counted(plan.view.num_mtp_layers, 'MTP layer')}"
+        f"{counted(len(plan.shards), 'shard')}; {plan.view.drafter}"
     )
     if other is not None:
         line += f" of {other.where} ({other.revision})"
@@ -181,7 +181,8 @@ def totals(plan: Plan) -> str:
 
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
-    command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
+    words = method_words(plan.source)
+    command = shlex.join(serve_words(str(folder), max(1, plan.view.usual_k), *words))
     forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
     block = ", ".join(sorted(forms))
     size = size_in_words(plan.num_bytes_after)

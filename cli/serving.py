@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import api
-from ..checkpoints.source import Source
+from ..checkpoints.source import Source, view_of
 from ..recipes.errors import GateError, RecipeError, VLLMError
 from ..recipes.extras import missing
 from ..validate.check.check import Checked
@@ -21,8 +21,9 @@ from ..validate.facts.vllm_env import TESTED, VLLM
 from ..validate.measure.bf16_copy import why_no_kernel
 from ..validate.measure.cures import switched_on
 from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
+from ..validate.measure.harness import ks_up_to
 from ..validate.measure.room import refuse_full_gpus
-from ..validate.measure.serve_line import docker_words, serve_words
+from ..validate.measure.serve_line import docker_words, method_words, serve_words
 from ..validate.measure.server import last_error
 from ..validate.report.best_k import BestK, best_k
 from . import exits
@@ -64,7 +65,7 @@ def run(
         words += ["--served-model-name", opened.where]
     if vllm.build == "cpu":
         words += _CPU_WORDS
-    line = serve_words(str(local.folder), best.k, *words, *extra)
+    line = serve_words(str(local.folder), best.k, *method_words(opened), *words, *extra)
     tell(f"k={best.k}: {best.why}")
     if best.versions:
         tell(f"vLLM {vllm.version}; {best.versions}")
@@ -150,18 +151,21 @@ def chosen_k(opened: Source, asked: int | None, num_mtp_layers: int, device: str
         RecipeError: vLLM cannot draft so many.
     """
     best = best_k(opened, num_mtp_layers, device=device)
+    unit = 0
+    if num_mtp_layers:
+        unit = view_of(opened).draft_unit
     if asked is not None and asked != best.k:
         best = replace(best, k=asked, why="as you say")
     rule = cure = ""
-    if best.k and not num_mtp_layers:
+    if best.k and not unit:
         rule = "a checkpoint without an MTP block cannot draft"
         cure = "Use -k 0, or `keepmtp graft` its release's block"
     elif best.k > _MOST_K:
         rule = f"must be at most {_MOST_K}: later drafts build on guesses"
         cure = "Use -k 4 or less; `keepmtp bench` finds the best"
-    elif num_mtp_layers and best.k > num_mtp_layers and best.k % num_mtp_layers:
-        rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
-        cure = f"Use -k {num_mtp_layers}"
+    elif best.k not in ks_up_to(best.k, unit):
+        rule = f"with {unit} MTP layers vLLM drafts a multiple of them"
+        cure = f"Use -k {unit}"
     if rule:
         raise RecipeError("-k", rule, got=best.k, cure=cure)
     return best
@@ -179,6 +183,7 @@ def print_commands(
     model = opened.where
     if opened.folder is not None:
         model = str(opened.folder.absolute())  # Docker mounts it
+    further = (*method_words(opened), *further)
     line = serve_words(opened.where, best.k, *further, cures=cures)
     cures = switched_on(opened, TESTED[0])
     docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures)

@@ -183,6 +183,31 @@ class FamilyView:
         return next(filter(None, map(len, parts)), 1)
 
     @property
+    def draft_unit(self) -> int:
+        """Beyond so many tokens a step vLLM drafts a multiple of them; 0 without a block."""
+        if self.family.method == "dspark":  # its width does not depend on the stages
+            return min(1, self.num_mtp_layers)
+        return self.num_mtp_layers
+
+    @property
+    def usual_k(self) -> int:
+        """Tokens drafted a step where nothing was measured: DSpark's block, else one for each MTP
+        layer.
+        """
+        if self.family.method == "dspark":
+            return self.number("dspark_block_size") or self.num_mtp_layers
+        return self.num_mtp_layers
+
+    @property
+    def drafter(self) -> str:
+        """The draft in words: `DSpark, 3 stages`, `1 MTP layer`."""
+        count = self.num_mtp_layers
+        ending = "s" * (count != 1)
+        if self.family.method == "dspark":
+            return f"DSpark, {count} stage{ending}"
+        return f"{count} MTP layer{ending}"
+
+    @property
     def first_mtp_index(self) -> int:
         """The index on disk of the first MTP layer."""
         if self.layout.mtp is None:

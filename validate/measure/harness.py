@@ -349,7 +349,7 @@ def refuse_drafts(source: Source, *ks: int, option: str, is_original: bool = Fal
     """
     if is_original and not has_mtp(source):
         return
-    num_layers = view_of(source).num_mtp_layers
+    num_layers = view_of(source).draft_unit
     for k in ks:
         if k and not num_layers:
             rule = "must have an MTP block to draft with"

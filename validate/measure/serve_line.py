@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ... import __version__
+from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
+from ...recipes.families import has_dspark
 from ...recipes.runtimes.vllm import KNOWN, asked
 
 CURES = "KEEPMTP_CURES"
@@ -74,6 +76,13 @@ def refuse_lossy(where: str, words: Sequence[str]) -> None:
         rule = "must measure the target's own answers"
         got = f"{_LOSSY}, which accepts drafted tokens that the target would not have chosen"
         raise RecipeError(where, rule, got=got, cure="Leave rejection_sample_method out")
+
+
+def method_words(source: Source) -> tuple[str, ...]:
+    """What a model needs besides k that drafts by DSpark."""
+    if has_dspark(source.config, source.entries):
+        return f"{_KEY}method", "dspark"
+    return ()
 
 
 def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Easy to get wrong: a k that was measured on other bytes says nothing.
 from dataclasses import replace
 
 from ...checkpoints.identity import remembered
-from ...checkpoints.source import Source, small_file
+from ...checkpoints.source import Source, small_file, view_of
 from ...recipes.errors import CheckpointError
 from ...recipes.frozen import frozen
 from ..facts.benched import words_of
@@ -86,7 +86,11 @@ def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
     if report is not None:
         found = best_k_of_report(report, device=device)
         return replace(found, versions=versions_in_short(report.dry))
-    return BestK(k=max(1, num_mtp_layers), why=f"one for each MTP layer{doubt}")
+    why = "one for each MTP layer"
+    view = view_of(opened)
+    if view.family.method == "dspark":
+        why = "as many as dspark_block_size says"
+    return BestK(k=max(1, view.usual_k), why=f"{why}{doubt}")
 
 
 def _report_of(opened: Source) -> tuple[FullReport | None, str]:

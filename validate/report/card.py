@@ -31,6 +31,7 @@ from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
+from ..measure.serve_line import method_words
 from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
@@ -224,6 +225,7 @@ def _facts(
         ),
         is_chat=is_chat(opened),
         gpus=gpus_of(opened),
+        drafting=method_words(opened),
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
         plots=plots,

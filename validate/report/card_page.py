@@ -59,6 +59,7 @@ class CardFacts:
         metadata: of the front matter.
         plots: the card's drawings, by name.
         is_chat, gpus: for the person who serves it.
+        drafting: what vLLM needs besides k to draft.
         cures: that the report's vLLM needs.
         cured: each cure, with the versions that need it.
     """
@@ -74,6 +75,7 @@ class CardFacts:
     plots: Mapping[str, Chart]
     is_chat: bool
     gpus: tuple[tuple[int, str, int], ...]
+    drafting: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
     cured: tuple[str, ...] = ()
 
@@ -239,8 +241,9 @@ def _devices(report: FullReport) -> list[str]:
 def _serve(facts: CardFacts) -> Iterator[Block]:
     """How to serve it, and to ask it."""
     best = facts.best_k
-    command = serve_words(facts.model, best.k, cures=facts.cures)
-    in_docker = docker_words(facts.model, best.k, version=facts.report.vllm, cures=facts.cures)
+    words = (best.k, *facts.drafting)
+    command = serve_words(facts.model, *words, cures=facts.cures)
+    in_docker = docker_words(facts.model, *words, version=facts.report.vllm, cures=facts.cures)
     drafts = "This serves without drafting"
     if best.k:
         drafts = f"This drafts {counted(best.k, 'token')} a step"
