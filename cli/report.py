@@ -68,7 +68,9 @@ def page(path: Path, out: Path | None = None) -> None:
     """
     from .. import api
     from ..validate.facts.results import results_of
+    from ..validate.report.html import require_extra
 
+    require_extra()
     page = api.report_page(api.report(path), out or results_of(path) or path.parent)
     show([str(page)])
 

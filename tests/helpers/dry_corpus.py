@@ -157,7 +157,8 @@ def judged(
     for number, case in enumerate(cases):
         folder = write(place / f"{number:03}", case.build())
         examined.append(examine(str(folder), vllm=version))
-        jobs.append(Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts))
+        method = examined[-1].method
+        jobs.append(Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts, method=method))
     for case, checked, account in zip(cases, examined, loader.load_all(jobs), strict=True):
         yield case, with_loads(checked, [account]), account
 

@@ -26,7 +26,7 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
@@ -100,7 +100,7 @@ def run(
             cases = dict[Place, Case]()
             for place, folder in folders.items():
                 checked = examine(folder, vllm=vllm.version)
-                cases[place] = Job(folder=folder), checked, checked.runtime
+                cases[place] = Job(folder=folder, method=checked.method), checked
             for gpu in gpus:
                 with DryLoader(vllm, gpu=gpu) as loader:
                     accounts = load_with_cures(loader, [*cases.values()])
@@ -161,7 +161,7 @@ keepmtp's cures of vLLM's defects. A version: that one alone. *as plain*: what s
 
 def main() -> None:
     """`make heads`."""
-    vllms = chosen_vllms(VERSIONS, find_vllm())
+    vllms, _ = had_vllms(VERSIONS, find_vllm())
     told = run(places(sys.argv[1:] or MODELS), vllms, ("sm90", "sm100"))
     for place, answers in told.items():
         for version, why in answers.items():

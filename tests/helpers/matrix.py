@@ -97,7 +97,8 @@ def run(gpus: Iterable[GPU], tps: tuple[int, ...], variants: Iterable[str], vllm
                 if target:
                     checked = examined._replace(runtime=None, draft=examined.runtime)
                 for tp in tps:
-                    job = Job(folder=target or folder, draft=folder if target else None, tp=tp)
+                    draft = folder if target else None
+                    job = Job(folder=target or folder, draft=draft, tp=tp, method=checked.method)
                     cases[*name, gpu, tp] = job, checked
             with DryLoader(vllm, gpu=gpu) as loader:
                 accounts = load_with_cures(loader, [*cases.values()])

@@ -25,10 +25,12 @@ def dry_loaded(dry_loader, tmp_path_factory) -> Callable[..., dict[str, LoadAcco
 
     def loaded(made: Mapping[str, Checkpoint], gpu: GPU = "sm100") -> dict[str, LoadAccount]:
         place = tmp_path_factory.mktemp("dry")
-        jobs = [
-            Job(folder=write(place / str(number), each))
-            for number, each in enumerate(made.values())
-        ]
+        jobs = []
+        for number, each in enumerate(made.values()):
+            method = "mtp"
+            if "dspark_block_size" in each.config:
+                method = "dspark"
+            jobs.append(Job(folder=write(place / str(number), each), method=method))
         return dict(zip(made, dry_loader(gpu).load_all(jobs), strict=True))
 
     return loaded

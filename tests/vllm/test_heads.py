@@ -8,7 +8,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.validate.check.check import check
 from keepmtp.validate.dryload.loader import Job
-from keepmtp.validate.dryload.versions import chosen_vllms
+from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
 from writing import tiny, written
 
@@ -41,7 +41,7 @@ def test_what_is_written_loads(case, tmp_path, dry_loader):
 
 @pytest.mark.parametrize("model", ["glm-4.7", "mimo-7b"])
 def test_the_page_is_what_vllm_does(model):
-    vllms = chosen_vllms(VERSIONS, find_vllm())
+    vllms, _ = had_vllms(VERSIONS, find_vllm())
     told = run(places([model]), vllms, ("sm90", "sm100"))
     rows = [line for line in markdown(told).splitlines() if line.startswith("| ")]
     written_rows = DOCS.read_text().splitlines()

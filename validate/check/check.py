@@ -108,6 +108,13 @@ class Checked(NamedTuple):
         source = (self.draft or self).source
         return source.config if source else {}
 
+    @property
+    def method(self) -> str:
+        """How it drafts, in vLLM's word."""
+        if self.runtime is None:
+            return "mtp"
+        return self.runtime.view.family.method
+
     def with_findings(self, *findings: Finding, **also: object) -> "Checked":
         """With these findings, errors first; `also` are other fields of its data."""
         update = {"findings": errors_first(findings), **also}

@@ -106,9 +106,7 @@ def check_on(
                 checked = checked.with_findings(*static, *separate.data.findings)
                 checked = checked._replace(draft=separate.runtime)
             with headers_of(source) as folder:
-                job = Job(folder=folder, num_drafts=k, draft=draft_folder)
-                if checked.runtime is not None:
-                    job = replace(job, method=checked.runtime.view.family.method)
+                job = Job(folder=folder, num_drafts=k, method=checked.method, draft=draft_folder)
                 cases = [(replace(job, tp=tp), checked) for tp in tps]
                 accounts = list[LoadAccount]()
                 refused = list[VLLMError]()

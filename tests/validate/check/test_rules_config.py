@@ -81,11 +81,11 @@ def test_quantization_configs_agree(case, tmp_path):
         config("compress_ratios", None),
         where="compress_ratios",
     ),
-    met(
+    case(
         "DSpark without the layers that it reads",
         "dspark bf16",
         config("dspark_target_layer_ids", None),
-        where="dspark_target_layer_ids",
+        where="config.json: dspark_target_layer_ids",
     ),
 )
 def test_config_has_what_vllm_reads(case, tmp_path):

@@ -206,7 +206,7 @@ class Account(TorchDispatchMode):
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers()),
         }
-        for name, written in self._params.items():
+        for name, written in self.params.items():
             # vLLM removes a module that a checkpoint may lack: DSpark's confidence head.
             written.is_optional |= name not in kept
         for name, param in kept.items():

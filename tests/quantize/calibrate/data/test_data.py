@@ -475,7 +475,7 @@ def test_a_hub_without_the_dataset_and_one_that_cannot_be_reached(
 ):
     given = calibration("org/data", dataset_revision="main")
     serve_hub(tmp_path)
-    rule = "calibration.dataset org/data: must be a dataset on the Hub, or a file or folder; got "
+    rule = "calibration.dataset org/data: must be a folder or a public Hub repository"
     assert refusal(given, source).startswith(rule)
     hub_at("http://127.0.0.1:9")  # the discard port, where nobody listens
     message = refusal(given, source)

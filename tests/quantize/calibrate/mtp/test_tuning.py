@@ -403,7 +403,7 @@ def test_what_cannot_be_trained_is_refused_from_the_headers(glm):
     with pytest.raises(RecipeError, match=match):
         refuse_mtp(with_settings(plan, frozen=(*groups,)))
     few = replace(backbone.data, held_out_ids=torch.zeros(3, 8), held_out_written=None)
-    match = r"needs 4 held-out sequences, and 1 tokens of them.*; got 3 sequences, 24 tokens\."
+    match = r"needs 4 held-out sequences of each dataset, and 1 tokens of them.*; got 3 sequences, 24 tokens\."
     with pytest.raises(RecipeError, match=match):
         refuse_held_out(plan, few)
 
