@@ -159,6 +159,8 @@ def fix(path: str, new: NewFolder) -> None:
     notes += [f"needs new values: {cure}" for cure in cures]
     if written is not None:
         value |= {"out": str(written.folder), "new": written.new, "kept": len(written.kept)}
+        if proposal.source.folder is None:
+            notes.append("not loaded by vLLM: OUT has only the files that changed")
         notes.append(written.sentence)
     elif proposal.edits:
         notes.append(f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")

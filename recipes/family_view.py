@@ -305,7 +305,10 @@ class FamilyView:
                 runtime = self.runtime_stem(part, index)
                 disk = self.disk_stem(part, index)
                 for row in self._rows_of(part, index).values():
-                    found[self._alone(runtime + row.in_vllm)].append(HFName(disk + row.path))
+                    path = HFName(disk + row.path)
+                found[self._alone(runtime + row.in_vllm)].append(path)
+                if row.joins:
+                    found[row.joins].append(path)
         return {name: tuple(on_disk) for name, on_disk in found.items()}
 
     def mtp_stem(self, index: int) -> str:

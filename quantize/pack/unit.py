@@ -63,9 +63,10 @@ class PackedModule:
     tensors: Mapping[str, Tensor]
 
 
-# The weights of the modules that a tensor of the plan, or one expert of a stack, becomes: [N, K] in
-# floating point.
 ReadWeights = Callable[[TensorPlan, int | None], Sequence[Tensor]]
+"""The weights of the modules that a tensor of the plan, or one expert of a stack, becomes: [N, K]
+in floating point.
+"""
 
 
 def packed_groups(
@@ -91,13 +92,8 @@ def packed_groups(
         CheckpointError: a weight is not finite; the message names the unit.
     """
     static = batch_suffixes(unit[0].scheme)
-
-    def from_source(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
-        """One expert of a stack without the others."""
-        if expert is None:
-            return [load(plan, tensor, device)]
-        return load_expert(plan, tensor, expert, device).chunk(len(tensor.stacked))
-
+    if read is None:
+        read = from_source(plan, device)
     experts: Sequence[int | None] = [None]
     if unit[0].stacked:
         experts = range(unit[0].shape[0])
@@ -105,27 +101,45 @@ def packed_groups(
         modules: dict[HFName, list[Output]] = defaultdict(list)
         is_given = True
         for tensor in unit:
-            size = len(tensor.outputs) // len(experts)
-            first = (expert or 0) * size
-            for output in tensor.outputs[first : first + size]:
+            first = 0
+            last = len(tensor.outputs)
+            if expert is not None:
+                last //= tensor.shape[0]
+                first = expert * last
+                last = (expert + 1) * last
+            for output in tensor.outputs[first:last]:
                 modules[HFName(output.name.rpartition(".")[0])].append(output)
                 is_given &= output.name in given or output.name.endswith(static)
         computed: Sequence[Mapping[str, Tensor]] = [{}] * len(modules)
         # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
         if not is_given:
-            importance = [_importance(name, given) for name in modules if unit[0].weighted]
-            computed = _packed(plan, unit, expert, device, read or from_source, importance)
+            importance = list[Tensor]()
+            if unit[0].weighted:
+                for name in modules:
+                    importance.append(_importance(name, given))
+            computed = _packed(plan, unit, expert, device, read, importance)
         group = []
-        for (name, outputs), tensors in zip(modules.items(), computed, strict=True):
-            own = {}
+        for (name, outputs), own in zip(modules.items(), computed, strict=True):
+            tensors = {}
             for output in outputs:
                 leaf = output.name.rpartition(".")[2]
                 if output.name in given:  # what calibration gave comes first
-                    own[leaf] = given.read(output.name)
+                    tensors[leaf] = given.read(output.name)
                 else:
-                    own[leaf] = tensors[leaf]
-            group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=own))
+                    tensors[leaf] = own[leaf]
+            group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
         yield group
+
+
+def from_source(plan: Plan, device: torch.device) -> ReadWeights:
+    """Reads weights from the plan's source, one expert of a stack without the others."""
+
+    def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
+        if expert is None:
+            return [load(plan, tensor, device)]
+        return load_expert(plan, tensor, expert, device).chunk(len(tensor.stacked))
+
+    return read
 
 
 def _packed(
@@ -141,11 +155,14 @@ def _packed(
     """
     scheme = SCHEMES[unit[0].scheme]
     if scheme.form == "nvfp4" and {tensor.form for tensor in unit} == {"mxfp4"}:
-        found = [stored(plan, tensor) for tensor in unit]
-        exact = mxfp4_as_nvfp4([(weight_of(t).to(device), scale_of(t).to(device)) for t in found])
+        members = []
+        for tensor in unit:
+            found = stored(plan, tensor)
+            members.append((weight_of(found).to(device), scale_of(found).to(device)))
+        exact = mxfp4_as_nvfp4(members)
         if exact is not None:
             return exact
-    weights = []
+    weights = list[Tensor]()
     for tensor in unit:
         weights += read(tensor, expert)
     search = plan.recipe.search or ""
@@ -191,18 +208,20 @@ def mxfp4_as_nvfp4(members: Sequence[tuple[Tensor, Tensor]]) -> list[dict[str, T
     Returns: `weight_packed` uint8 [N, K // 2], `weight_scale` float8_e4m3fn [N, K // 16] and
         `GLOBAL_SCALE` F32 [1], a divisor: value = code * weight_scale / divisor.
     """
-    exponents = [scale.view(torch.uint8).to(torch.int16) - 127 for _, scale in members]
-    used = []
-    for (packed, _), exponent in zip(members, exponents, strict=True):
+    exponents = list[Tensor]()
+    used = list[Tensor]()
+    for packed, scale in members:
+        exponent = scale.view(torch.uint8).to(torch.int16) - 127
+        exponents.append(exponent)
         blocks = (packed.view(torch.uint8) & _MAGNITUDE_BITS).unflatten(1, (exponent.shape[1], -1))
         # Blocks of zeros carry arbitrary exponents, and must not widen the range.
         used.append(exponent[blocks.ne(0).any(-1)])
     occupied = torch.cat(used)
-    if not occupied.numel():
-        occupied = exponents[0].new_zeros(1)
-    highest = int(occupied.max())
-    if highest - int(occupied.min()) > _TOP - _BOTTOM:
-        return None
+    highest = 0
+    if occupied.numel():
+        highest = int(occupied.max())
+        if highest - int(occupied.min()) > _TOP - _BOTTOM:
+            return None
     shift = _TOP - highest
     found = []
     global_scale = occupied.new_full((1,), 2.0**shift, dtype=torch.float32)
@@ -227,8 +246,10 @@ def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
 
     Returns: the weight; dequantized forms come as BF16, plain ones in their own dtype.
     """
-    values = {leaf: value.to(device) for leaf, value in stored(plan, tensor).items()}
-    return dequantize(tensor.form, values, shape=tensor.shape, block=tensor.block)
+    on_device = dict[str, Tensor]()
+    for leaf, value in stored(plan, tensor).items():
+        on_device[leaf] = value.to(device, non_blocking=True)
+    return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
 
 
 def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:

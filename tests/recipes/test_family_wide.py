@@ -96,4 +96,4 @@ def test_a_summary_says_every_word():
         "NVFP4A16 experts, FP8_DYNAMIC elsewhere, MTP block BF16; no calibration"
     )
     draft = recipe_of(released("gemma-4-26b-assistant"), "nvfp4a16-fp8")
-    assert draft.summary == "MTP block FP8_DYNAMIC attention, NVFP4A16 dense_mlp; no calibration"
+    assert draft.summary == "MTP block FP8_DYNAMIC attention, NVFP4A16 dense mlp; no calibration"

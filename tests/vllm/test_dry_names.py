@@ -116,6 +116,8 @@ def table(model: str, part: str) -> dict[str, bool]:
             continue
         if place.role == "experts" or (place.leaf == "weight" and len(entry.shape) >= 2):
             names[place.runtime] = place.row.loads_quantized
+            if place.row.joins:
+                names[place.row.joins] = True
     return names
 
 

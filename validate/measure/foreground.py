@@ -115,8 +115,7 @@ def serve_until_stopped(
     *,
     k: int,
     address: Address,
-    expected: Drafts | None,
-    measured_by: str,
+    expected: tuple[Drafts | None, str],
     every: float,
     log: IO[bytes] | int,
     tell: Say,
@@ -166,7 +165,7 @@ def serve_until_stopped(
                     tell(f"last {now - said_at:.0f} s: {in_words(drafts.since(said))}")
                     said = drafts
                     if not warning:
-                        warning = doubt(drafts, expected, measured_by)
+                        warning = doubt(drafts, *expected)
                         if warning:
                             tell(f"warning: {warning}")
                 said_at = now
@@ -179,7 +178,7 @@ def serve_until_stopped(
         is_stopped=stop.is_set(),
         seconds=time.monotonic() - start,
         status=status,
-        doubt=doubt(drafts, expected, measured_by),
+        doubt=doubt(drafts, *expected),
         **counters(drafts),
     )
 

@@ -31,7 +31,7 @@ from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
 from .room import options_of
-from .serve_line import setting
+from .serve_line import method_words, setting
 from .server import Server, ServerFailed, serving
 from .store import LineFile, Sitting
 
@@ -191,7 +191,7 @@ class Host:
             k=first.k,
             log=self.setup.log(first.name),
             timeout=self.setup.timeout,
-            extra=(*limits, *first.words, *self.setup.extra),
+            extra=(*method_words(self.model.source), *limits, *first.words, *self.setup.extra),
             watch=lambda doing: self.setup.watch(replace(step, doing=f"k={first.k}: {doing}")),
         ) as server:
             for work in works:

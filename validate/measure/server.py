@@ -23,7 +23,6 @@ import httpx
 from pydantic import ValidationError
 
 from ...checkpoints.files import ScratchFolder, fresh
-from ...checkpoints.source import open_source
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import GateError, first_fault
 from ...recipes.frozen import Raw, Say, frozen
@@ -39,7 +38,7 @@ from .replies import (
     read_counters,
 )
 from .room import refuse_options
-from .serve_line import CURES, draft_words, method_words, refuse_lossy, setting
+from .serve_line import CURES, draft_words, refuse_lossy, setting
 
 TOP_LOGPROBS = 5
 
@@ -287,7 +286,7 @@ def serving(
         held.bind((_LOOPBACK, 0))
         port = held.getsockname()[1]
         address = ("--host", _LOOPBACK, "--port", str(port), "--served-model-name", name)
-        further = (*address, *method_words(open_source(folder)), *extra)
+        further = (*address, *extra)
         if vllm.build == "cpu":
             further = ("--dtype", "bfloat16", "--enforce-eager", *further)
         words = ["serve", str(folder), *_WORDS, *draft_words(k, further)]

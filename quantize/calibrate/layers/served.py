@@ -8,7 +8,7 @@ Easy to get wrong: this cannot be undone. Whatever needs the weights as they wer
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ....checkpoints.dequantize import dequantize
 from ....recipes.family import HFName
-from ....recipes.schemes import SCHEMES
-from ...pack.unit import Calibrations, PackedModule, packed_groups
+from ....recipes.schemes import SCHEMES, Scheme
+from ...pack.unit import Calibrations, PackedModule, from_source, packed_groups
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from ..model.binding import Binding, Piece, scheme_of
@@ -133,7 +133,7 @@ def served_rows(
         given: what calibration found.
         from_model: pack the weights that are there, also where the source has others.
     """
-    places = {}
+    places: dict[HFName, tuple[str, slice, TensorPlan, Tensor]] = {}
     units: dict[str, dict[HFName, TensorPlan]] = defaultdict(dict)
     for name, pieces in binding.items():
         for piece in pieces:
@@ -151,20 +151,46 @@ def served_rows(
             places[piece.module] = module, rows, piece.tensor, weight[rows]
             first = rows.stop
 
-    def read(tensor: TensorPlan, expert: int | None) -> list[Tensor]:
-        """From the model."""
-        parts = range(max(1, len(tensor.stacked)))
-        pieces = [Piece(tensor=tensor, expert=expert, part=part) for part in parts]
-        return [places[piece.module][-1] for piece in pieces]
-
     device = next((weight.device for *_, weight in places.values()), torch.device("cpu"))
+    source = from_source(plan, device)
+
+    def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
+        """From the model where it has what the source has: it computes in BF16."""
+        weights = []
+        for part in range(max(1, len(tensor.stacked))):
+            piece = Piece(tensor=tensor, expert=expert, part=part)
+            *_, weight = places[piece.module]
+            if not from_model and weight.dtype != torch.bfloat16:
+                return source(tensor, expert)
+            weights.append(weight)
+        return weights
+
     for members in units.values():
         unit = [*members.values()]
         scheme = SCHEMES[unit[0].scheme]
-        reads = read if from_model else None
+        reads = read
+        if not from_model and not _has_source_weights(plan, unit, given):
+            reads = source
         for group in packed_groups(plan, unit, given, device=device, read=reads):
             for packed in group:
                 module, rows, tensor, weight = places[packed.module]
-                shape = tuple(weight.shape)
-                values = dequantize(scheme.form, packed.tensors, shape=shape, block=scheme.block)
+                values = decompressed(scheme, packed, weight.shape)
                 yield ServedRows(module, rows, tensor, weight, packed, values)
+
+
+def _has_source_weights(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations) -> bool:
+    """Whether a model in BF16 has what the source has: calibration rewrites some weights, and a
+    plain tensor may be of another dtype on disk.
+    """
+    for tensor in unit:
+        if tensor.form == "plain" and plan.entries[tensor.inputs[0]].dtype != "BF16":
+            return False
+        for output in tensor.outputs:
+            if ".weight" in output.name and output.name in given:
+                return False
+    return True
+
+
+def decompressed(scheme: Scheme, packed: PackedModule, shape: Sequence[int]) -> Tensor:
+    """A packed weight as values: [N, K], BF16, on the device of its tensors."""
+    return dequantize(scheme.form, packed.tensors, shape=tuple(shape), block=scheme.block)

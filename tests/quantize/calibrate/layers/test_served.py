@@ -4,11 +4,9 @@ file, bit for bit.
 The reference is compressed-tensors' own decompress, on what the writer wrote.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,9 +19,9 @@ from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.binding import Binding
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
-from keepmtp.quantize.pack import unit as packing
-from keepmtp.quantize.pack.unit import PackedModule, packed_groups
+from keepmtp.quantize.pack.unit import Calibrations, packed_groups
 from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
@@ -145,9 +143,9 @@ def test_weights_that_calibration_decides_are_those_of_the_file(
 def test_a_weight_rounded_otherwise_is_named(sources, tmp_path, monkeypatch):
     """The twin: DeepSeek-V4's experts rounded to NVFP4 again, where the file keeps their codes."""
 
-    def rounded_again(*args: Any, **options: Any) -> Iterator[list[PackedModule]]:
-        with patch.object(packing, "mxfp4_as_nvfp4", return_value=None):
-            yield from packed_groups(*args, **options)
+    def rounded_again(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations, **options):
+        plain = [tensor._replace(form="plain") for tensor in unit]
+        return packed_groups(plan, plain, given, **options)
 
     monkeypatch.setattr(served, "packed_groups", rounded_again)
     with pytest.raises(AssertionError, match=r"layers\.\d+\.ffn\.experts\.0\.w1"):
