@@ -149,11 +149,14 @@ def _families() -> list[Json]:
     from ..recipes.families import families, support_of
 
     found = {}
-    for family in families().values():
+    dspark = [family.dspark for family in families().values() if family.dspark]
+    for family in (*families().values(), *dspark):
         support = support_of(family)
         names = ", ".join((family.model_type, *family.also))
         if family.architectures:
             names += f" ({', '.join(family.architectures)})"
+        if family.method == "dspark":
+            names += " with DSpark"
         row = {
             "family": names,
             "plan": "yes",
@@ -169,5 +172,5 @@ def _families() -> list[Json]:
             row["backbone"] = "no"
         if support.mtp:
             row |= {"mtp": "no", "proof": "-"}
-        found[family.model_type, family.architectures] = row
+        found[family.model_type, family.architectures, family.method] = row
     return [found[name] for name in sorted(found)]

@@ -17,6 +17,7 @@ from commands import ROOT, captured, environment_without
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
+from layouts import MODELS
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
@@ -137,7 +138,9 @@ def table() -> str:
             kind = "without data"
         elif family.draft is not None and family.draft.proof == "source":
             kind = "calibrated*"
-        rows[kind] += sorted(models.get(model_type, {model_type}))
+        for model in sorted(models.get(model_type, {model_type})):
+            is_dspark = "dspark_block_size" in MODELS.get(model, {})
+            rows["without data" if is_dspark else kind].append(model)
         loaded, cells = _loads(model_type)
         if loaded < cells:
             partly.append(f"{model_type} {loaded} of {cells}")
