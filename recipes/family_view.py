@@ -306,9 +306,9 @@ class FamilyView:
                 disk = self.disk_stem(part, index)
                 for row in self._rows_of(part, index).values():
                     path = HFName(disk + row.path)
-                found[self._alone(runtime + row.in_vllm)].append(path)
-                if row.joins:
-                    found[row.joins].append(path)
+                    found[self._alone(runtime + row.in_vllm)].append(path)
+                    if row.joins:
+                        found[row.joins].append(path)
         return {name: tuple(on_disk) for name, on_disk in found.items()}
 
     def mtp_stem(self, index: int) -> str:
