@@ -21,7 +21,6 @@ from keepmtp.validate.facts.served import ServeCheck, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import Check, serve
-from keepmtp.validate.measure.texts import PROMPTS
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from readme import ACCEPTED
@@ -33,7 +32,10 @@ from wheel import stranger
 
 # PyTorch's CPU build multiplies in FP8 by oneDNN's reference code, 0.2 s a token: few tokens, one
 # thread.
-ASKED = (PROMPTS[2], PROMPTS[7])
+ASKED = (
+    "Question: Bob shares 72 shells among 9 friends. How many shells does each friend get?\nAnswer:",
+    "Question: Ida has 36 eggs. Ida gives away 18 eggs. How many eggs are left?\nAnswer:",
+)
 MAX_TOKENS = 40
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
