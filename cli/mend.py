@@ -6,7 +6,7 @@ check and vLLM's own loaders find of it; exit status 1 if an error is left.
 """
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable
+from ..recipes.errors import RecipeError, printable, size_in_words
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Json, frozen
 from . import exits
@@ -23,6 +23,7 @@ from .progress import bytes_bar, spinner
 from .tables import answer, in_words, tell
 
 if TYPE_CHECKING:
+    from ..cure.graft import Graft
     from ..cure.rewritten import Judged
 
 # Of the lines of a diff, by how they begin.
@@ -224,7 +225,8 @@ def graft(
         "left_out": made.proposal.empty_shards,
         "written_again": [*made.proposal.shards_again],
     }
-    tell(in_words(value))
+    for line in _foreseen(made):
+        tell(line)
     diff = made.proposal.diffs()
     value |= {"diff": diff, "new": None}
     # Of a repository, OUT has the new files alone: what the plan's own check found stands then.
@@ -239,6 +241,27 @@ def graft(
     check = check_json(checked.data, checked.accounts)
     value |= {"vllm": _not_loaded(judged), "check": check}
     new.end(judged, value, diff, (), checked.data.path)
+
+
+def _foreseen(made: "Graft") -> Iterator[str]:
+    """What will be read and written."""
+    plan = made.plan
+    quantized = made.proposal.source
+    matrices = [tensor for tensor in plan.tensors if len(tensor.shape) >= 2]
+    forms = {tensor.scheme or "plain" for tensor in matrices}
+    files = ", ".join(shard.file for shard in plan.shards)
+    read = size_in_words(made.num_bytes_read)
+    written = size_in_words(plan.num_bytes_after)
+    yield f"read: {read} of {plan.source.where}, the MTP block alone"
+    yield f"write: {written} in {files}: {', '.join(sorted(forms))}"
+    if gone := made.proposal.empty_shards:
+        yield f"leave out: {', '.join(gone)}: nothing but the old block"
+    if again := made.proposal.shards_again:
+        yield f"write again: {', '.join(again)}: without the old block"
+    if quantized.folder is None:
+        yield (
+            f"OUT gets only files that are new or changed: {quantized.where} is not on this machine"
+        )
 
 
 def _not_loaded(judged: "Judged") -> str | None:

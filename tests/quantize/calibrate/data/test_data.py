@@ -480,7 +480,7 @@ def test_a_hub_without_the_dataset_and_one_that_cannot_be_reached(
     hub_at("http://127.0.0.1:9")  # the discard port, where nobody listens
     message = refusal(given, source)
     assert message.startswith("calibration.dataset org/data: the Hub must be reachable; got ")
-    assert "Check the network; or where the Hub is reachable run `hf download " in message
+    assert "or the network; or where the Hub is reachable run `hf download " in message
 
 
 # Another process: datasets and huggingface_hub read where the Hub is when they are imported.
