@@ -19,7 +19,12 @@ EXTRAS = DECLARED["optional-dependencies"]
 
 
 # Import names that are not the distribution's own.
-IMPORTED_AS = {"lm-eval": "lm_eval", "nvidia-modelopt": "modelopt", "pyyaml": "yaml"}
+IMPORTED_AS = {
+    "lm-eval": "lm_eval",
+    "markdown-it-py": "markdown_it",
+    "nvidia-modelopt": "modelopt",
+    "pyyaml": "yaml",
+}
 # `Tensor.numpy()` and `torch.from_numpy` import it; PyTorch does not require it.
 BY_PYTORCH = {"numpy"}
 # Programs and test modules, which no module of the package imports.
