@@ -21,8 +21,15 @@ from tables import table
 
 NOWHERE = Path("/nonexistent")
 # Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a
-# part.
-LEFT_OUT = ("dsv4-pro", "deepseek-v3.1", "glm-4.5-air", "gemma-4-26b-assistant")
+# part; and those that draft by DSpark, which is not judged.
+LEFT_OUT = (
+    "dsv4-pro",
+    "deepseek-v3.1",
+    "glm-4.5-air",
+    "gemma-4-26b-assistant",
+    "dsv4-flash-0731",
+    "dsv4-pro-0813",
+)
 # Scheme, MTP block's scheme, dialect.
 FORMS = (
     ("NVFP4", "bf16", "compressed-tensors"),
