@@ -114,11 +114,18 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
             found = HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS)
             return found.sha or revision
     except NoCheckpointError as error:
+        rule = error.rule
         cure = (
-            "Check its name and dataset_revision, or the network; or where the Hub is reachable "
-            f"run `hf download --repo-type dataset {name} --local-dir DIR`, and name the folder"
+            "Check the network; or where the Hub is reachable run `hf download --repo-type dataset "
+            f"{name} --local-dir DIR`, and name the folder"
         )
-        raise RecipeError(where, error.rule, got=error.got, cure=cure) from error
+        if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
+            rule = "must be a dataset on the Hub, or a file or folder"
+            cure = (
+                "Check its name and dataset_revision, ask for access on its page, run "
+                "`hf auth login`"
+            )
+        raise RecipeError(where, rule, got=error.got, cure=cure) from error
 
 
 def fetch(repo: str, name: str, *, commit: str) -> Path | None:

@@ -31,6 +31,7 @@ from .safetensors_file import open_regular
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
+_MAX_JSON_BYTES = 1 << 30
 # A file that changed just before it was read may change again within the clock's step, so its hash
 # is not kept. Times of change are as coarse as the file system's clock: 2 s on FAT, a second on
 # some network file systems.
@@ -106,7 +107,10 @@ def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = Non
     known = _read_cache(cache)
     files = _files(folder, known)
     # The largest come first, so that no thread has a large one left at the end.
-    unread = [(file.num_bytes, path) for path, file in files.items() if not file.sha256]
+    unread = list[tuple[int, str]]()
+    for path, file in files.items():
+        if not file.sha256:
+            unread.append((file.num_bytes, path))
     unread.sort(reverse=True)
     if not unread:
         return _identity(folder, files)
@@ -119,11 +123,12 @@ def identify(folder: Path, *, cache: Path | None = None, watch: Bar | None = Non
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
         try:
-            jobs = {
-                path: pool.submit(_read, path, files[path], advance, stop) for _, path in unread
-            }
-            for path, job in jobs.items():
-                file = files[path] = job.result()
+            jobs = []
+            for _, path in unread:
+                jobs.append(pool.submit(_read, path, files[path], advance, stop))
+            for (_, path), job in zip(unread, jobs, strict=True):
+                file = job.result()
+                files[path] = file
                 if file.mtime_ns < settled:
                     known[path] = file
         finally:  # an error or Ctrl-C does not wait for terabytes
@@ -143,8 +148,9 @@ def remembered(folder: Path, *, cache: Path) -> Identity | None:
         CheckpointError: as `identify`.
     """
     files = _files(folder, _read_cache(cache))
-    if not all(file.sha256 for file in files.values()):
-        return None
+    for file in files.values():
+        if not file.sha256:
+            return None
     return _identity(folder, files)
 
 
@@ -195,7 +201,12 @@ def listed(words: Sequence[str]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of one file, as 64 hexadecimal digits."""
+    """SHA-256 of one file, as 64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: a JSON file that is longer than any.
+    """
+    _refuse_large(path, path.stat().st_size)
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -282,12 +293,24 @@ def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
             refuse_name(path)
             with open_regular(path, path, cure="Restore it, or move it away") as file:
                 state = os.fstat(file.fileno())
+            _refuse_large(path, state.st_size)
             seen = _Seen(num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
             before = known.get(str(path), seen)
             if (before.num_bytes, before.mtime_ns) == (seen.num_bytes, seen.mtime_ns):
                 seen = before
             files[str(path)] = seen
     return files
+
+
+def _refuse_large(path: Path, num_bytes: int) -> None:
+    """Holes take no room on the disk, and long to be read."""
+    if path.suffix == ".json" and num_bytes > _MAX_JSON_BYTES:
+        raise CheckpointError(
+            path,
+            f"a JSON file has at most {_MAX_JSON_BYTES} bytes",
+            got=num_bytes,
+            cure="Restore it",
+        )
 
 
 def _read(path: str, file: _Seen, advance: Advance, stop: threading.Event) -> _Seen:

@@ -31,6 +31,9 @@ _PACKINGS = {
     "auto_round:fp8": "fp",
     "auto_round:llm_compressor": "mx_fp",
 }
+# What the config must say of the inputs, if it says anything.
+_INPUTS = {"act_bits": 8, "act_data_type": "mx_fp", "act_sym": True, "act_dynamic": True}
+_FP8_INPUTS = {**_INPUTS, "act_data_type": "fp", "fmt": "e4m3", "activation_scheme": "dynamic"}
 _NO_EXPERTS = "NotImplementedError: INCFp8Scheme does not support MoE layers"
 _SHARD_ERROR = "ValueError: Fused module '{}' requires consistent quant config for its parts"
 
@@ -107,8 +110,10 @@ class AutoRound(NamedTuple):
         """What vLLM resolves for a module by an entry that it ends in, else for its parts, else for
         itself.
         """
-        for key in (module, *self.extra):
-            if key in self.extra and f".{module}".endswith(f".{key}"):
+        if module in self.extra:
+            return [self._of(module, is_quantized=True)]
+        for key in self.extra:
+            if module.endswith(f".{key}"):
                 return [self._of(key, is_quantized=True)]
         is_quantized = kind != "head"
         if self.blocks:
@@ -135,7 +140,10 @@ class AutoRound(NamedTuple):
     def _entry_of(self, name: str) -> str:
         if name in self.extra:
             return name
-        return next((key for key in self.extra if _is_in(name, key)), "")
+        for key in self.extra:
+            if _is_in(name, key):
+                return key
+        return ""
 
     def _built(self, choice: _Choice) -> VLLMModule:
         size = choice.group_size
@@ -180,7 +188,7 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
             break
     error = lacks({"bits": given.bits, "group_size": given.group_size})
     is_known = packed and backend in _BACKENDS and given.bits in range(2, 9)
-    if not error and not (is_known and _is_supported(given, data_type, packed, backend)):
+    if not error and not (is_known and _is_supported(raw, given, data_type, packed, backend)):
         size = f"{given.bits} bits in groups of {given.group_size}"
         error = (
             f"INC supports no {data_type} of {size} (packing_format {given.packing_format}, "
@@ -210,20 +218,32 @@ def _excepting(entry: str, rename: Renamer) -> ConfigEntry:
     return ConfigEntry("extra_config", entry, (rename.name(entry),))
 
 
-def _is_supported(given: AutoRoundGiven, data_type: str, packed: str, backend: str) -> bool:
-    """What INCConfig demands of each type of data."""
+def _is_supported(
+    raw: Raw, given: AutoRoundGiven, data_type: str, packed: str, backend: str
+) -> bool:
+    """What INCConfig demands of each type of data; of the inputs, as far as the config says it."""
     size = given.group_size
     is_one = isinstance(size, int)
-    is_pair = isinstance(size, list | tuple) and [*map(type, size)] == [int, int]
+    is_pair = False
+    of_groups = size
+    if isinstance(size, list | tuple) and len(size) == 2:
+        of_groups = size[0]
+        is_pair = isinstance(size[0], int) and isinstance(size[1], int)
+    if data_type == "int":
+        return is_one and packed in ("gptq", "awq")
+    if not is_one and not is_pair:
+        return False
+    inputs = _INPUTS
+    if data_type == "fp":
+        inputs = _FP8_INPUTS
+    wanted = {**inputs, "act_group_size": of_groups}
+    has_inputs = all(raw.get(key) in (None, value) for key, value in wanted.items())
     is_usual = given.sym is not False and backend == "auto" and packed == data_type
-    match data_type:
-        case "int":
-            return is_one and packed in ("gptq", "awq")
-        case "fp":
-            return given.bits == 8 and is_pair and is_usual
-        case "mx_fp":
-            return given.bits in (4, 8) and size == _MX_GROUP and is_usual
-    return "mx_fp" in data_type and (is_one or is_pair)
+    if data_type == "fp":
+        return given.bits == 8 and is_pair and is_usual and has_inputs
+    if data_type == "mx_fp" and not (given.bits in (4, 8) and size == _MX_GROUP and is_usual):
+        return False
+    return "mx_fp" in data_type and (given.bits != 8 or has_inputs)
 
 
 def _is_in(name: str, word: str) -> bool:
