@@ -63,11 +63,8 @@ def serve_check(
     session = Session("serve-check", "serve", served, context.args, source)
     # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
     gates = session.gates
-    num_layers = view_of(session.opened).draft_unit
-    check = measure.Check(ks=ks_up_to(k, num_layers), prompts=asked, max_tokens=max_tokens)
-    if check.ks == (0,):
-        rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError("-k", rule, got=k, cure=f"Use -k {num_layers}")
+    ks = ks_up_to(k, view_of(session.opened).draft_unit)
+    check = measure.Check(ks=ks, prompts=asked, max_tokens=max_tokens)
     checkpoint, original = session.models("check")
     with asking(as_json=served.as_json) as watch:
         fact = measure.serve_check(

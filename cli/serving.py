@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import api
-from ..checkpoints.source import Source, view_of
+from ..checkpoints.source import Source
 from ..recipes.errors import GateError, RecipeError, VLLMError
 from ..recipes.extras import missing
 from ..validate.check.check import Checked
@@ -21,7 +21,7 @@ from ..validate.facts.vllm_env import TESTED, VLLM
 from ..validate.measure.bf16_copy import why_no_kernel
 from ..validate.measure.cures import switched_on
 from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
-from ..validate.measure.harness import ks_up_to
+from ..validate.measure.harness import refuse_drafts
 from ..validate.measure.room import refuse_full_gpus
 from ..validate.measure.serve_line import docker_words, method_words, serve_words
 from ..validate.measure.server import last_error
@@ -150,23 +150,19 @@ def chosen_k(opened: Source, asked: int | None, num_mtp_layers: int, device: str
         RecipeError: vLLM cannot draft so many.
     """
     best = best_k(opened, num_mtp_layers, device=device)
-    unit = 0
-    if num_mtp_layers:
-        unit = view_of(opened).draft_unit
     if asked is not None and asked != best.k:
         best = replace(best, k=asked, why="as you say")
     rule = cure = ""
-    if best.k and not unit:
+    if best.k and not num_mtp_layers:
         rule = "a checkpoint without an MTP block cannot draft"
         cure = "Use -k 0, or `keepmtp graft` its release's block"
     elif best.k > _MOST_K:
         rule = f"must be at most {_MOST_K}: later drafts build on guesses"
         cure = "Use -k 4 or less; `keepmtp bench` finds the best"
-    elif best.k not in ks_up_to(best.k, unit):
-        rule = f"with {unit} MTP layers vLLM drafts a multiple of them"
-        cure = f"Use -k {unit}"
     if rule:
         raise RecipeError("-k", rule, got=best.k, cure=cure)
+    if num_mtp_layers:
+        refuse_drafts(opened, best.k, option="-k")
     return best
 
 
