@@ -69,7 +69,7 @@ class TestServed:
             said = ran(f"{line} {more}", cwd=folder, **real)
         assert "model-00002-of-00002.safetensors" in said, "what publish would send"
         card = (folder / "out" / "mine.card" / "README.md").read_text()
-        assert "**pass**" in card and "unknown" not in card
+        assert "## Gates: pass\n" in card and "unknown" not in card
 
     def test_a_source_without_a_block_is_served_with_mtp_off(self, tmp_path):
         """Its score is compared, and the gate on acceptance stays open."""
