@@ -20,7 +20,9 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -66,6 +68,22 @@ _OF_SYSTEM = (
 )
 
 
+@contextmanager
+def judging(out: Path) -> Iterator[None]:
+    """While a new folder is judged: a stop from outside then says how it is judged again."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        status = getattr(end, "code", 128 + signal.SIGINT)
+        if status not in STOPPED:
+            raise
+        stopped = SystemExit(status)
+        # The same command would refuse the folder that is there.
+        command = f"keepmtp check {shlex.quote(str(out))} --gpu sm100"
+        stopped.add_note(f"{out} is written, and not yet judged: `{command}` does that")
+        raise stopped from None
+
+
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
     """Run the command, and end the process.
 
@@ -93,7 +111,8 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         if isinstance(end.__context__, BrokenPipeError):
             _leave_quietly()
         if isinstance(end.code, int) and end.code in STOPPED:
-            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how_to_go_on}.", only_first=True)
+            how = getattr(end, "__notes__", [how_to_go_on])[0]
+            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how}.", only_first=True)
         raise
     except foreseen() as error:
         _refuse(refusal_of(error))

@@ -115,7 +115,17 @@ class _Command(_Starting, TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words, with the value of --values filled in."""
+        """Read the words, with `~` expanded, and the value of --values filled in."""
+        ours = len(args)
+        if "--" in args:
+            ours = args.index("--")
+        for at, word in enumerate(args[:ours]):
+            # A shell expands `~` in `~/x`, but not in `--out=~/x` or in quotes.
+            option, equals, path = word.partition("=")
+            if option.startswith("--") and path.startswith("~"):
+                args[at] = option + equals + os.path.expanduser(path)
+            else:
+                args[at] = os.path.expanduser(word)
         if _VALUES in args:
             at = args.index(_VALUES) + 1
             follows = "".join(args[at : at + 1])

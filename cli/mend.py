@@ -65,7 +65,7 @@ class NewFolder:
             gpus = ()
         elif self.gpus:
             gpus = chosen_gpus(self.gpus)
-        with spinner() as doing:
+        with exits.judging(out), spinner() as doing:
             return judge(out, gpus=gpus, progress=doing)
 
     def end(

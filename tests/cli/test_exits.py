@@ -49,6 +49,20 @@ def test_a_file_where_a_folder_is_needed(tmp_path):
     refused("quantize tiny-glm4-moe --out file/sub/out", says="file/sub", cwd=tmp_path)
 
 
+@pytest.mark.full
+def test_a_home_folder_in_an_option(tmp_path):
+    """A shell leaves the `~` of `--source=~/x`, and of one in quotes."""
+    home = tmp_path / "home"
+    shutil.copytree(MODEL, home / "mine")
+    for words in (
+        "plan tiny-glm4-moe --source=~/mine",
+        "plan tiny-glm4-moe --source ~/mine",
+        "quantize tiny-glm4-moe --source=~/mine --out=~/made/out",
+    ):
+        ran(words, cwd=tmp_path, HOME=str(home))
+    assert (home / "made" / "out").is_dir() and [*tmp_path.iterdir()] == [home]
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "command",
@@ -145,6 +159,19 @@ def test_a_stopped_command_says_how_to_go_on(number, tmp_path):
     assert ended == 128 + number, said
     assert said.startswith("stopped by ") and said.count("\n") == 1
     assert said.endswith("The same command goes on where this one stopped.\n")
+
+
+@pytest.mark.parametrize("stop", ["raise KeyboardInterrupt", "sys.exit(143)"])
+def test_a_command_that_is_stopped_when_its_output_is_there_does_not_say_that_it_goes_on(stop):
+    """graft, fix and convert judge a folder that is finished; the same command would refuse it."""
+    judge = f"def judge():\n    with exits.judging(Path('a b')):\n        {stop}\n"
+    code = f"import sys\nfrom pathlib import Path\nfrom keepmtp.cli import exits\n{judge}"
+    done = python(code + RUN.format(command="judge"))
+    assert done.returncode in (130, 143) and "Do it again" not in done.stderr, done.stderr
+    assert (
+        "a b is written, and not yet judged" in done.stderr
+        and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -475,12 +475,12 @@ def test_a_hub_without_the_dataset_and_one_that_cannot_be_reached(
 ):
     given = calibration("org/data", dataset_revision="main")
     serve_hub(tmp_path)
-    rule = "calibration.dataset org/data: must be a folder or a public Hub repository"
+    rule = "calibration.dataset org/data: must be a dataset on the Hub, or a file or folder"
     assert refusal(given, source).startswith(rule)
     hub_at("http://127.0.0.1:9")  # the discard port, where nobody listens
     message = refusal(given, source)
     assert message.startswith("calibration.dataset org/data: the Hub must be reachable; got ")
-    assert "or the network; or where the Hub is reachable run `hf download " in message
+    assert "Check the network; or where the Hub is reachable run `hf download " in message
 
 
 # Another process: datasets and huggingface_hub read where the Hub is when they are imported.
