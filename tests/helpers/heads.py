@@ -104,7 +104,7 @@ def run(
             for gpu in gpus:
                 with DryLoader(vllm, gpu=gpu) as loader:
                     accounts = load_with_cures(loader, [*cases.values()])
-                for (place, (_, checked, _)), account in zip(cases.items(), accounts, strict=True):
+                for (place, (_, checked)), account in zip(cases.items(), accounts, strict=True):
                     errors = errors_of(with_loads(checked, [account]).data.findings)
                     why = ""
                     if errors and not account.load.cures:
