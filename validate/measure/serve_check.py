@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import Json, frozen
+from ..facts.probed import ProbeFact
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
-from . import figures
+from . import figures, probe
 from .harness import Ask, Model, Setup, Work, drafted_by, hosting, room_for
 from .server import Server, ServerFailed
 from .store import Continuation, ContinuationHeader, LineFile, open_lines
@@ -27,11 +28,14 @@ _OUTPUT = {*Output.model_fields}
 
 @frozen
 class Check:
-    """What to ask: `ks` are speculative tokens a step, ascending, starting with 0."""
+    """What to ask: `ks` are speculative tokens a step, ascending, starting with 0; `depths` those
+    of the probe, which the first and the last k get.
+    """
 
     ks: tuple[int, ...]
     prompts: tuple[str, ...]
     max_tokens: int
+    depths: tuple[int, ...] = ()
 
 
 def serve_check(
@@ -75,18 +79,26 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     """
     ks = sorted({drafted_by(model, k) for k in check.ks})
     works = [_work(model, k, setup, check) for k in ks]
-    missing = [work for work in works if work.file.missing]
+    probes = [
+        probe.work_of(model, k, setup, depth=depth, max_tokens=check.max_tokens)
+        for k in sorted({ks[0], ks[-1]})
+        for depth in check.depths
+    ]
+    missing = [work for work in (*works, *probes) if work.file.missing]
     errors = {}
     how = Json()
     if missing:
         with hosting(model, setup) as host:
             how = Json(as_served=host.as_served, reason=host.reason)
-            for work in missing:
+            for k in ks:
+                asked = [work for work in missing if work.k == k]
+                if not asked:
+                    continue
                 try:
-                    host.answer(work)
+                    host.answer(*asked)
                 except ServerFailed as failure:
-                    errors[work.k] = failure.words
-                    if not work.k:
+                    errors[k] = failure.words
+                    if not k:
                         break  # with method=mtp it would fail the same way, minutes later
     runs = list[Run]()
     for work in works:
@@ -94,7 +106,8 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
         if work.k in errors:
             runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
         elif 0 not in errors:
-            runs.append(_run(work.file, work.k, log, runs[:1]))
+            probed = [probe.counted(each.file) for each in probes if each.k == work.k]
+            runs.append(_run(work.file, work.k, log, runs[:1], tuple(probed)))
             how = figures.served(work.file)
     entries = model.source.entries.values()
     sizes = Counter[str]()
@@ -158,7 +171,11 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
 
 
 def _run(
-    file: LineFile[ContinuationHeader, Continuation], k: int, log: str, before: list[Run]
+    file: LineFile[ContinuationHeader, Continuation],
+    k: int,
+    log: str,
+    before: list[Run],
+    probed: tuple[ProbeFact, ...],
 ) -> Run:
     """What one server's file says, against the run without drafting."""
     sittings = list(file.sittings.values())
@@ -177,6 +194,7 @@ def _run(
         outputs=outputs,
         is_repeatable=not any(sitting.repeated for sitting in sittings),
         log=log,
+        probed=probed,
         **counters(total(sittings)),
         **against,
     )

@@ -2,7 +2,8 @@
 
 In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
 closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
-loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off; and
+loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off;
+probe where serve-check asked it; and
 one for each limit that only some recipes have (mean recovery, worst task, speed, closeness). Its
 verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or
 too small.
@@ -26,6 +27,7 @@ from ..facts.dry_load import newest, places, versions_in_short
 from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
 from ..facts.findings import errors_of
 from ..facts.paired import one_sided
+from ..facts.probed import worse
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
@@ -40,6 +42,7 @@ a thousand fails.
 Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
 are 1 in a million.
 """
+_MOST_NAMED = 5
 BOUND = "one-sided, Clopper-Pearson"
 
 
@@ -72,6 +75,8 @@ def judge(
         _first_task(gates, evaluation),
         *_all_tasks(gates, evaluation, listed_tasks),
         *_drafting(evaluation),
+        *_probe(serve),
+        *_probe(serve),
         *_speed(gates, bench),
         *_closeness(gates, closeness),
     )
@@ -293,6 +298,37 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     else:
         says += "no more than chance gives where near-ties flip."
         yield reason("drafting", "pass", says)
+
+
+def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
+    """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and these
+    against the source's. One reason, where two servers were asked.
+
+    Every fault at every depth is asked, by the exact sign test. What becomes better is no fault.
+    """
+    if serve is None:
+        return
+    plain, *drafting = serve.checkpoint.runs
+    pairs = [("with MTP on alone", plain, run) for run in drafting]
+    if serve.source:
+        pairs.append(("of the checkpoint alone, not of the source,", serve.source.runs[0], plain))
+    seen = []
+    for whose, before, after in pairs:
+        for ours, theirs in zip(before.probed, after.probed, strict=False):
+            seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
+    if not seen:
+        return
+    chance, fault, names, num_before, depth, whose = min(seen)
+    says = (
+        f"After {depth:,} tokens of other text, {len(names):,} answers {whose} have the fault "
+        f"{fault} ({', '.join(names[:_MOST_NAMED]) or 'none'}), and {num_before:,} the other way "
+        f"round (exact sign test: {chance:.2g}), "
+    )
+    if chance < CHANCE:
+        says += f"beyond chance.{not_its_own(serve.checkpoint.as_served)}"
+        yield reason("probe", "regression", says)
+    else:
+        yield reason("probe", "pass", f"{says}no more than chance gives.")
 
 
 # --- scores ---------------------------------------------------------------------------------------

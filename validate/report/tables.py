@@ -7,6 +7,7 @@ Easy to get wrong: a k whose server failed has no figure and says so.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
@@ -15,6 +16,7 @@ from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
+from ..facts.probed import Fault
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
@@ -250,6 +252,19 @@ def servers(serve: ServeCheck) -> Table:
     return Table(
         columns=("", ">k", ">start", *_ACCEPTED, ">tok/s", ">over k=0", ">same"), rows=rows
     )
+
+
+def probed(serve: ServeCheck) -> Table:
+    """A row for each server and depth of the probe: how many answers have each fault."""
+    rows = []
+    for served in serve.served:
+        for run in served.runs:
+            for each in run.probed:
+                counts = (each.num, each.num_empty, each.num_cut, *map(len, each.faults.values()))
+                cells = [f"{count:,}" for count in (run.k, each.depth, *counts)]
+                rows.append((served.role, *cells))
+    heads = ("k", "depth", "asked", "empty", "cut", *get_args(Fault))
+    return Table(columns=("", *[f">{head}" for head in heads]), rows=rows)
 
 
 def accepted(report: FullReport) -> Table:

@@ -1,0 +1,48 @@
+"""What one server answered to the probe: which answers have faults that English prose hardly shows.
+
+In: answers, which `validate/measure/probe.py` reads. Out: a `ProbeFact` for each depth, in a `Run`.
+
+Easy to get wrong: a model that repeats itself does so with MTP off, too. Only prompts on which one
+of two servers alone has a fault say anything.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from ...checkpoints.fact import Count, Fact, Figure
+from .binomial import sign_test
+
+Fault = Literal["broken characters", "broken JSON", "repetition", "another script"]
+
+
+class ProbeFact(Fact):
+    """The answers of one server to all prompts of the probe.
+
+    Attributes:
+        depth: tokens of other text before each prompt.
+        num: answers.
+        num_empty: answers without text, which have no fault.
+        num_cut: answers that the limit of tokens has cut: what they lack is no fault.
+        num_tokens: generated.
+        seconds: wall time.
+        faults: names of the prompts whose answers have each fault, such as "Thai 1 JSON".
+    """
+
+    depth: Count
+    num: Count
+    num_empty: Count
+    num_cut: Count
+    num_tokens: Count
+    seconds: Figure
+    faults: Mapping[Fault, tuple[str, ...]]
+
+
+def worse(before: ProbeFact, after: ProbeFact) -> Iterator[tuple[float, Fault, list[str], int]]:
+    """For each fault the chance by the exact sign test, the prompts on which only the second server
+    has it, and on how many only the first; the chance is 1 where it has no more of them.
+    """
+    for fault, names in after.faults.items():
+        gone = {*before.faults[fault]} - {*names}
+        new = sorted({*names} - {*before.faults[fault]})
+        chance = sign_test(len(new), len(gone)) if len(new) > len(gone) else 1.0
+        yield chance, fault, new, len(gone)
