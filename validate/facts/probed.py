@@ -9,10 +9,11 @@ of two servers alone has a fault say anything.
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from ...checkpoints.fact import Count, Fact, Figure
+from ...checkpoints.fact import Count, Fact
 from .binomial import sign_test
 
-Fault = Literal["broken characters", "broken JSON", "repetition", "another script"]
+Fault = Literal["characters", "JSON", "repetition", "script"]
+"""Broken characters, broken JSON, text that repeats itself, another script than the prompt's."""
 
 
 class ProbeFact(Fact):
@@ -23,8 +24,6 @@ class ProbeFact(Fact):
         num: answers.
         num_empty: answers without text, which have no fault.
         num_cut: answers that the limit of tokens has cut: what they lack is no fault.
-        num_tokens: generated.
-        seconds: wall time.
         faults: names of the prompts whose answers have each fault, such as "Thai 1 JSON".
     """
 
@@ -32,8 +31,6 @@ class ProbeFact(Fact):
     num: Count
     num_empty: Count
     num_cut: Count
-    num_tokens: Count
-    seconds: Figure
     faults: Mapping[Fault, tuple[str, ...]]
 
 
@@ -42,7 +39,6 @@ def worse(before: ProbeFact, after: ProbeFact) -> Iterator[tuple[float, Fault, l
     has it, and on how many only the first; the chance is 1 where it has no more of them.
     """
     for fault, names in after.faults.items():
-        gone = {*before.faults[fault]} - {*names}
         new = sorted({*names} - {*before.faults[fault]})
-        chance = sign_test(len(new), len(gone)) if len(new) > len(gone) else 1.0
-        yield chance, fault, new, len(gone)
+        num_gone = len({*before.faults[fault]} - {*names})
+        yield sign_test(max(len(new), num_gone), num_gone), fault, new, num_gone

@@ -3,7 +3,7 @@
 In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
 closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
 loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off;
-probe where serve-check asked it; and
+probe where it was asked; and
 one for each limit that only some recipes have (mean recovery, worst task, speed, closeness). Its
 verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or
 too small.
@@ -42,7 +42,6 @@ a thousand fails.
 Both reports from the field are far beyond it: of 39 questions, 21 that only one server gets right
 are 1 in a million.
 """
-_MOST_NAMED = 5
 BOUND = "one-sided, Clopper-Pearson"
 
 
@@ -75,7 +74,6 @@ def judge(
         _first_task(gates, evaluation),
         *_all_tasks(gates, evaluation, listed_tasks),
         *_drafting(evaluation),
-        *_probe(serve),
         *_probe(serve),
         *_speed(gates, bench),
         *_closeness(gates, closeness),
@@ -306,29 +304,23 @@ def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
 
     Every fault at every depth is asked, by the exact sign test. What becomes better is no fault.
     """
-    if serve is None:
-        return
-    plain, *drafting = serve.checkpoint.runs
-    pairs = [("with MTP on alone", plain, run) for run in drafting]
-    if serve.source:
-        pairs.append(("of the checkpoint alone, not of the source,", serve.source.runs[0], plain))
     seen = []
-    for whose, before, after in pairs:
+    for whose, before, after in serve.pairs if serve else ():
         for ours, theirs in zip(before.probed, after.probed, strict=False):
             seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
     if not seen:
         return
     chance, fault, names, num_before, depth, whose = min(seen)
+    scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
     says = (
-        f"After {depth:,} tokens of other text, {len(names):,} answers {whose} have the fault "
-        f"{fault} ({', '.join(names[:_MOST_NAMED]) or 'none'}), and {num_before:,} the other way "
-        f"round (exact sign test: {chance:.2g}), "
+        f"At depth {depth:,}, {len(names):,} answers {whose} alone have a fault of {fault} "
+        f"({', '.join(scripts) or 'none'}), and {num_before:,} the other way round (exact sign "
+        f"test: {chance:.2g})"
     )
     if chance < CHANCE:
-        says += f"beyond chance.{not_its_own(serve.checkpoint.as_served)}"
-        yield reason("probe", "regression", says)
+        yield reason("probe", "regression", f"{says}, beyond chance.")
     else:
-        yield reason("probe", "pass", f"{says}no more than chance gives.")
+        yield reason("probe", "pass", f"{says}, no more than chance gives.")
 
 
 # --- scores ---------------------------------------------------------------------------------------

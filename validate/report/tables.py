@@ -260,9 +260,8 @@ def probed(serve: ServeCheck) -> Table:
     for served in serve.served:
         for run in served.runs:
             for each in run.probed:
-                counts = (each.num, each.num_empty, each.num_cut, *map(len, each.faults.values()))
-                cells = [f"{count:,}" for count in (run.k, each.depth, *counts)]
-                rows.append((served.role, *cells))
+                counts = (run.k, each.depth, each.num, each.num_empty, each.num_cut)
+                rows.append((served.role, *map(str, (*counts, *map(len, each.faults.values())))))
     heads = ("k", "depth", "asked", "empty", "cut", *get_args(Fault))
     return Table(columns=("", *[f">{head}" for head in heads]), rows=rows)
 
