@@ -11,13 +11,14 @@ import torch
 from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.conventions import FP8_CACHE
+from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.probe import PROMPTS
 from keepmtp.validate.measure.serve_check import Check, ServeCheck, serve
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.settle import ReasonFact
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC
 from safetensors.torch import load_file, save_file
 from seeds import seeded
@@ -60,13 +61,15 @@ def plain(tmp_path_factory) -> Path:
     next_of = torch.full((512,), ids_of("a")[0])
     next_of[ENDS] = SIGN[0]
     next_of[SIGN] = torch.tensor([*SIGN[1:], SIGN[0]])
-    signs = torch.randn(512, 256, generator=seeded(0)).sign()
-    head = torch.zeros(512, 256).index_add_(0, next_of, signs)
+    # Tokens with one successor have one vector, which is the row of that successor in the head.
+    rows = torch.randn(512, 256, generator=seeded(0)).sign()
+    head = torch.zeros(512, 256)
+    head[next_of] = rows[next_of]
 
     def change(name: str, tensor: Tensor) -> Tensor:
         if name.endswith(("o_proj.weight", "down_proj.weight", "eh_proj.weight")):
             tensor = torch.zeros_like(tensor)
-        made = {"model.embed_tokens.weight": signs, "lm_head.weight": head}
+        made = {"model.embed_tokens.weight": rows[next_of], "lm_head.weight": head}
         made["model.norm.weight"] = torch.ones(256)
         return made.get(name, tensor).to(tensor.dtype).clone()
 
@@ -117,25 +120,20 @@ def test_a_target_that_is_broken_in_other_scripts_alone(plain, tmp_path):
 
 @pytest.mark.skipif(not HAS_AVX512, reason=NO_AVX512)
 def test_a_cache_with_wrong_scales_is_seen_at_depth(tmp_path):
-    """Of an FP8 cache that the checkpoint declares; MTP on and off agree all the same."""
+    """The checkpoint declares an FP8 cache. With right scales MTP on and off agree, alone and after
+    other text; with scales that cut everything off, answers after other text repeat themselves.
+    """
 
-    def cached(scale: float, folder: Path) -> Path:
-        shutil.copytree(GLM, folder)
+    def cached(scale: float) -> Path:
+        folder = shutil.copytree(GLM, tmp_path / f"{scale}")
         config = json_of(folder / "config.json")
-        form = {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "tensor",
-            "dynamic": False,
-            "symmetric": True,
-        }
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
             "format": "dense",
             "quantization_status": "compressed",
             "config_groups": {},
             "ignore": [],
-            "kv_cache_scheme": form,
+            "kv_cache_scheme": dict(FP8_CACHE),
         }
         put_json(folder / "config.json", config)
         names = [f"model.layers.{n}.self_attn.{leaf}_scale" for n in range(3) for leaf in "kv"]
@@ -147,10 +145,16 @@ def test_a_cache_with_wrong_scales_is_seen_at_depth(tmp_path):
         put_json(folder / "model.safetensors.index.json", index)
         return folder
 
-    good, twin = [
-        probed(cached(scale, tmp_path / name), tmp_path / f"{name}.out", 0, 1, depths=(0, DEPTH))
-        for name, scale in (("good", 0.05), ("twin", 1e-5))
-    ]
-    for each in (good, twin):
-        print([(run.k, run.probed, run.acceptance) for run in each.runs])
-    assert 0
+    good = probed(cached(0.05), tmp_path / "good", 0, 1, depths=(0, DEPTH))
+    off, on = good.runs
+    assert on.acceptance is not None and on.acceptance > 0.5
+    assert [each.depth for each in off.probed] == [0, DEPTH]
+    assert judged(good).verdict == "pass"
+
+    twin = probed(cached(1e-4), tmp_path / "bad", 0, depths=(0, DEPTH))
+    deep = twin.runs[0].probed[1].faults["repetition"]
+    assert len(deep) > 30 > len(off.probed[1].faults["repetition"])
+    reason = judged(twin, good)
+    assert reason.verdict == "regression"
+    assert f"At depth {DEPTH}, {len(deep)} answers of the checkpoint alone" in reason.says
+    assert "have a fault of repetition (Arabic, " in reason.says

@@ -8,7 +8,7 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 figures are good enough, by the recipe's limits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -241,17 +241,6 @@ class ServeCheck(Fact):
     def served(self) -> tuple[Served, ...]:
         """Source first, then the checkpoint."""
         return those(self.source, self.checkpoint)
-
-    @property
-    def pairs(self) -> Iterator[tuple[str, Run, Run]]:
-        """What the second of two servers has and the first has not: MTP; or the checkpoint's
-        weights, where both have MTP off.
-        """
-        plain = self.checkpoint.runs[0]
-        for run in self.checkpoint.runs[1:]:
-            yield "with MTP on", plain, run
-        if self.source:
-            yield "of the checkpoint", self.source.runs[0], plain
 
 
 def those(*models: T | None) -> tuple[T, ...]:

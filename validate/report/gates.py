@@ -304,23 +304,31 @@ def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
 
     Every fault at every depth is asked, by the exact sign test. What becomes better is no fault.
     """
+    if serve is None:
+        return
+    plain, *drafting = serve.checkpoint.runs
+    pairs = [("with MTP on", plain, run) for run in drafting]
+    if serve.source:
+        pairs.append(("of the checkpoint", serve.source.runs[0], plain))
     seen = []
-    for whose, before, after in serve.pairs if serve else ():
+    for whose, before, after in pairs:
         for ours, theirs in zip(before.probed, after.probed, strict=False):
             seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
     if not seen:
         return
-    chance, fault, names, num_before, depth, whose = min(seen)
+    chance, fault, names, num_before, depth, whose = min(seen, key=lambda one: one[0])
     scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
+    verdict = "pass"
+    how = "no more than chance gives"
+    if chance < CHANCE:
+        verdict = "regression"
+        how = "beyond chance"
     says = (
         f"At depth {depth:,}, {len(names):,} answers {whose} alone have a fault of {fault} "
         f"({', '.join(scripts) or 'none'}), and {num_before:,} the other way round (exact sign "
-        f"test: {chance:.2g})"
+        f"test: {chance:.2g}), {how}."
     )
-    if chance < CHANCE:
-        yield reason("probe", "regression", f"{says}, beyond chance.")
-    else:
-        yield reason("probe", "pass", f"{says}, no more than chance gives.")
+    yield reason("probe", verdict, says)
 
 
 # --- scores ---------------------------------------------------------------------------------------
