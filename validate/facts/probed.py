@@ -12,8 +12,8 @@ from typing import Literal
 from ...checkpoints.fact import Count, Fact
 from .binomial import sign_test
 
-Fault = Literal["characters", "JSON", "repetition", "script"]
-"""Broken characters, broken JSON, text that repeats itself, another script than the prompt's."""
+# Broken characters, broken JSON, text that repeats itself, another script than the prompt's.
+AnswerFault = Literal["characters", "JSON", "repetition", "script"]
 
 
 class ProbeFact(Fact):
@@ -31,10 +31,12 @@ class ProbeFact(Fact):
     num: Count
     num_empty: Count
     num_cut: Count
-    faults: Mapping[Fault, tuple[str, ...]]
+    faults: Mapping[AnswerFault, tuple[str, ...]]
 
 
-def worse(before: ProbeFact, after: ProbeFact) -> Iterator[tuple[float, Fault, list[str], int]]:
+def worse(
+    before: ProbeFact, after: ProbeFact
+) -> Iterator[tuple[float, str, list[str], int]]:
     """For each fault the chance by the exact sign test, the prompts on which only the second server
     has it, and on how many only the first; the chance is 1 where it has no more of them.
     """

@@ -19,7 +19,7 @@ from typing import get_args
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.yaml_file import load_shipped
-from ..facts.probed import Fault, ProbeFact
+from ..facts.probed import AnswerFault, ProbeFact
 from ..facts.served import Output
 from .harness import room_for
 from .replies import TokensReply
@@ -27,12 +27,11 @@ from .server import Server
 from .store import Continuation, LineFile, ProbeHeader
 from .texts import held_out
 
+# Of an answer, at most.
 MAX_TOKENS = 128
-"""Of an answer."""
+# What comes before the prompts: documentation of Python, with seven characters for each of `_MOST`
+# tokens, which is more than tokens of English have.
 OTHER = held_out(Path("models/docs.jsonl"), None)
-"""What comes before the prompts: documentation of Python, with seven characters for each of `_MOST`
-tokens, more than any vocabulary has.
-"""
 _MOST = 32_768
 _OPENED = '{"1": "'
 # A text repeats itself where most of its pieces of so many characters are there twice.
@@ -84,7 +83,7 @@ def joined(server: Server, output: Output) -> Output:
 
 def counted(file: LineFile[ProbeHeader, Continuation]) -> ProbeFact:
     """What the answers of a finished file have."""
-    faults: dict[Fault, tuple[str, ...]] = dict.fromkeys(get_args(Fault), ())
+    faults: dict[AnswerFault, tuple[str, ...]] = dict.fromkeys(get_args(AnswerFault), ())
     num_empty = num_cut = 0
     for (name, prompt), line in zip(PROMPTS.items(), file.in_order(), strict=True):
         is_cut = line.num_tokens >= file.header.max_tokens
@@ -101,7 +100,7 @@ def counted(file: LineFile[ProbeHeader, Continuation]) -> ProbeFact:
     )
 
 
-def faults_of(prompt: str, text: str, *, is_cut: bool) -> Iterator[Fault]:
+def faults_of(prompt: str, text: str, *, is_cut: bool) -> Iterator[AnswerFault]:
     """The faults of one answer; none where it is empty.
 
     Args:

@@ -16,7 +16,7 @@ from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
-from ..facts.probed import Fault
+from ..facts.probed import AnswerFault
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
@@ -262,7 +262,7 @@ def probed(serve: ServeCheck) -> Table:
             for each in run.probed:
                 counts = (run.k, each.depth, each.num, each.num_empty, each.num_cut)
                 rows.append((served.role, *map(str, (*counts, *map(len, each.faults.values())))))
-    heads = ("k", "depth", "asked", "empty", "cut", *get_args(Fault))
+    heads = ("k", "depth", "asked", "empty", "cut", *get_args(AnswerFault))
     return Table(columns=("", *[f">{head}" for head in heads]), rows=rows)
 
 
