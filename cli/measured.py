@@ -88,7 +88,7 @@ def served(found: ServeCheck, judged: JudgementFact, places: str) -> Iterator[Re
     yield drawn(f"serve-check {path}", tables.servers(found))
     probed = tables.probed(found)
     if probed.rows:
-        yield drawn("answers to the probe with a fault", probed)
+        yield drawn("the probe, of 56 answers", probed)
     own = [one for one in judged.reasons if one.gate in OWN_GATES]
     yield reasons(f"gate {path}", own)
     for each in found.served:

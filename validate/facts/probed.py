@@ -7,13 +7,15 @@ of two servers alone has a fault say anything.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from ...checkpoints.fact import Count, Fact
 from .binomial import sign_test
 
-# Broken characters, broken JSON, text that repeats itself, another script than the prompt's.
-AnswerFault = Literal["characters", "JSON", "repetition", "script"]
+# No text; cut by the limit of tokens; and faults: broken characters, broken JSON, text that repeats
+# itself, another script than the prompt's.
+Seen = Literal["empty", "cut", "characters", "JSON", "repetition", "script"]
+FAULTS = get_args(Seen)[2:]
 
 
 class ProbeFact(Fact):
@@ -21,26 +23,20 @@ class ProbeFact(Fact):
 
     Attributes:
         depth: tokens of other text before each prompt.
-        num: answers.
-        num_empty: answers without text, which have no fault.
-        num_cut: answers that the limit of tokens has cut: what they lack is no fault.
-        faults: names of the prompts whose answers have each fault, such as "Thai 1 JSON".
+        seen: names of the prompts in whose answers each was seen, such as "Thai 1 JSON".
     """
 
     depth: Count
-    num: Count
-    num_empty: Count
-    num_cut: Count
-    faults: Mapping[AnswerFault, tuple[str, ...]]
+    seen: Mapping[Seen, tuple[str, ...]]
 
 
-def worse(
-    before: ProbeFact, after: ProbeFact
-) -> Iterator[tuple[float, str, list[str], int]]:
+def worse(before: ProbeFact, after: ProbeFact) -> Iterator[tuple[float, str, list[str], int]]:
     """For each fault the chance by the exact sign test, the prompts on which only the second server
     has it, and on how many only the first; the chance is 1 where it has no more of them.
     """
-    for fault, names in after.faults.items():
-        new = sorted({*names} - {*before.faults[fault]})
-        num_gone = len({*before.faults[fault]} - {*names})
+    for fault in FAULTS:
+        ours = {*before.seen[fault]}
+        theirs = {*after.seen[fault]}
+        num_gone = len(ours - theirs)
+        new = sorted(theirs - ours)
         yield sign_test(max(len(new), num_gone), num_gone), fault, new, num_gone

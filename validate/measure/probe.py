@@ -19,7 +19,7 @@ from typing import get_args
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.yaml_file import load_shipped
-from ..facts.probed import AnswerFault, ProbeFact
+from ..facts.probed import ProbeFact, Seen
 from ..facts.served import Output
 from .harness import room_for
 from .replies import TokensReply
@@ -82,26 +82,17 @@ def joined(server: Server, output: Output) -> Output:
 
 
 def counted(file: LineFile[ProbeHeader, Continuation]) -> ProbeFact:
-    """What the answers of a finished file have."""
-    faults: dict[AnswerFault, tuple[str, ...]] = dict.fromkeys(get_args(AnswerFault), ())
-    num_empty = num_cut = 0
+    """What is seen in the answers of a finished file."""
+    seen: dict[Seen, tuple[str, ...]] = dict.fromkeys(get_args(Seen), ())
     for (name, prompt), line in zip(PROMPTS.items(), file.in_order(), strict=True):
         is_cut = line.num_tokens >= file.header.max_tokens
-        num_cut += is_cut
-        num_empty += not line.text.strip()
-        for fault in faults_of(prompt, line.text, is_cut=is_cut):
-            faults[fault] += (name,)
-    return ProbeFact(
-        depth=file.header.depth,
-        num=len(PROMPTS),
-        num_empty=num_empty,
-        num_cut=num_cut,
-        faults=faults,
-    )
+        for each in seen_in(prompt, line.text, is_cut=is_cut):
+            seen[each] += (name,)
+    return ProbeFact(depth=file.header.depth, seen=seen)
 
 
-def faults_of(prompt: str, text: str, *, is_cut: bool) -> Iterator[AnswerFault]:
-    """The faults of one answer; none where it is empty.
+def seen_in(prompt: str, text: str, *, is_cut: bool) -> Iterator[Seen]:
+    """What is seen in one answer; no fault where it is empty.
 
     Args:
         prompt: of the probe.
@@ -109,8 +100,10 @@ def faults_of(prompt: str, text: str, *, is_cut: bool) -> Iterator[AnswerFault]:
         is_cut: by the limit of tokens, so that a character, or JSON, may lack its end.
     """
     if is_cut:
+        yield "cut"
         text = re.sub(f"{_REPLACED}{{1,3}}$", "", text)
     if not text.strip():
+        yield "empty"
         return
     if _REPLACED in text:
         yield "characters"

@@ -277,7 +277,7 @@ def _serve(serve: ServeCheck) -> Iterator[Block]:
     yield tables.servers(serve)
     probed = tables.probed(serve)
     if probed.rows:
-        yield "Answers to the probe, in twelve scripts and code, with a fault:"
+        yield "The probe, of 56 answers in twelve scripts and in code:"
         yield probed
     if not serve.checkpoint.drafting:
         yield "No server came up with method=mtp, so there is no acceptance to show."

@@ -16,7 +16,7 @@ from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
-from ..facts.probed import AnswerFault
+from ..facts.probed import Seen
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
@@ -255,15 +255,14 @@ def servers(serve: ServeCheck) -> Table:
 
 
 def probed(serve: ServeCheck) -> Table:
-    """A row for each server and depth of the probe: how many answers have each fault."""
+    """A row for each server and depth of the probe: in how many answers each was seen."""
     rows = []
     for served in serve.served:
         for run in served.runs:
             for each in run.probed:
-                counts = (run.k, each.depth, each.num, each.num_empty, each.num_cut)
-                rows.append((served.role, *map(str, (*counts, *map(len, each.faults.values())))))
-    heads = ("k", "depth", "asked", "empty", "cut", *get_args(AnswerFault))
-    return Table(columns=("", *[f">{head}" for head in heads]), rows=rows)
+                counts = (run.k, each.depth, *map(len, each.seen.values()))
+                rows.append((served.role, *map(str, counts)))
+    return Table(columns=("", *[f">{head}" for head in ("k", "depth", *get_args(Seen))]), rows=rows)
 
 
 def accepted(report: FullReport) -> Table:

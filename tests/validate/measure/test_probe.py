@@ -7,22 +7,24 @@ import pytest
 from answering import answering
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.facts.probed import AnswerFault
+from keepmtp.validate.facts.probed import FAULTS, Seen
 from keepmtp.validate.facts.served import Output
 from keepmtp.validate.measure import probe
-from keepmtp.validate.measure.probe import PROMPTS, faults_of, refuse_depth
+from keepmtp.validate.measure.probe import PROMPTS, refuse_depth, seen_in
 
 GLM = open_source(Path(__file__).parents[3] / "models" / "tiny-glm4-moe")
 GREEK = "η πόλη έχει μεγάλη ιστορία και πολλά μουσεία."
 JSON = f'{GREEK}"}}\n'
 
 
-def faults(text: str, prompt: str = "Greek 1", *, is_cut: bool = False) -> set[AnswerFault]:
-    return {*faults_of(PROMPTS[prompt], text, is_cut=is_cut)}
+def faults(text: str, prompt: str = "Greek 1", *, is_cut: bool = False) -> set[Seen]:
+    return {*seen_in(PROMPTS[prompt], text, is_cut=is_cut)} & {*FAULTS}
 
 
 def test_the_prompts():
-    """Twelve scripts, each text as it is and as JSON, which is whole up to what the answer ends."""
+    """Twelve scripts and 56 prompts, as terminal, page and docs say; each text as it is and as JSON,
+    which is whole up to what the answer ends.
+    """
     scripts = {name.split()[0] for name in PROMPTS} - {"code"}
     assert len(scripts) == 12 and len(PROMPTS) == 56 == len({*PROMPTS.values()})
     for name, prompt in PROMPTS.items():
@@ -77,7 +79,7 @@ def test_script():
 
 @pytest.mark.parametrize("text", ["", " \n", "\ufffd"])
 def test_an_empty_answer_has_no_fault(text):
-    assert faults(text, "Greek 1 JSON", is_cut=True) == set()
+    assert {*seen_in(PROMPTS["Greek 1 JSON"], text, is_cut=True)} == {"empty", "cut"}
 
 
 def test_a_depth_that_does_not_fit():

@@ -53,11 +53,11 @@ def test_cut_characters(tmp_path):
         (reason,) = [one for one in report.judgement.reasons if one.gate == "probe"]
         assert reason.verdict == "regression" and reason.says.startswith(says)
         probed = report.serve.checkpoint.runs[-1].probed
-        assert [(each.depth, len(each.faults["characters"])) for each in probed] == [
+        assert [(each.depth, len(each.seen["characters"])) for each in probed] == [
             (0, 56),
             (100, 56),
         ]
-        assert "Answers to the probe" in (out / "report.html").read_text()
+        assert "The probe, of 56 answers in twelve scripts" in (out / "report.html").read_text()
     (tmp_path / "python").write_text("no vLLM any more")
     assert keepmtp(words, VLLM_PYTHON=python)
 
@@ -71,9 +71,9 @@ def test_empty_and_cut_answers_are_counted_as_such(tmp_path):
     python = str(stub_vllm(tmp_path, start=0))
     words = f"serve-check {folder} --source none --json --max-tokens 2"
     found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=0).stdout)
-    off, on = [run["probed"][0] for run in found["checkpoint"]["runs"]]
-    assert (off["num_empty"], off["num_cut"], on["num_empty"], on["num_cut"]) == (0, 56, 56, 56)
-    assert not any([*off["faults"].values(), *on["faults"].values()])
+    for run, expected in zip(found["checkpoint"]["runs"], ({"cut"}, {"empty", "cut"}), strict=True):
+        seen = {name: len(names) for name, names in run["probed"][0]["seen"].items() if names}
+        assert seen == dict.fromkeys(expected, 56)
     verdicts = {one["gate"]: one["verdict"] for one in found["judgement"]["reasons"]}
     assert verdicts["probe"] == "pass"
     put_json(folder / "drafted.json", said("") | {"/detokenize": "nothing"})
