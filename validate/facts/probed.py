@@ -35,8 +35,8 @@ def worse(before: ProbeFact, after: ProbeFact) -> Iterator[tuple[float, str, lis
     has it, and on how many only the first; the chance is 1 where it has no more of them.
     """
     for fault in FAULTS:
-        ours = {*before.seen[fault]}
-        theirs = {*after.seen[fault]}
+        ours = {*before.seen.get(fault, ())}
+        theirs = {*after.seen.get(fault, ())}
         num_gone = len(ours - theirs)
         new = sorted(theirs - ours)
         yield sign_test(max(len(new), num_gone), num_gone), fault, new, num_gone

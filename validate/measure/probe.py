@@ -56,7 +56,8 @@ def refuse_depth(source: Source, depth: int) -> None:
     Raises:
         RecipeError: says how deep it may be.
     """
-    most = min(_MOST, source.text_config.get("max_position_embeddings", _MOST))
+    most = source.text_config.get("max_position_embeddings")
+    most = min(_MOST, most) if isinstance(most, int) else _MOST
     room = room_for(PROMPTS.values(), source, is_chat=False, max_tokens=MAX_TOKENS)
     if depth and depth + room > most:
         rule = f"with prompt and answer it must be {most:,} tokens of {source.where} at most"
@@ -127,6 +128,8 @@ def _is_broken(text: str, *, is_cut: bool) -> bool:
     except json.JSONDecodeError as error:
         is_end = error.msg.startswith("Unterminated") or error.pos >= len(text) - _CUT
         return not (is_cut and is_end)
+    except (RecursionError, ValueError):  # deeper, or a longer number, than Python reads
+        return True
     return False
 
 

@@ -3,10 +3,9 @@
 In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
 closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
 loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off;
-probe where it was asked; and
-one for each limit that only some recipes have (mean recovery, worst task, speed, closeness). Its
-verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or
-too small.
+probe where it was asked; and one for each limit that only some recipes have (mean recovery, worst
+task, speed, closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
+measurement is missing or too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
 verdict from here.
@@ -306,10 +305,11 @@ def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
     """
     if serve is None:
         return
-    plain, *drafting = serve.checkpoint.runs
-    pairs = [("with MTP on", plain, run) for run in drafting]
+    plain = serve.checkpoint.runs[:1]
+    pairs = [("with MTP on", off, on) for off in plain for on in serve.checkpoint.runs[1:]]
     if serve.source:
-        pairs.append(("of the checkpoint", serve.source.runs[0], plain))
+        for before, after in zip(serve.source.runs, plain, strict=False):
+            pairs.append(("of the checkpoint", before, after))
     seen = []
     for whose, before, after in pairs:
         for ours, theirs in zip(before.probed, after.probed, strict=False):

@@ -260,7 +260,8 @@ def probed(serve: ServeCheck) -> Table:
     for served in serve.served:
         for run in served.runs:
             for each in run.probed:
-                counts = (run.k, each.depth, *map(len, each.seen.values()))
+                counts = [run.k, each.depth]
+                counts += [len(each.seen.get(name, ())) for name in get_args(Seen)]
                 rows.append((served.role, *map(str, counts)))
     return Table(columns=("", *[f">{head}" for head in ("k", "depth", *get_args(Seen))]), rows=rows)
 

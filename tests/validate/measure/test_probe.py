@@ -54,6 +54,8 @@ def test_characters():
         (f"{GREEK}\n{GREEK}", True, True),
         (f'{GREEK}" and "2": 1}}\n{GREEK}', True, True),
         (f"{GREEK}\\x{GREEK}", True, True),
+        (f'{GREEK}", "2": {"[" * 100_000}', True, True),
+        (f'{GREEK}", "2": {"1" * 5_000}', True, True),
     ],
 )
 def test_json(text, is_cut, is_broken):
@@ -89,6 +91,7 @@ def test_a_depth_that_does_not_fit():
         refuse_depth(GLM, 2000)
     short = replace(GLM, config={**GLM.config, "max_position_embeddings": 64})
     refuse_depth(short, 0)
+    refuse_depth(replace(GLM, config={"max_position_embeddings": "many"}), 32_000)
     with pytest.raises(RecipeError, match="Use --depth 0 or less"):
         refuse_depth(short, 1)
 

@@ -313,6 +313,8 @@ def test_the_probe(source, plain, on, verdict, says):
     found = judged(serve=serve.model_copy(update={"checkpoint": own, "source": first}))["probe"]
     assert found.verdict == verdict and says in found.says
     assert "probe" not in judged(serve=NATIVE), "where it was not asked"
+    none = serve.model_copy(update={"checkpoint": own.model_copy(update={"runs": ()})})
+    assert "probe" not in judged(serve=none), "a file without servers is nobody's fault"
 
 
 def test_a_source_that_was_not_asked_leaves_both_unmeasured():
