@@ -14,8 +14,8 @@ from .binomial import sign_test
 
 # No text; cut by the limit of tokens; and faults: broken characters, broken JSON, text that repeats
 # itself, another script than the prompt's.
-Seen = Literal["empty", "cut", "characters", "JSON", "repetition", "script"]
-FAULTS = get_args(Seen)[2:]
+InAnswer = Literal["empty", "cut", "characters", "JSON", "repetition", "script"]
+FAULTS = get_args(InAnswer)[2:]
 
 
 class ProbeFact(Fact):
@@ -27,7 +27,7 @@ class ProbeFact(Fact):
     """
 
     depth: Count
-    seen: Mapping[Seen, tuple[str, ...]]
+    seen: Mapping[InAnswer, tuple[str, ...]]
 
 
 def worse(before: ProbeFact, after: ProbeFact) -> Iterator[tuple[float, str, list[str], int]]:

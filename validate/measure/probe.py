@@ -19,7 +19,7 @@ from typing import get_args
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.yaml_file import load_shipped
-from ..facts.probed import ProbeFact, Seen
+from ..facts.probed import InAnswer, ProbeFact
 from ..facts.served import Output
 from .harness import room_for
 from .replies import TokensReply
@@ -84,7 +84,7 @@ def joined(server: Server, output: Output) -> Output:
 
 def counted(file: LineFile[ProbeHeader, Continuation]) -> ProbeFact:
     """What is seen in the answers of a finished file."""
-    seen: dict[Seen, tuple[str, ...]] = dict.fromkeys(get_args(Seen), ())
+    seen: dict[InAnswer, tuple[str, ...]] = dict.fromkeys(get_args(InAnswer), ())
     for (name, prompt), line in zip(PROMPTS.items(), file.in_order(), strict=True):
         is_cut = line.num_tokens >= file.header.max_tokens
         for each in seen_in(prompt, line.text, is_cut=is_cut):
@@ -92,7 +92,7 @@ def counted(file: LineFile[ProbeHeader, Continuation]) -> ProbeFact:
     return ProbeFact(depth=file.header.depth, seen=seen)
 
 
-def seen_in(prompt: str, text: str, *, is_cut: bool) -> Iterator[Seen]:
+def seen_in(prompt: str, text: str, *, is_cut: bool) -> Iterator[InAnswer]:
     """What is seen in one answer; no fault where it is empty.
 
     Args:

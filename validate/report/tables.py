@@ -16,7 +16,7 @@ from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
-from ..facts.probed import Seen
+from ..facts.probed import InAnswer
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
@@ -261,9 +261,11 @@ def probed(serve: ServeCheck) -> Table:
         for run in served.runs:
             for each in run.probed:
                 counts = [run.k, each.depth]
-                counts += [len(each.seen.get(name, ())) for name in get_args(Seen)]
+                counts += [len(each.seen.get(name, ())) for name in get_args(InAnswer)]
                 rows.append((served.role, *map(str, counts)))
-    return Table(columns=("", *[f">{head}" for head in ("k", "depth", *get_args(Seen))]), rows=rows)
+    return Table(
+        columns=("", *[f">{head}" for head in ("k", "depth", *get_args(InAnswer))]), rows=rows
+    )
 
 
 def accepted(report: FullReport) -> Table:

@@ -7,7 +7,7 @@ import pytest
 from answering import answering
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.facts.probed import FAULTS, Seen
+from keepmtp.validate.facts.probed import FAULTS, InAnswer
 from keepmtp.validate.facts.served import Output
 from keepmtp.validate.measure import probe
 from keepmtp.validate.measure.probe import PROMPTS, refuse_depth, seen_in
@@ -17,7 +17,7 @@ GREEK = "η πόλη έχει μεγάλη ιστορία και πολλά μο
 JSON = f'{GREEK}"}}\n'
 
 
-def faults(text: str, prompt: str = "Greek 1", *, is_cut: bool = False) -> set[Seen]:
+def faults(text: str, prompt: str = "Greek 1", *, is_cut: bool = False) -> set[InAnswer]:
     return {*seen_in(PROMPTS[prompt], text, is_cut=is_cut)} & {*FAULTS}
 
 

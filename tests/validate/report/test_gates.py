@@ -14,7 +14,7 @@ from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.facts.dry_load import DryLoad, LoadedModel
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding
-from keepmtp.validate.facts.probed import ProbeFact, Seen
+from keepmtp.validate.facts.probed import InAnswer, ProbeFact
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Parting, ServeCheck
@@ -269,9 +269,9 @@ SIXTEEN = tuple(f"{script} {number}" for script in ("Greek", "Thai") for number 
 
 
 def probe(
-    broken: tuple[str, ...] = (), *, fault: Seen = "characters", depth: int = 0
+    broken: tuple[str, ...] = (), *, fault: InAnswer = "characters", depth: int = 0
 ) -> tuple[ProbeFact, ...]:
-    seen = dict.fromkeys(get_args(Seen), ()) | {fault: broken}
+    seen = dict.fromkeys(get_args(InAnswer), ()) | {fault: broken}
     return (ProbeFact(depth=depth, seen=seen),)
 
 
