@@ -26,14 +26,20 @@ def serve_check(
     k: Annotated[int, typer.Option(*K, min=1)] = 1,
     prompts: Path | None = None,
     max_tokens: AtLeastOne = 256,
+    probe: bool = True,
+    depth: str = "0",
 ) -> None:
     """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is
     accepted.
 
+    A probe in twelve scripts and in code counts what English prose does not show: broken
+    characters, broken JSON, text that repeats itself, another script.
+
     The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit
     status 1 if one of them is a regression: a server of the checkpoint does not come up, acceptance
-    lost more than the recipe allows, drafting changes greedy outputs, or the check has an error; 3
-    if the prompts are too few to tell: the table says how many would do.
+    lost more than the recipe allows, drafting changes greedy outputs, the probe has more faults
+    with MTP or than in the source, beyond chance, or the check has an error; 3 if the prompts are
+    too few to tell: the table says how many would do.
 
     Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no
     kernel for is served as a BF16 copy of the same weights, and the report says so.
@@ -44,14 +50,19 @@ def serve_check(
         k: Serve with 1 to k drafted tokens a step, and without drafting.
         prompts: Your own: one a line, or .jsonl with "prompt"; default: eight word problems.
         max_tokens: Tokens generated a prompt, at most.
+        probe: Ask the probe, too.
+        depth: Ask it after so many tokens of other text, such as 0,1000,8000,32000: a wrong KV
+            cache shows in long contexts.
     """
     from ..checkpoints.source import view_of
     from ..validate.check.check import examine
     from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import ks_up_to
+    from ..validate.measure.probe import refuse_depth
     from ..validate.measure.texts import PROMPTS, read_prompts
     from ..validate.report.check_data import record_static
+    from .bench import numbers
     from .measured import exit_status
     from .measured import served as shown
     from .measuring import Session, save
@@ -64,7 +75,10 @@ def serve_check(
     # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
     gates = session.gates
     ks = ks_up_to(k, view_of(session.opened).draft_unit)
-    check = measure.Check(ks=ks, prompts=asked, max_tokens=max_tokens)
+    depths = numbers("--depth", depth, least=0) if probe else ()
+    for opened in filter(None, (session.opened, session.original)):
+        refuse_depth(opened, max(depths, default=0))
+    check = measure.Check(ks=ks, prompts=asked, max_tokens=max_tokens, depths=depths)
     checkpoint, original = session.models("check")
     with asking(as_json=served.as_json) as watch:
         fact = measure.serve_check(

@@ -21,7 +21,7 @@ from ..validate.report.gates import verdict_on
 from .exits import FINDINGS, OF_VERDICT
 from .tables import drawn, in_words, reasons, verdict
 
-OWN_GATES = ("findings", "loads", "acceptance")
+OWN_GATES = ("findings", "loads", "acceptance", "probe")
 """Those that serve-check measures."""
 
 
@@ -86,6 +86,9 @@ def served(found: ServeCheck, judged: JudgementFact, places: str) -> Iterator[Re
     """One row a server, then the gates, then what a reader should know."""
     path = found.checkpoint.path
     yield drawn(f"serve-check {path}", tables.servers(found))
+    probed = tables.probed(found)
+    if probed.rows:
+        yield drawn("the probe, of 56 answers", probed)
     own = [one for one in judged.reasons if one.gate in OWN_GATES]
     yield reasons(f"gate {path}", own)
     for each in found.served:

@@ -121,11 +121,17 @@ class _Handler(BaseHTTPRequestHandler):
             "token_ids": [1, 2],
             "logprobs": {"top_logprobs": [{"token_id:1": -0.1}, {"token_id:2": -0.1}]},
         }
-        self._send(json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}))
+        reply = {"choices": [choice], "usage": {"completion_tokens": 2}}
+        self._send(json.dumps(reply | {"prompt": self.server.model, "tokens": [1, 2]}))
 
     def _gives_answer(self) -> bool:
-        """Whether the checkpoint has answers.json, with what is said to this request."""
+        """Whether the checkpoint has answers.json, with what is said to this request; with MTP on,
+        drafted.json comes first.
+        """
         file = Path(self.server.model, "answers.json")
+        drafted = Path(self.server.model, "drafted.json")
+        if "--speculative-config" in sys.argv and drafted.is_file():
+            file = drafted
         if file.is_file():
             self._send(json.loads(file.read_text()).get(self.path, ""))
         return file.is_file()

@@ -59,7 +59,7 @@ class ReasonFact(Fact):
 
     Attributes:
         gate: findings, loads, acceptance, the first task's name, mean recovery, worst task,
-            drafting, speed or closeness.
+            drafting, probe, speed or closeness.
         says: a sentence with the figures.
         needed: samples (questions or drafted tokens) that would settle it; None where it is not a
             matter of samples.

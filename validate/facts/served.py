@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from .probed import ProbeFact
 
 T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
@@ -157,6 +158,7 @@ class Run(Drafts):
         notes: what a reader should know, a sentence each.
         error: vLLM's last error words; "" if loaded.
         log: path of the server's log.
+        probed: the answers to the probe, by depth.
     """
 
     k: NumDrafts
@@ -171,6 +173,7 @@ class Run(Drafts):
     notes: tuple[str, ...] = ()
     error: str = ""
     log: str = ""
+    probed: tuple[ProbeFact, ...] = ()
 
 
 class ServedModel(Fact):

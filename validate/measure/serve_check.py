@@ -11,15 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.stored import stored_weights
 from ...recipes.frozen import Json, frozen
 from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
-from . import figures
+from . import figures, probe
 from .harness import Ask, Model, Setup, Work, drafted_by, hosting, room_for
 from .server import Server, ServerFailed
-from .store import Continuation, ContinuationHeader, LineFile, open_lines
+from .store import Continuation, ContinuationHeader, LineFile, ProbeHeader, open_lines
 
 _WARM_UP_TOKENS = 32
 _OUTPUT = {*Output.model_fields}
@@ -27,11 +28,14 @@ _OUTPUT = {*Output.model_fields}
 
 @frozen
 class Check:
-    """What to ask: `ks` are speculative tokens a step, ascending, starting with 0."""
+    """What to ask: `ks` are speculative tokens a step, ascending, starting with 0; `depths` those
+    of the probe, which is asked with the first and the last k.
+    """
 
     ks: tuple[int, ...]
     prompts: tuple[str, ...]
     max_tokens: int
+    depths: tuple[int, ...] = ()
 
 
 def serve_check(
@@ -75,18 +79,20 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     """
     ks = sorted({drafted_by(model, k) for k in check.ks})
     works = [_work(model, k, setup, check) for k in ks]
-    missing = [work for work in works if work.file.missing]
+    ends = sorted({ks[0], ks[-1]})
+    probes = [_work(model, k, setup, check, depth) for k in ends for depth in check.depths]
+    missing = [work for work in (*works, *probes) if work.file.missing]
     errors = {}
     how = Json()
     if missing:
         with hosting(model, setup) as host:
             how = Json(as_served=host.as_served, reason=host.reason)
-            for work in missing:
+            for k in sorted({work.k for work in missing}):
                 try:
-                    host.answer(work)
+                    host.answer(*[work for work in missing if work.k == k])
                 except ServerFailed as failure:
-                    errors[work.k] = failure.words
-                    if not work.k:
+                    errors[k] = failure.words
+                    if not k:
                         break  # with method=mtp it would fail the same way, minutes later
     runs = list[Run]()
     for work in works:
@@ -94,7 +100,9 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
         if work.k in errors:
             runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
         elif 0 not in errors:
-            runs.append(_run(work.file, work.k, log, runs[:1]))
+            probed = tuple([probe.counted(each.file) for each in probes if each.k == work.k])
+            run = _run(work.file, work.k, log, runs[:1])
+            runs.append(run.model_copy(update={"probed": probed}))
             how = figures.served(work.file)
     entries = model.source.entries.values()
     sizes = Counter[str]()
@@ -113,7 +121,11 @@ def serve(model: Model, *, setup: Setup, check: Check) -> Served:
     )
 
 
-def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
+def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = None) -> Work:
+    """The prompts for one server; or with a depth the probe."""
+    if depth is not None:
+        most = min(check.max_tokens, probe.MAX_TOKENS)
+        check = replace(check, prompts=(*probe.PROMPTS.values(),), max_tokens=most)
     header = ContinuationHeader(
         k=k,
         prompts=check.prompts,
@@ -122,6 +134,9 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
         **setup.asked_of(model),
     )
     name = f"serve.{model.role}.k{k}"
+    if depth is not None:
+        name = f"probe.{model.role}.k{k}.{depth}"
+        header = ProbeHeader(depth=depth, other_sha256=probe.OTHER.sha256, **dict(header))
     warm = list[Output]()
     file = open_lines(setup.out, name, header)
 
@@ -129,12 +144,16 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
     def asking(server: Server) -> Iterator[Ask]:
         """The first prompt once for warming up, then each of them, timed."""
         most = min(_WARM_UP_TOKENS, check.max_tokens)
-        warm.append(server.complete(check.prompts[0], max_tokens=most))
+        before = probe.text_before(server, depth or 0)
+        warm.append(server.complete(before + check.prompts[0], max_tokens=most))
 
         def ask(prompt: int) -> Continuation:
             start = time.monotonic()
-            output = server.complete(check.prompts[prompt], max_tokens=check.max_tokens)
-            return Continuation(prompt=prompt, seconds=time.monotonic() - start, **dict(output))
+            output = server.complete(before + check.prompts[prompt], max_tokens=check.max_tokens)
+            seconds = time.monotonic() - start
+            if depth is not None:
+                output = probe.joined(server, output)
+            return Continuation(prompt=prompt, seconds=seconds, **dict(output))
 
         yield ask
 
@@ -147,13 +166,13 @@ def _work(model: Model, k: int, setup: Setup, check: Check) -> Work:
         file=file,
         asking=asking,
         k=k,
-        max_model_len=room_for(
-            check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens
-        ),
+        max_model_len=(depth or 0)
+        + room_for(check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens),
+        concurrency=1 if depth is None else 4,
         max_num_seqs=4,
         repeated=repeated,
         unit="prompt",
-        task=f"k={k}",
+        task=f"k={k}" if depth is None else name,
     )
 
 

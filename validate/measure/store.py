@@ -182,6 +182,13 @@ class ContinuationHeader(Header):
     max_tokens: Count
 
 
+class ProbeHeader(ContinuationHeader):
+    """Of the probe, each prompt after so many tokens of other text."""
+
+    depth: Count
+    other_sha256: str
+
+
 class AnswersHeader(Header):
     """Of a task: `dataset_sha256` of questions and references, `prompts_sha256` of all that is
     sent.

@@ -2,10 +2,10 @@
 
 In: the check's findings and dry loads, what real servers did, the scores of tasks, speed,
 closeness, and the recipe's limits. Out: a `JudgementFact` with a reason for each gate: findings,
-loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off; and
-one for each limit that only some recipes have (mean recovery, worst task, speed, closeness). Its
-verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or
-too small.
+loads, acceptance and the first task; drafting where the checkpoint was also asked with MTP off;
+probe where it was asked; and one for each limit that only some recipes have (mean recovery, worst
+task, speed, closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
+measurement is missing or too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
 verdict from here.
@@ -26,6 +26,7 @@ from ..facts.dry_load import newest, places, versions_in_short
 from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
 from ..facts.findings import errors_of
 from ..facts.paired import one_sided
+from ..facts.probed import worse
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
@@ -72,6 +73,7 @@ def judge(
         _first_task(gates, evaluation),
         *_all_tasks(gates, evaluation, listed_tasks),
         *_drafting(evaluation),
+        *_probe(serve),
         *_speed(gates, bench),
         *_closeness(gates, closeness),
     )
@@ -293,6 +295,40 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     else:
         says += "no more than chance gives where near-ties flip."
         yield reason("drafting", "pass", says)
+
+
+def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
+    """The answers to the probe: the checkpoint's with MTP on against those with MTP off, and these
+    against the source's. One reason, where two servers were asked.
+
+    Every fault at every depth is asked, by the exact sign test. What becomes better is no fault.
+    """
+    if serve is None:
+        return
+    plain = serve.checkpoint.runs[:1]
+    pairs = [("with MTP on", off, on) for off in plain for on in serve.checkpoint.runs[1:]]
+    if serve.source:
+        for before, after in zip(serve.source.runs, plain, strict=False):
+            pairs.append(("of the checkpoint", before, after))
+    seen = []
+    for whose, before, after in pairs:
+        for ours, theirs in zip(before.probed, after.probed, strict=False):
+            seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
+    if not seen:
+        return
+    chance, fault, names, num_before, depth, whose = min(seen, key=lambda one: one[0])
+    scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
+    verdict = "pass"
+    how = "no more than chance gives"
+    if chance < CHANCE:
+        verdict = "regression"
+        how = "beyond chance"
+    says = (
+        f"At depth {depth:,}, {len(names):,} answers {whose} alone have a fault of {fault} "
+        f"({', '.join(scripts) or 'none'}), and {num_before:,} the other way round (exact sign "
+        f"test: {chance:.2g}), {how}."
+    )
+    yield reason("probe", verdict, says)
 
 
 # --- scores ---------------------------------------------------------------------------------------

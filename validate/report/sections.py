@@ -275,6 +275,10 @@ def _serve(serve: ServeCheck) -> Iterator[Block]:
         notes.append(_who(model, stored))
     yield notes
     yield tables.servers(serve)
+    probed = tables.probed(serve)
+    if probed.rows:
+        yield "The probe, of 56 answers in twelve scripts and in code:"
+        yield probed
     if not serve.checkpoint.drafting:
         yield "No server came up with method=mtp, so there is no acceptance to show."
     notes = []

@@ -7,6 +7,7 @@ Easy to get wrong: a k whose server failed has no figure and says so.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from typing import get_args
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
@@ -15,6 +16,7 @@ from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
+from ..facts.probed import InAnswer
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
@@ -249,6 +251,20 @@ def servers(serve: ServeCheck) -> Table:
             rows.append((served.role, f"{run.k}", *cells))
     return Table(
         columns=("", ">k", ">start", *_ACCEPTED, ">tok/s", ">over k=0", ">same"), rows=rows
+    )
+
+
+def probed(serve: ServeCheck) -> Table:
+    """A row for each server and depth of the probe: in how many answers each was seen."""
+    rows = []
+    for served in serve.served:
+        for run in served.runs:
+            for each in run.probed:
+                counts = [run.k, each.depth]
+                counts += [len(each.seen.get(name, ())) for name in get_args(InAnswer)]
+                rows.append((served.role, *map(str, counts)))
+    return Table(
+        columns=("", *[f">{head}" for head in ("k", "depth", *get_args(InAnswer))]), rows=rows
     )
 
 

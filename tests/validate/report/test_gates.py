@@ -1,7 +1,7 @@
 """Each gate on a good checkpoint, on one broken on purpose, and on too little to tell."""
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import benches
 import closenesses
@@ -14,6 +14,7 @@ from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.facts.dry_load import DryLoad, LoadedModel
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding
+from keepmtp.validate.facts.probed import InAnswer, ProbeFact
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Parting, ServeCheck
@@ -262,6 +263,58 @@ def test_drafts_are_trials(mine, theirs, of, title, says):
 )
 def test_acceptance_on_questions(parts, title, says):
     turned("acceptance", title, says, GOOD, evaluation=asked(**parts))
+
+
+SIXTEEN = tuple(f"{script} {number}" for script in ("Greek", "Thai") for number in range(8))
+
+
+def probe(
+    broken: tuple[str, ...] = (), *, fault: InAnswer = "characters", depth: int = 0
+) -> tuple[ProbeFact, ...]:
+    seen = dict.fromkeys(get_args(InAnswer), ()) | {fault: broken}
+    return (ProbeFact(depth=depth, seen=seen),)
+
+
+@pytest.mark.parametrize(
+    "source, plain, on, verdict, says",
+    [
+        (
+            probe(),
+            probe(),
+            probe(),
+            "pass",
+            "none), and 0 the other way round (exact sign test: 1)",
+        ),
+        # 2 / 2**11 is below a thousandth, 2 / 2**10 is not.
+        (probe(), probe(), probe(SIXTEEN[:11]), "regression", "11 answers with MTP on alone have"),
+        (probe(), probe(), probe(SIXTEEN[:10]), "pass", "0.002), no more than chance gives."),
+        (probe(), probe(SIXTEEN), probe(), "regression", "16 answers of the checkpoint alone have"),
+        (probe(SIXTEEN), probe(SIXTEEN), probe(SIXTEEN), "pass", "0 answers with MTP on alone"),
+        (probe(SIXTEEN), probe(), probe(), "pass", "no more than chance gives"),
+        (
+            probe(depth=8000),
+            probe(depth=8000),
+            probe(SIXTEEN, fault="repetition", depth=8000),
+            "regression",
+            "At depth 8,000, 16 answers with MTP on alone have a fault of repetition (Greek, Thai), "
+            "and 0 the other way round (exact sign test: 3.1e-05), beyond chance.",
+        ),
+    ],
+)
+def test_the_probe(source, plain, on, verdict, says):
+    """More faults with MTP on than off, or than the source has, beyond chance; fewer are none."""
+    serve = altered("checkpoint", 3, probed=on)
+    runs = (
+        serve.checkpoint.runs[0].model_copy(update={"probed": plain}),
+        *serve.checkpoint.runs[1:],
+    )
+    own = serve.checkpoint.model_copy(update={"runs": runs})
+    first = altered("source", 0, probed=source).source
+    found = judged(serve=serve.model_copy(update={"checkpoint": own, "source": first}))["probe"]
+    assert found.verdict == verdict and says in found.says
+    assert "probe" not in judged(serve=NATIVE), "where it was not asked"
+    none = serve.model_copy(update={"checkpoint": own.model_copy(update={"runs": ()})})
+    assert "probe" not in judged(serve=none), "a file without servers is nobody's fault"
 
 
 def test_a_source_that_was_not_asked_leaves_both_unmeasured():

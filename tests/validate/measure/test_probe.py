@@ -1,0 +1,114 @@
+"""Faults of answers to the probe: each one, what only looks like it, and what is never one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from answering import answering
+from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate.facts.probed import FAULTS, InAnswer
+from keepmtp.validate.facts.served import Output
+from keepmtp.validate.measure import probe
+from keepmtp.validate.measure.probe import PROMPTS, refuse_depth, seen_in
+
+GLM = open_source(Path(__file__).parents[3] / "models" / "tiny-glm4-moe")
+GREEK = "η πόλη έχει μεγάλη ιστορία και πολλά μουσεία."
+JSON = f'{GREEK}"}}\n'
+
+
+def faults(text: str, prompt: str = "Greek 1", *, is_cut: bool = False) -> set[InAnswer]:
+    return {*seen_in(PROMPTS[prompt], text, is_cut=is_cut)} & {*FAULTS}
+
+
+def test_the_prompts():
+    """Twelve scripts and 56 prompts, as terminal, page and docs say; each text as it is and as JSON,
+    which is whole up to what the answer ends.
+    """
+    scripts = {name.split()[0] for name in PROMPTS} - {"code"}
+    assert len(scripts) == 12 and len(PROMPTS) == 56 == len({*PROMPTS.values()})
+    for name, prompt in PROMPTS.items():
+        if name.endswith("JSON"):
+            assert not faults('"}'[:1] + "}", name) - {"script"} and prompt.count("\n") == 1
+
+
+def test_characters():
+    assert faults(GREEK) == set()
+    assert faults(f"η π\ufffd {GREEK}") == {"characters"}
+    # The limit of tokens cuts a character into three bytes at most.
+    assert faults(f"{GREEK}\ufffd\ufffd\ufffd", is_cut=True) == set()
+    assert faults(f"{GREEK}\ufffd") == {"characters"}
+    assert faults(f"{GREEK}\ufffd\ufffd\ufffd\ufffd", is_cut=True) == {"characters"}
+
+
+@pytest.mark.parametrize(
+    "text, is_cut, is_broken",
+    [
+        (JSON, False, False),
+        (f'{GREEK}", "2": [1, 2]}} and more', False, False),
+        (GREEK, True, False),
+        (f'{GREEK}", "2": tr', True, False),
+        (f"{GREEK}\\u03b", True, False),
+        (f'{GREEK}",', True, False),
+        (GREEK, False, True),
+        (f"{GREEK}\n{GREEK}", True, True),
+        (f'{GREEK}" and "2": 1}}\n{GREEK}', True, True),
+        (f"{GREEK}\\x{GREEK}", True, True),
+        (f'{GREEK}", "2": {"[" * 100_000}', True, True),
+        (f'{GREEK}", "2": {"1" * 5_000}', True, True),
+    ],
+)
+def test_json(text, is_cut, is_broken):
+    assert ("JSON" in faults(text, "Greek 1 JSON", is_cut=is_cut)) == is_broken
+    assert "JSON" not in faults(text, is_cut=is_cut), "only where it was asked for"
+
+
+def test_repetition():
+    assert faults(f"{GREEK} " * 3) == {"repetition"}
+    assert faults("και " * 12) == {"repetition"}
+    assert faults(f"{GREEK} {GREEK[::-1]} {GREEK}") == set(), "a third is there twice"
+
+
+def test_script():
+    assert faults(f"{GREEK} π = 3.14 (Wikipedia)") == set()
+    assert faults("The city has a long history.") == {"script"}
+    assert faults(f"{GREEK} 北京") == {"script"}
+    assert faults("The city has a long history.", "Latin 1") == set()
+    assert faults("東京", "Chinese 1") == set() and faults("ですから", "Chinese 1") == {"script"}
+    assert faults("コード、漢字", "Japanese 1") == set()
+    assert faults("    return 1  # число", "code 1") == {"script"}
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\ufffd"])
+def test_an_empty_answer_has_no_fault(text):
+    assert {*seen_in(PROMPTS["Greek 1 JSON"], text, is_cut=True)} == {"empty", "cut"}
+
+
+def test_a_depth_that_does_not_fit():
+    refuse_depth(GLM, 1000)
+    says = r"--depth: with prompt and answer it must be 2,048 tokens of \S+ at most; got 2,000 and "
+    with pytest.raises(RecipeError, match=f"{says}\\d+. Use --depth 1[67]\\d\\d or less"):
+        refuse_depth(GLM, 2000)
+    short = replace(GLM, config={**GLM.config, "max_position_embeddings": 64})
+    refuse_depth(short, 0)
+    refuse_depth(replace(GLM, config={"max_position_embeddings": "many"}), 32_000)
+    with pytest.raises(RecipeError, match="Use --depth 0 or less"):
+        refuse_depth(short, 1)
+
+
+def test_what_was_held_back_is_joined(monkeypatch, tmp_path):
+    """A server's own text lacks bytes that became no character; its joined one has special
+    tokens.
+    """
+    with answering({}, tmp_path / "log") as (server, _):
+        monkeypatch.setattr(type(server), "text_of", lambda _, tokens: "".join(map(chr, tokens)))
+        whole = Output(token_ids=(*map(ord, "ab<eos>"),), text="ab")
+        assert probe.joined(server, whole) == whole
+        broken = Output(token_ids=(ord("a"), 0xFFFD, 0xFFFD), text="a")
+        assert probe.joined(server, broken).text == "a\ufffd\ufffd"
+
+
+def test_the_other_text():
+    """Long enough for the deepest probe, and no part of it twice."""
+    text = "\n\n".join(map(str, probe.OTHER.texts))
+    assert len(text) > 7 * 32_768 and len({*probe.OTHER.texts}) == len(probe.OTHER.texts)

@@ -1,0 +1,84 @@
+"""What serve-check finds with the probe, on servers that answer what they are told to."""
+
+import json
+import shutil
+
+import pytest
+from commands import ROOT, keepmtp
+from json_files import put_json
+from keepmtp.validate.report.report import read_json
+from stub_vllm import stub_vllm
+
+GLM = ROOT / "models" / "tiny-glm4-moe"
+
+
+def said(text: str) -> dict[str, str]:
+    """A server's answers, of two tokens."""
+    likeliest = [{"token_id:1": -0.1}, {"token_id:2": -0.1}]
+    choice = {"text": text, "token_ids": [1, 2], "logprobs": {"top_logprobs": likeliest}}
+    tokens = {"tokens": [1, 2]}
+    return {
+        "/v1/completions": json.dumps({"choices": [choice]}),
+        "/detokenize": json.dumps({"prompt": text}),
+        "/tokenize": json.dumps(tokens),
+        "/metrics": "vllm:spec_decode_num_drafts_total 0\n",
+        "/health": "{}",
+    }
+
+
+@pytest.mark.full
+def test_cut_characters(tmp_path):
+    """In the answers of the checkpoint, or with MTP on, alone: each a regression that the terminal,
+    the report and the page have. The same command asks nothing again.
+    """
+    python = str(stub_vllm(tmp_path, start=0))
+    folders = [shutil.copytree(GLM, tmp_path / name) for name in ("source", "made", "drafted")]
+    for number, folder in enumerate(folders):
+        (folder / "number.txt").write_text(f"{number}")
+        put_json(folder / "answers.json", said("1"))
+    source, made, drafted = folders
+    put_json(made / "answers.json", said("a\ufffdb"))
+    put_json(drafted / "drafted.json", said("a\ufffdb"))
+    for folder, named, whose in (
+        (made, source, "of the checkpoint"),
+        (drafted, "none", "with MTP on"),
+    ):
+        words = f"serve-check {folder} --source {named} --depth 0,100"
+        done = keepmtp(words, VLLM_PYTHON=python, status=1)
+        says = f"At depth 0, 56 answers {whose} alone have a fault of characters (Arabic, Bengali, "
+        assert says in " ".join(done.stdout.replace("probe regression", "").split())
+        out = tmp_path / f"{folder.name}.report"
+        report = read_json(out / "report.json")
+        assert report.judgement is not None and report.serve is not None
+        (reason,) = [one for one in report.judgement.reasons if one.gate == "probe"]
+        assert reason.verdict == "regression" and reason.says.startswith(says)
+        probed = report.serve.checkpoint.runs[-1].probed
+        assert [(each.depth, len(each.seen["characters"])) for each in probed] == [
+            (0, 56),
+            (100, 56),
+        ]
+        assert "The probe, of 56 answers in twelve scripts" in (out / "report.html").read_text()
+    (tmp_path / "python").write_text("no vLLM any more")
+    assert keepmtp(words, VLLM_PYTHON=python)
+
+
+@pytest.mark.full
+def test_empty_and_cut_answers_are_counted_as_such(tmp_path):
+    """And a server that ends early is no fault of MTP, and loses nothing."""
+    folder = shutil.copytree(GLM, tmp_path / "made")
+    put_json(folder / "answers.json", said("1"))
+    put_json(folder / "drafted.json", said(""))
+    python = str(stub_vllm(tmp_path, start=0))
+    words = f"serve-check {folder} --source none --json --max-tokens 2"
+    found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=0).stdout)
+    for run, expected in zip(found["checkpoint"]["runs"], ({"cut"}, {"empty", "cut"}), strict=True):
+        seen = {name: len(names) for name, names in run["probed"][0]["seen"].items() if names}
+        assert seen == dict.fromkeys(expected, 56)
+    verdicts = {one["gate"]: one["verdict"] for one in found["judgement"]["reasons"]}
+    assert verdicts["probe"] == "pass"
+    put_json(folder / "drafted.json", said("") | {"/detokenize": "nothing"})
+    words = f"serve-check {folder} --source none --json"
+    found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=1).stdout)
+    off, on = found["checkpoint"]["runs"]
+    assert off["probed"] and not on["loaded"] and "a reply without an answer" in on["error"]
+    assert "probe" not in {one["gate"] for one in found["judgement"]["reasons"]}
