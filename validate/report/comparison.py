@@ -1,0 +1,283 @@
+"""`keepmtp compare`: finished checkpoints of one model, next to each other, for a terminal and for
+a page.
+
+In: checked checkpoints, and their release. Out: a `Comparison`, tables with a column for each
+checkpoint, and a page. Headers are read, a sample of rows where there is a release, and the reports
+that are there. It needs no GPU and no server.
+
+Easy to get wrong: figures of a report are of the servers that gave them. They are shown next to
+each other, and no difference between them is judged.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from ...checkpoints.dialects.runtime_view import RuntimeView, described
+from ...checkpoints.files import write_whole
+from ...checkpoints.record import RECORD
+from ...checkpoints.safetensors_file import total_bytes
+from ...checkpoints.source import open_source, small_object
+from ...recipes.errors import CheckpointError, shortened, size_in_words
+from ...recipes.forms import NOT_COMPUTED
+from ...recipes.runtimes.vllm import KNOWN
+from ..check.check import Checked, examine
+from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
+from ..facts.binomial import limits
+from ..facts.comparison import GROUPS, ComparedCheckpoint, Comparison, group_of
+from ..facts.findings import errors_of
+from . import tables
+from .best_k import report_of
+from .drafted import counts_bench, drafted
+from .html import page_of
+from .markdown import Block, Table, code, title
+from .numbers import figure, percent
+
+_LEAST = 0.01  # of a group's bytes: what is less is not in the tables
+_Columns = Mapping[str, ComparedCheckpoint]
+"""Checkpoints by their numbers, which are the heads of the tables."""
+
+
+def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) -> Comparison:
+    """Lay checkpoints of one model next to each other.
+
+    Args:
+        checkpoints: with the dry loads that were made.
+        source: the release that their weights are compared with, a folder or a Hub id.
+        rows: of each group that are compared.
+
+    Raises:
+        KeepMTPError: one cannot be read, has no family's table, or is of another model.
+    """
+    release = None
+    if source is not None:
+        release = RuntimeView.of(open_source(source))
+    first = release
+    found = []
+    for checked in checkpoints:
+        runtime = checked.runtime or RuntimeView.of(checked.readable())
+        first = first or runtime
+        _refuse_other_model(first, runtime)
+        found.append(_compared(checked, runtime, release, rows))
+    return Comparison(source=source, rows=rows, checkpoints=tuple(found))
+
+
+def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
+    """Refuse another family, depth or width."""
+    models = []
+    for runtime in (first, other):
+        view = runtime.view
+        models.append(f"{view.family.model_type}, {view.num_layers} layers")
+    for module in first.weights.keys() & other.weights.keys():
+        weights = (first.weights[module], other.weights[module])
+        # A vocabulary may have more rows; of forms that are not computed with, the width may be
+        # another.
+        is_known = {weight.form for weight in weights}.isdisjoint(NOT_COMPUTED)
+        if models[0] == models[1] and is_known:
+            models = [f"rows of {[*weight.shape[1:]]} in {module}" for weight in weights]
+    if models[0] != models[1]:
+        rule = f"must be of the model of {first.source.where}, {models[0]}"
+        cure = "Compare checkpoints of one model"
+        raise CheckpointError(other.source.where, rule, got=models[1], cure=cure)
+
+
+def _compared(
+    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, rows: int
+) -> ComparedCheckpoint:
+    opened = runtime.source
+    verdicts = {}
+    for version in KNOWN:
+        errors = errors_of(examine(opened, vllm=version).data.findings)
+        verdicts[f"vLLM {version}"] = "".join([f"{one.where}: {one.says}" for one in errors[:1]])
+    for load in checked.data.dry:
+        verdicts[f"vLLM {load.vllm} on {load.gpu}, TP {load.tp}"] = load.error
+    measured = {}
+    if release is not None:
+        from ..measure.rows import sampled_errors  # imports torch
+
+        measured = sampled_errors(runtime, release, rows)
+    report, doubt = report_of(opened)
+    return ComparedCheckpoint(
+        path=opened.where,
+        facts=checked.data.facts,
+        producer=_producer(runtime),
+        kv_cache=_kv_cache(runtime),
+        stored=_stored(runtime),
+        errors=measured,
+        verdicts=verdicts,
+        report=report,
+        unreported=doubt.removeprefix("; "),
+    )
+
+
+def _producer(runtime: RuntimeView) -> str:
+    """The record's, or modelopt's own word, or the version of the quantization config."""
+    record = small_object(runtime.source, RECORD)
+    said = runtime.given.raw.get("producer") or runtime.given.raw
+    name = runtime.dialect.name
+    if record is not None:
+        said = {"version": record.get("keepmtp")}
+        name = "keepmtp"
+    version = said.get("version") if isinstance(said, Mapping) else said
+    return shortened(f"{name} {version or ''}".rstrip(), 40)
+
+
+def _kv_cache(runtime: RuntimeView) -> str:
+    _, form = kv_entry(runtime)
+    if is_fp8_cache(runtime):
+        form = "FP8"
+    scales = [name for name in runtime.source.entries if is_kv_scale(runtime.leaf_of(name))]
+    said = shortened(f"{form or 'not quantized'}", 40)
+    return f"{said}, {len(scales):,} scales" if scales else said
+
+
+def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
+    """Every tensor of every file, those that the index does not list included."""
+    stored: dict[str, Counter[str]] = defaultdict(Counter)
+    others = (*runtime.others, *runtime.source.unindexed.values())
+    for weight in (*runtime.weights.values(), *map(described, others)):
+        word = runtime.schemes.get(weight.module) or weight.form
+        group = stored[group_of(runtime.placed.get(weight.module))]
+        group[word.replace("plain", weight.weight.dtype)] += total_bytes(weight.parts.values())
+    return stored
+
+
+# --- how it is shown ------------------------------------------------------------------------------
+
+
+def write_page(path: Path, found: Comparison) -> Path:
+    """Write the page; returns its path."""
+    heading = "Checkpoints of one model"
+    return write_whole(path, page_of([title(heading, 1), *_page(found)], heading=heading))
+
+
+def _page(found: Comparison) -> Iterator[Block]:
+    columns = numbered(found)
+    for heading, table in sections(columns):
+        yield title(heading)
+        yield table
+    yield [*notes(found)]
+
+
+def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:
+    """The checkpoints by their numbers."""
+    return {f"{number}": one for number, one in enumerate(found.checkpoints, 1)}
+
+
+def sections(columns: _Columns) -> Iterator[tuple[str, Table]]:
+    """Tables with their titles."""
+    for heading, cells_of in _SECTIONS.items():
+        cells = [cells_of(one) for one in columns.values()]
+        keys = dict.fromkeys([key for each in cells for key in each])
+        if keys:
+            rows = [(key, *[each.get(key, "-") for each in cells]) for key in keys]
+            yield heading, Table(columns=("", *columns), rows=rows)
+
+
+def _facts(one: ComparedCheckpoint) -> dict[str, str]:
+    facts = {
+        "path": one.path,
+        "size": size_in_words(sum([sum(group.values()) for group in one.stored.values()])),
+        "dialect": one.facts.dialect,
+        "written by": one.producer,
+        "MTP layers": f"{one.facts.num_mtp_layers}",
+        "KV cache": one.kv_cache,
+    }
+    return facts | {server: "no" if error else "loads" for server, error in one.verdicts.items()}
+
+
+def _sizes(one: ComparedCheckpoint) -> dict[str, str]:
+    found = {}
+    for group in filter(one.stored.get, GROUPS):
+        forms = one.stored[group]
+        words = []
+        for word, size in sorted(forms.items(), key=lambda form: -form[1]):
+            if size >= _LEAST * sum(forms.values()):
+                words.append(f"{size_in_words(size)} {word}")
+        found[_named(group)] = ", ".join(words)
+    return found
+
+
+def _errors(one: ComparedCheckpoint) -> dict[str, str]:
+    found = {}
+    for group in filter(one.stored.get, GROUPS if one.errors else ()):
+        forms = [form for form in one.stored[group] if form in NOT_COMPUTED]
+        says = f"not measured: {', '.join(forms) or 'no matrix in both'}"
+        if error := one.errors.get(group):
+            says = percent(error.value)
+            if error.low < error.high:
+                wide = max(error.high - error.value, error.value - error.low)
+                says += f" ± {100 * wide:.2f}"
+            if error.matrices < error.of_matrices:
+                says += f", {error.matrices:,} of {error.of_matrices:,}"
+        found[_named(group)] = says
+    return found
+
+
+def _named(group: str) -> str:
+    return group.replace("_", " ")
+
+
+def _measured(one: ComparedCheckpoint) -> dict[str, str]:
+    report = one.report
+    if report is None:
+        return {}
+    found = {}
+    if report.judgement:
+        found["gates"] = report.judgement.title
+    for task in report.evaluation.by_task if report.evaluation else ():
+        for score in task.checkpoint.scores:
+            found[f"{task.protocol.title}, {score.filter}"] = tables.score(score)
+    for each in drafted(report.serve, report.evaluation):
+        drafts = each.checkpoint
+        share = drafts.acceptance
+        if share is not None:
+            # A draft of which two of three tokens were accepted is two thirds of a success.
+            low, high = limits(share * drafts.drafts, drafts.drafts, 0.975)
+            interval = f"{percent(share)} ({100 * low:.2f} to {100 * high:.2f})"
+            length = figure(drafts.mean_accepted_length)
+            asked = f"accepted, k={each.k}: {each.what}"
+            found[asked] = f"{interval}, {length} tokens a step, served {each.as_served}"
+    if report.closeness:
+        for name, value in tables.closeness(report.closeness).rows[:4]:
+            found[name] = value
+    if report.bench and counts_bench(report.bench):
+        for load, k, rate, *_ in tables.cells(report.bench.checkpoint).rows:
+            found[f"tok/s, {load}, k={k.removeprefix('best ')}"] = rate
+    return found
+
+
+_SECTIONS = {
+    "What each is": _facts,
+    "Bytes by group and scheme": _sizes,
+    "Relative error against the release, ± its 95 % interval": _errors,
+    "What was measured": _measured,
+}
+
+
+def notes(found: Comparison) -> Iterator[str]:
+    """What a reader of the tables should know."""
+    for number, one in numbered(found).items():
+        for server, error in one.verdicts.items():
+            if error:
+                yield f"{number} in {server}: {error}."
+        if one.unreported:
+            yield f"{number} has no figures of servers: {one.unreported}."
+        far = max(one.errors.values(), key=lambda error: error.worst_value, default=None)
+        if far is not None:
+            read = size_in_words(sum([error.num_read for error in one.errors.values()]))
+            yield (
+                f"{number} is farthest off in {code(far.worst)}: {percent(far.worst_value)}. "
+                f"Besides headers, {read} of it and of the release were read."
+            )
+    if found.source is not None:
+        yield (
+            "Error: the norm of the difference by the norm of the release's weights, over "
+            f"{found.rows:,} rows of a group, or all where it has fewer, of the matrices that both "
+            "have by name. keepmtp does not compute with the forms of GPTQ and AWQ. What moves "
+            "scale between neighbours (AWQ, SmoothQuant) counts as error."
+        )
+    yield (
+        f"Forms with less than {percent(_LEAST, 0)} of a group's bytes are left out. A checkpoint "
+        "loads where the static check finds no error by the rules of that version."
+    )
