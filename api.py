@@ -307,7 +307,7 @@ def _with_commands(checked: "Checked") -> "Checked":
 def compare(
     places: Sequence[str | Path],
     *,
-    source: str | Path | None = None,
+    source: str | None = None,
     rows: int = 1024,
     **loads: Any,
 ) -> "Comparison":
@@ -324,12 +324,8 @@ def compare(
     Raises:
         KeepMTPError: one cannot be read, or is of another model.
     """
-    from .recipes.extras import require_extra
     from .validate.report import comparison
 
-    if source is not None:
-        require_extra("compare --source", "quantize")
-        source = str(source)
     return comparison.compare(check_all(places, **loads), source=source, rows=rows)
 
 

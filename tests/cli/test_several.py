@@ -80,7 +80,7 @@ def test_of_a_repository_headers_and_sampled_rows_are_fetched(
         hub.mirror("org/model", parent / "nvfp4a16")
         hub.mirror("org/release", MODEL)
         (one,) = api.compare(["org/model"], source="org/release", rows=128).checkpoints
-        (local,) = api.compare([parent / "nvfp4a16"], source=MODEL, rows=128).checkpoints
+        (local,) = api.compare([parent / "nvfp4a16"], source=str(MODEL), rows=128).checkpoints
         assert one.errors == local.errors and one.stored == local.stored
         ranges = [
             re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests

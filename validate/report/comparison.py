@@ -19,6 +19,7 @@ from ...checkpoints.record import RECORD
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source, small_object
 from ...recipes.errors import CheckpointError, shortened, size_in_words
+from ...recipes.extras import require_extra
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.runtimes.vllm import KNOWN
 from ..check.check import Checked, examine
@@ -51,6 +52,7 @@ def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) ->
     """
     release = None
     if source is not None:
+        require_extra("compare --source", "quantize")
         release = RuntimeView.of(open_source(source))
     first = release
     found = []
@@ -64,21 +66,17 @@ def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) ->
 
 def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
     """Refuse another family, depth or width."""
-    models = []
-    for runtime in (first, other):
-        view = runtime.view
-        models.append(f"{view.family.model_type}, {view.num_layers} layers")
+    views = (first.view, other.view)
+    mine, got = [f"{view.family.model_type}, {view.num_layers} layers" for view in views]
     for module in first.weights.keys() & other.weights.keys():
         weights = (first.weights[module], other.weights[module])
-        # A vocabulary may have more rows; of forms that are not computed with, the width may be
-        # another.
-        is_known = {weight.form for weight in weights}.isdisjoint(NOT_COMPUTED)
-        if models[0] == models[1] and is_known:
-            models = [f"rows of {[*weight.shape[1:]]} in {module}" for weight in weights]
-    if models[0] != models[1]:
-        rule = f"must be of the model of {first.source.where}, {models[0]}"
+        # A vocabulary may have more rows; the width of what is not computed with is a guess.
+        if mine == got and not any(weight.form in NOT_COMPUTED for weight in weights):
+            mine, got = [f"rows of {[*weight.shape[1:]]} in {module}" for weight in weights]
+    if mine != got:
+        rule = f"must be of the model of {first.source.where}, {mine}"
         cure = "Compare checkpoints of one model"
-        raise CheckpointError(other.source.where, rule, got=models[1], cure=cure)
+        raise CheckpointError(other.source.where, rule, got=got, cure=cure)
 
 
 def _compared(
@@ -111,15 +109,15 @@ def _compared(
 
 
 def _producer(runtime: RuntimeView) -> str:
-    """The record's, or modelopt's own word, or the version of the quantization config."""
-    record = small_object(runtime.source, RECORD)
-    said = runtime.given.raw.get("producer") or runtime.given.raw
-    name = runtime.dialect.name
-    if record is not None:
-        said = {"version": record.get("keepmtp")}
-        name = "keepmtp"
-    version = said.get("version") if isinstance(said, Mapping) else said
-    return shortened(f"{name} {version or ''}".rstrip(), 40)
+    """What wrote it: keepmtp's record, modelopt's own word, or the quantization config says it."""
+    raw = runtime.given.raw
+    said = small_object(runtime.source, RECORD) or raw.get("producer")
+    if not isinstance(said, Mapping):
+        said = raw
+    word = said.get("name", runtime.dialect.name)
+    if "keepmtp" in said:
+        word = "keepmtp"
+    return shortened(f"{word} {said.get(word, said.get('version', ''))}".rstrip(), 40)
 
 
 def _kv_cache(runtime: RuntimeView) -> str:
@@ -148,15 +146,10 @@ def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
 def write_page(path: Path, found: Comparison) -> Path:
     """Write the page; returns its path."""
     heading = "Checkpoints of one model"
-    return write_whole(path, page_of([title(heading, 1), *_page(found)], heading=heading))
-
-
-def _page(found: Comparison) -> Iterator[Block]:
-    columns = numbered(found)
-    for heading, table in sections(columns):
-        yield title(heading)
-        yield table
-    yield [*notes(found)]
+    blocks: list[Block] = [title(heading, 1)]
+    for words, table in sections(numbered(found)):
+        blocks += [title(words), table]
+    return write_whole(path, page_of([*blocks, [*notes(found)]], heading=heading))
 
 
 def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:

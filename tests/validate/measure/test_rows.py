@@ -24,8 +24,15 @@ from written_values import fill, opened, poke
 MODEL = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 ALL = 10**9
 SCHEMES = [
-    "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16", "W4A16", "W4A16_ASYM", "W8A16", "W8A8",
-]  # fmt: skip
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "NVFP4A16",
+    "MXFP4A16",
+    "W4A16",
+    "W4A16_ASYM",
+    "W8A16",
+    "W8A8",
+]
 
 
 @pytest.fixture(scope="module")

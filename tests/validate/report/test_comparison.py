@@ -4,6 +4,7 @@ reports are shown with their intervals.
 
 import re
 import shutil
+import sys
 
 import evaluations
 import pytest
@@ -12,6 +13,8 @@ import reports
 from benches import bench_fact
 from checkpoint_files import write
 from closenesses import closeness
+from commands import captured
+from good import ours
 from good_checkpoints import GOOD
 from keepmtp import api
 from keepmtp.checkpoints.identity import identify
@@ -23,11 +26,9 @@ from keepmtp.validate.report.comparison import notes, numbered, sections, write_
 from keepmtp.validate.report.report import write as write_report
 from written_values import fill
 
-CASES = [
-    "v3 native bf16 mtp", "dsv4 nvfp4 experts", "glm nvfp4", "glm gptq", "next awq", "glm quark",
-    "qwen vl autoround", "qwen vl moe nvfp4", "glm autoround mxfp4", "mimo w4a16", "glm modelopt file",
-    "next mixed", "glm mixed blocks", "released qwen3.5-397b",
-]  # fmt: skip
+CASES = """v3 native bf16 mtp, dsv4 nvfp4 experts, glm nvfp4, glm gptq, next awq, glm quark,
+qwen vl autoround, qwen vl moe nvfp4, glm autoround mxfp4, mimo w4a16, glm modelopt file, next mixed,
+glm mixed blocks, released qwen3.5-397b"""
 
 
 def cells(found, heading):
@@ -39,7 +40,7 @@ def cells(found, heading):
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", re.split(r",\s", CASES))
 def test_the_bytes_of_the_groups_are_those_of_the_files(name, tmp_path):
     made = GOOD[name]()
     made.elsewhere["model.layers.9.extra.weight"] = ("BF16", (3, 5))
@@ -109,7 +110,7 @@ def test_another_model_or_width_is_refused(model, change, says, tmp_path):
     releases.write_checkpoint(tmp_path / "b", config, tensors)
     for places, source in ([["a", "b"], None], [["a"], "b"], [["b"], "a"]):
         with pytest.raises(KeepMTPError, match="must be of the model of") as refused:
-            source = source and tmp_path / source
+            source = source and str(tmp_path / source)
             api.compare([tmp_path / place for place in places], source=source)
         if source is None:
             assert re.search(says, str(refused.value)), refused.value
@@ -120,7 +121,7 @@ def test_forms_that_are_not_computed_with_are_shown_and_not_measured(tmp_path):
     fill(release)
     folder = write(tmp_path / "gptq", GOOD["glm gptq"]())
     fill(folder)
-    rows = cells(api.compare([folder], source=release), "Relative error")
+    rows = cells(api.compare([folder], source=str(release)), "Relative error")
     assert rows["experts"] == ["not measured: gptq"]
     assert rows["head"][0].endswith(" %")
 
@@ -162,7 +163,7 @@ def test_measured_figures_have_their_intervals(measured):
 
 def test_a_page_needs_no_script_and_has_no_markup_of_a_stranger(measured, tmp_path):
     word = "<b>x</b> [y](http://z) | `a` # \x1b[31m"
-    found = api.compare([measured / "with"], source=reports.MODEL)
+    found = api.compare([measured / "with"], source=str(reports.MODEL))
     (one,) = found.checkpoints
     facts = one.facts.model_copy(update={"dialect": word})
     changed = {"path": word, "producer": word, "facts": facts, "verdicts": {word: word}}
@@ -183,3 +184,41 @@ def test_a_report_of_other_bytes_does_not_count(measured, tmp_path):
     assert cells(found, "What was measured") == {}
     says = "1 has no figures of servers: with.report is not known to be of these bytes."
     assert says in [*notes(found)]
+
+
+# Prints the peak of memory, MiB, after a comparison.
+AT_FULL_SIZE = """
+import re, sys
+from pathlib import Path
+from keepmtp import api
+found = api.compare(sys.argv[2:], source=sys.argv[1])
+for one in found.checkpoints:
+    print(one.facts.num_tensors, *sorted(one.errors), sep=", ")
+    assert all(error.value == 0 for error in one.errors.values())
+    assert sum(error.num_read for error in one.errors.values()) < 300 << 20
+print(int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
+"""
+
+
+@pytest.mark.full
+def test_a_full_size_checkpoint_of_holes_takes_less_than_a_gib(tmp_path):
+    """671 billion weights: 136,247 tensors in W4A16, 91,215 in MXFP4, and the release in FP8."""
+    release = tmp_path / "release"
+    layout = releases.source_layout("deepseek-r1", size="full")
+    releases.write_checkpoint(release, *layout, num_shards=None)
+    for scheme in ("W4A16", "MXFP4"):
+        made = ours("deepseek-r1", scheme, size="full")
+        releases.write_checkpoint(tmp_path / scheme, made.config, made.tensors, num_shards=None)
+    places = (release, tmp_path / "W4A16", tmp_path / "MXFP4")
+    said = captured([sys.executable, "-c", AT_FULL_SIZE, *map(str, places)], status=0).stdout
+    *lines, peak = said.splitlines()
+    groups = "MTP block, attention, dense_mlp, embedding, experts, head, rest, shared_experts"
+    assert lines == [f"136247, {groups}", f"91215, {groups}"]
+    assert int(peak) < 1024
+
+
+def test_without_a_release_no_torch_is_needed(tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+    code = "import sys; from keepmtp import api; api.compare(sys.argv[1:]); print(*sys.modules)"
+    done = captured([sys.executable, "-c", code, str(folder)], status=0)
+    assert not {"torch", "numpy", "matplotlib"} & {*done.stdout.split()}
