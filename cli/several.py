@@ -73,7 +73,7 @@ def compare(
             cure = "Name another file, or remove it"
             raise RecipeError(out, "a page is never overwritten", got="a file", cure=cure)
     # Of a repository, threads fetch: Ctrl-C ends them, too.
-    with spinner() as doing, stopped_by_signals():
+    with spinner(is_shown="gpus" in loads) as doing, stopped_by_signals():
         found = api.compare(paths, source=source, rows=rows, progress=doing, **loads)
     if out is not None:
         tell(f"page: {write_page(out, found)}")

@@ -4,6 +4,7 @@ repository, of which headers and sampled rows are fetched.
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from checkpoint_files import write
 from commands import ROOT, keepmtp, ran, refused
 from good_checkpoints import GOOD
 from hub import TOKEN, serving
+from json_files import put_json
 from keepmtp import api
 from printed import printed
 from shipped import made_of
@@ -25,6 +27,13 @@ def parent(tmp_path_factory) -> Path:
     for scheme in ("FP8_BLOCK", "NVFP4A16"):
         made_of("tiny-glm4-moe", parent / scheme.lower(), scheme=scheme)
     write(parent / "other", GOOD["mimo fp8"]())
+    shutil.copytree(parent / "nvfp4a16", parent / "broken")
+    config = json.loads((parent / "broken" / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = 7
+    put_json(parent / "broken" / "config.json", config)
+    write(parent / "short", GOOD["glm nvfp4"]())
+    with open(parent / "short" / "model-1.safetensors", "rb+") as file:
+        file.truncate(100_000)
     return parent
 
 
@@ -55,6 +64,7 @@ def test_json_and_a_page(parent, tmp_path):
     refused(line, says="a page is never overwritten; got a file", cwd=parent)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -62,6 +72,9 @@ def test_json_and_a_page(parent, tmp_path):
         ("fp8_block --source other", "fp8_block: must be of the model of other, mimo, "),
         ("fp8_block nowhere", "nowhere: a checkpoint is a folder with config.json"),
         ("fp8_block --source nowhere", "nowhere: a checkpoint is a folder with config.json"),
+        ("fp8_block broken", "broken: config.json: quantization_config: must have the types"),
+        ("fp8_block short", "short/model-1.safetensors: must be "),
+        ("short --source fp8_block", "short/model-1.safetensors: must be "),
         ("fp8_block --tp 2", "need a GPU to pretend"),
         ("fp8_block --rows 5", "--rows"),
     ],

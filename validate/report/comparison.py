@@ -57,10 +57,19 @@ def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) ->
     first = release
     found = []
     for checked in checkpoints:
-        runtime = checked.runtime or RuntimeView.of(checked.readable())
-        first = first or runtime
-        _refuse_other_model(first, runtime)
-        found.append(_compared(checked, runtime, release, rows))
+        path = checked.data.path
+        if checked.refusal is not None:
+            raise checked.refusal
+        try:
+            # Where vLLM has nothing to load it with, there are files all the same.
+            runtime = checked.runtime or RuntimeView.of(checked.source or open_source(path))
+            first = first or runtime
+            _refuse_other_model(first, runtime)
+            found.append(_compared(checked, runtime, release, rows))
+        except CheckpointError as error:
+            if path in str(error.where):
+                raise
+            raise error.at(path) from error
     return Comparison(source=source, rows=rows, checkpoints=tuple(found))
 
 

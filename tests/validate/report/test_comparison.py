@@ -55,6 +55,7 @@ def test_the_bytes_of_the_groups_are_those_of_the_files(name, tmp_path):
     assert set(one.verdicts.values()) <= {""} or "vLLM 0.29.0" in one.verdicts
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "group", "stored"),
     [
@@ -93,6 +94,15 @@ def test_a_version_that_does_not_load_it_is_named_with_the_reason(tmp_path):
     found = api.compare(folders)
     assert cells(found, "What each is")["vLLM 0.30.0"] == ["loads", "no"]
     assert any("2 in vLLM 0.30.0: " in note and "eh_proj" in note for note in notes(found))
+
+
+def test_a_method_that_no_vllm_has_is_shown_with_its_bytes(tmp_path):
+    foreign = GOOD["glm nvfp4"]()
+    foreign.config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    found = api.compare([write(tmp_path / "foreign", foreign)])
+    rows = cells(found, "What each is")
+    assert rows["vLLM 0.33.0"] == ["no"] and rows["dialect"] == ["bitsandbytes"]
+    assert cells(found, "Bytes")["experts"][0].endswith(" nvfp4")
 
 
 @pytest.mark.parametrize(
