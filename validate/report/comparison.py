@@ -279,6 +279,11 @@ def notes(found: Comparison) -> Iterator[str]:
             "have by name. keepmtp does not compute with the forms of GPTQ and AWQ. What moves "
             "scale between neighbours (AWQ, SmoothQuant) counts as error."
         )
+    if any(one.report for one in found.checkpoints):
+        yield (
+            "Measured: ± is one standard error, of speed half of what repetitions spread; in "
+            "brackets is the 95 % interval."
+        )
     yield (
         f"Forms with less than {percent(_LEAST, 0)} of a group's bytes are left out. A checkpoint "
         "loads where the static check finds no error by the rules of that version."
