@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .recipes.schema import Recipe
     from .validate.check.check import Checked
     from .validate.check.reading import Level
+    from .validate.facts.comparison import Comparison
     from .validate.facts.dry_load import GPU
     from .validate.facts.findings import Finding
     from .validate.facts.results import CheckData
@@ -49,6 +50,7 @@ __all__ = [
     "card",
     "check",
     "check_all",
+    "compare",
     "load_recipe",
     "plan",
     "quantize",
@@ -300,6 +302,31 @@ def _with_commands(checked: "Checked") -> "Checked":
     from .cure.fix import with_commands
 
     return with_commands(checked)
+
+
+def compare(
+    places: Sequence[str | Path],
+    *,
+    source: str | None = None,
+    rows: int = 1024,
+    **loads: Any,
+) -> "Comparison":
+    """Lay finished checkpoints of one model next to each other. No GPU is needed, and nothing is
+    written.
+
+    Args:
+        places: folders or Hub ids.
+        source: the release; a sample of its rows is compared with theirs. Needs the `quantize`
+            extra.
+        rows: of each group that are compared.
+        loads: as for `check_all`; by default no vLLM loads them.
+
+    Raises:
+        KeepMTPError: one cannot be read, or is of another model.
+    """
+    from .validate.report import comparison
+
+    return comparison.compare(check_all(places, **loads), source=source, rows=rows)
 
 
 def report(path: str | Path) -> "Report":

@@ -45,6 +45,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Judge": {
         "check": "check.check",
+        "compare": "several.compare",
         "explain": "explain.explain",
         "gate": "report.gate",
         "doctor": "doctor.doctor",

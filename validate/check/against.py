@@ -68,9 +68,9 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
     experts each.
     """
-    theirs = _matrices(release)
+    theirs = matrices(release)
     paired = list[Pair]()
-    for module, (place, weight) in _matrices(runtime).items():
+    for module, (place, weight) in matrices(runtime).items():
         if module in theirs and (whole or _is_sampled(runtime, module, place)):
             pair = Pair(weight, theirs[module].weight, place)
             if can_be_read(pair.weight) and can_be_read(pair.theirs):
@@ -198,19 +198,19 @@ def has_column_factors(ours: Tensor, original: Tensor, bound: float) -> bool:
     return relative_error(ours, original * columns) <= bound
 
 
-def _matrices(runtime: RuntimeView) -> dict[HFName, Member]:
+def matrices(runtime: RuntimeView) -> dict[HFName, Member]:
     """Every weight [N, K] of the language model, by the name that it has where experts are not
     stacked.
     """
-    matrices = dict[HFName, Member]()
+    found = dict[HFName, Member]()
     for module in runtime.modules:
         for member in module.members:
             num_dims = len(member.weight.shape)
             if member.place.row.stacked and member.weight.form == "plain" and num_dims == 3:
-                matrices |= _unstacked(member.weight.weight, member.place)
+                found |= _unstacked(member.weight.weight, member.place)
             elif num_dims == 2 and module.role != "vision":
-                matrices[member.weight.module] = member
-    return matrices
+                found[member.weight.module] = member
+    return found
 
 
 def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, Member]]:

@@ -53,7 +53,7 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
     """The entry is one that vLLM reads: FP8 under compressed-tensors, FP8 or NVFP4 under
     modelopt.
     """
-    scheme, algorithm = _kv_entry(runtime)
+    scheme, algorithm = kv_entry(runtime)
     severity: Severity = "error"
     where = f"{runtime.given.file}: kv_cache_quant_algo"
     cure = "Write FP8, NVFP4 or null"
@@ -100,7 +100,7 @@ def kv_entry_is_known(runtime: RuntimeView) -> Objections:
     yield objection("kv-cache", where, says, cure, severity=severity)
 
 
-def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
+def kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
     """What compressed-tensors and what modelopt write of the KV cache."""
     given = runtime.given
     return given.raw.get("kv_cache_scheme"), (given.nested or given.raw).get("kv_cache_quant_algo")
@@ -108,7 +108,7 @@ def _kv_entry(runtime: RuntimeView) -> tuple[Any, Any]:
 
 def is_fp8_cache(runtime: RuntimeView) -> bool:
     """Whether the config promises an FP8 cache, in either dialect."""
-    scheme, algorithm = _kv_entry(runtime)
+    scheme, algorithm = kv_entry(runtime)
     return str(algorithm).upper() == "FP8" or _is_fp8(scheme)
 
 

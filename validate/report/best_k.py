@@ -82,7 +82,7 @@ def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
     """
     if not num_mtp_layers:
         return BestK(k=0, why="the checkpoint has no MTP block")
-    report, doubt = _report_of(opened)
+    report, doubt = report_of(opened)
     if report is not None:
         found = best_k_of_report(report, device=device)
         return replace(found, versions=versions_in_short(report.dry))
@@ -93,7 +93,7 @@ def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
     return BestK(k=max(1, view.usual_k), why=f"{why}{doubt}")
 
 
-def _report_of(opened: Source) -> tuple[FullReport | None, str]:
+def report_of(opened: Source) -> tuple[FullReport | None, str]:
     """The report of these bytes, or why the one that is there does not count, as a clause."""
     folder = None
     path = small_file(opened, JSON_FILE)

@@ -8,6 +8,7 @@ them has no markup of theirs, and HTML in it is text.
 """
 
 from base64 import b64encode
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from string import Template
@@ -16,7 +17,7 @@ from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
 from ..facts.schema import FullReport
-from .markdown import markdown, picture
+from .markdown import Block, markdown, picture
 
 HTML_FILE = "report.html"
 # The policy makes a browser enforce it: no script, no request.
@@ -76,22 +77,27 @@ def render(report: FullReport) -> str:
         RecipeError: the `report` extra is missing.
     """
     require_extra()
-    # What needs the extra is imported once it is known to be there.
-    from markdown_it import MarkdownIt
-
-    from .charts import charts
+    from .charts import charts  # what needs the extra is imported once it is known to be there
     from .sections import page
 
     drawn = {}
     for name, chart in charts(report).items():
         content = b64encode(chart.png).decode()
         drawn[name] = picture(chart.alt, f"data:image/png;base64,{content}")
-    browser = MarkdownIt("commonmark", {"html": False}).enable("table")
     name = Path(report.path).name or report.path
     colour = "#17693a" if report.verdict.ok else "#b3261e"
+    heading = f"{name}: {report.verdict.label} (keepmtp)"
+    return page_of(page(report, drawn), heading=heading, colour=colour)
+
+
+def page_of(blocks: Iterable[Block], *, heading: str, colour: str = "inherit") -> str:
+    """Blocks as such a page; `heading` is the browser's, `colour` the verdict's."""
+    from markdown_it import MarkdownIt
+
+    browser = MarkdownIt("commonmark", {"html": False}).enable("table")
     return _PAGE.substitute(
         policy=_POLICY,
-        title=escape(printable(f"{name}: {report.verdict.label} (keepmtp)")),
+        title=escape(printable(heading)),
         colour=colour,
-        body=browser.render(markdown(page(report, drawn))),
+        body=browser.render(markdown(blocks)),
     )

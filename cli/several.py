@@ -1,0 +1,92 @@
+"""`keepmtp compare`: finished checkpoints of one model next to each other, without a GPU.
+
+In: checkpoints, and the release that they were made from. Out: tables with a column for each, JSON,
+or a page.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+
+from ..recipes.errors import RecipeError
+from .check import ServerOptions
+from .options import GpusOption, JsonOption, TpsOption, VLLMsOption
+from .progress import spinner
+from .tables import answer, drawn, tell
+
+if TYPE_CHECKING:
+    from ..validate.facts.comparison import Comparison
+
+_COLUMN = 20  # characters of a line that the names of rows take, and that a checkpoint needs
+
+
+def compare(
+    paths: list[str],
+    source: str | None = None,
+    rows: Annotated[int, typer.Option(min=128)] = 1024,
+    gpus: GpusOption = None,
+    tps: TpsOption = None,
+    versions: VLLMsOption = None,
+    out: Path | None = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show finished checkpoints of one model next to each other: bytes, error, what loads them,
+    what was measured.
+
+    From headers alone: bytes by group and scheme, what wrote each, the KV cache, and which versions
+    of vLLM load it by the rules of the static check. With --gpu, vLLM's own classes load each one
+    too, which takes a minute each.
+
+    With --source, a sample of rows of each group is dequantized and compared with the release's. Of
+    a repository, headers and these rows are fetched by range requests, and nothing else.
+
+    Where a checkpoint has a NAME.report of the same bytes, its scores, divergence, acceptance and
+    speed are shown.
+
+    Exit status 0, whatever the checkpoints are like; 2 if one cannot be read, or is of another
+    model.
+
+    Example: `keepmtp compare out/A out/B nvidia/GLM-4.7-NVFP4 --source zai-org/GLM-4.7`
+
+    Args:
+        paths: Checkpoints of one model: folders or Hub ids, ours or anyone's.
+        source: The release, a folder or a Hub id: weights are compared with its own.
+        rows: Rows of each group that are compared.
+        gpus: Also let vLLM load them, on a pretended H100 (sm90); sm80 to sm120; repeatable.
+        versions: Versions that load them so; as for `keepmtp check`.
+        out: Also write an HTML page, a file that is not there yet.
+    """
+    from .. import api
+    from ..checkpoints.hub_client import stopped_by_signals
+    from ..validate.report.comparison import write_page
+    from ..validate.report.html import require_extra
+
+    loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
+    if out is not None:
+        require_extra()
+        if os.path.lexists(out):
+            cure = "Name another file, or remove it"
+            raise RecipeError(out, "a page is never overwritten", got="a file", cure=cure)
+    # Of a repository, threads fetch: Ctrl-C ends them, too.
+    with spinner(is_shown="gpus" in loads) as doing, stopped_by_signals():
+        found = api.compare(paths, source=source, rows=rows, progress=doing, **loads)
+    if out is not None:
+        tell(f"page: {write_page(out, found)}")
+    answer(found, _parts(found), as_json=as_json)
+
+
+def _parts(found: "Comparison") -> Iterator[RenderableType]:
+    """Tables of as many columns as fit the width, then what to know of them."""
+    from ..validate.report.comparison import notes, numbered, sections
+
+    columns = [*numbered(found).items()]
+    step = max(1, get_terminal_size().columns // _COLUMN - 1)
+    for first in range(0, len(columns), step):
+        for heading, table in sections(dict(columns[first : first + step])):
+            yield drawn(heading, table)
+    yield from notes(found)

@@ -1,0 +1,122 @@
+"""`keepmtp compare` as people type it: two columns on 80, a line of JSON, a page, refusals; and a
+repository, of which headers and sampled rows are fetched.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_files import write
+from commands import ROOT, keepmtp, ran, refused
+from good_checkpoints import GOOD
+from hub import TOKEN, serving
+from json_files import put_json
+from keepmtp import api
+from printed import printed
+from shipped import made_of
+
+MODEL = ROOT / "models" / "tiny-glm4-moe"
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory) -> Path:
+    """Two checkpoints of the tiny model, and one of another."""
+    parent = tmp_path_factory.mktemp("several")
+    for scheme in ("FP8_BLOCK", "NVFP4A16"):
+        made_of("tiny-glm4-moe", parent / scheme.lower(), scheme=scheme)
+    write(parent / "other", GOOD["mimo fp8"]())
+    shutil.copytree(parent / "nvfp4a16", parent / "broken")
+    config = json.loads((parent / "broken" / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = 7
+    put_json(parent / "broken" / "config.json", config)
+    write(parent / "short", GOOD["glm nvfp4"]())
+    with open(parent / "short" / "model-1.safetensors", "rb+") as file:
+        file.truncate(100_000)
+    return parent
+
+
+def test_two_columns_on_80(parent):
+    said = ran(f"compare fp8_block nvfp4a16 --source {MODEL}", cwd=parent, COLUMNS="80")
+    tables = said.partition("1 is farthest off")[0]
+    assert max(map(len, tables.splitlines())) <= 80
+    printed("compare.txt", said)
+
+
+def test_more_checkpoints_than_fit_have_further_tables(parent):
+    said = ran("compare fp8_block nvfp4a16 fp8_block", cwd=parent, COLUMNS="60")
+    assert re.findall(r"^ +1 +2 *$|^ +3 *$", said, re.MULTILINE)[1:3], said
+    assert said.count("What each is") == 2
+
+
+def test_json_and_a_page(parent, tmp_path):
+    page = tmp_path / "page.html"
+    line = f"compare fp8_block nvfp4a16 --source {MODEL} --rows 128 --json --out {page}"
+    done = keepmtp(line, cwd=parent, status=0)
+    found = json.loads(done.stdout)
+    assert found["rows"] == 128 and found["source"] == str(MODEL)
+    for one in found["checkpoints"]:
+        error = one["errors"]["experts"]
+        assert error["low"] < error["value"] < error["high"]
+        assert error["stretches"] == 16 < error["of_stretches"] and error["num_read"] > 0
+    assert done.stderr == f"page: {page}\n" and "<table>" in page.read_text()
+    refused(line, says="a page is never overwritten; got a file", cwd=parent)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("fp8_block other", "other: must be of the model of fp8_block, glm4_moe, "),
+        ("fp8_block --source other", "fp8_block: must be of the model of other, mimo, "),
+        ("fp8_block nowhere", "nowhere: a checkpoint is a folder with config.json"),
+        ("fp8_block --source nowhere", "nowhere: a checkpoint is a folder with config.json"),
+        ("fp8_block broken", "broken: config.json: quantization_config: must have the types"),
+        ("fp8_block short", "short/model-1.safetensors: must be "),
+        ("short --source fp8_block", "short/model-1.safetensors: must be "),
+        ("fp8_block --tp 2", "need a GPU to pretend"),
+        ("fp8_block --rows 5", "--rows"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_sentence(words, says, parent):
+    refused(f"compare {words}", says=says, cwd=parent)
+
+
+def test_of_a_repository_headers_and_sampled_rows_are_fetched(
+    parent, hub_at, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving(tmp_path / "hub") as hub:
+        hub.leads_elsewhere = True
+        hub_at(hub.endpoint)
+        hub.mirror("org/model", parent / "nvfp4a16")
+        hub.mirror("org/release", MODEL)
+        (one,) = api.compare(["org/model"], source="org/release", rows=128).checkpoints
+        (local,) = api.compare([parent / "nvfp4a16"], source=str(MODEL), rows=128).checkpoints
+        assert one.errors == local.errors and one.stored == local.stored
+        ranges = [
+            re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests
+        ]
+        asked = [int(each[2]) - int(each[1]) + 1 for each in ranges if each and each[1] != "0"]
+        assert sum(asked) == sum(error.num_read for error in one.errors.values())
+        stored = sum(path.stat().st_size for path in (parent / "nvfp4a16").glob("*.safetensors"))
+        assert sum(asked) < stored / 2
+
+
+def test_a_dry_load_is_a_row_of_its_own(parent, monkeypatch):
+    """With --gpu; here with the loads of a checkpoint that was checked."""
+    import reports
+    from keepmtp.validate.check.check import examine
+    from keepmtp.validate.dryload.check_on import with_loads
+    from keepmtp.validate.report.comparison import compare, notes, numbered, sections
+
+    bad = reports.account("sm100", 1, failure=reports.REFUSED)
+    checked = with_loads(examine(MODEL), [reports.account("sm90", 4), bad])
+    found = compare([checked], source=None, rows=128)
+    (_, table), *_ = sections(numbered(found))
+    rows = dict(table.rows)
+    assert (
+        rows["vLLM 0.32.0 on sm90, TP 4"] == "loads" and rows["vLLM 0.32.0 on sm100, TP 1"] == "no"
+    )
+    assert any(note.startswith("1 in vLLM 0.32.0 on sm100, TP 1: ") for note in notes(found))

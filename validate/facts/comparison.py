@@ -1,0 +1,93 @@
+"""Finished checkpoints of one model, next to each other: what each stores, how far its weights are
+from the release's, and which vLLM loads it.
+
+In: what headers say, and a sample of rows. Out: a `Comparison`, which the terminal, `--json` and
+the page show.
+
+Easy to get wrong: an error that was not measured is not 0, it is None.
+"""
+
+from collections.abc import Mapping
+
+from ...checkpoints.fact import Count, Fact, Figure
+from ...recipes.family import QUANTIZABLE_ROLES, TABLE_ROLES
+from ...recipes.family_view import Place
+from .findings import CheckpointFacts
+from .schema import FullReport
+
+_MTP = "MTP block"
+_REST = "rest"
+GROUPS = (*QUANTIZABLE_ROLES, *TABLE_ROLES, _MTP, "vision", _REST)
+"""In the order in which they are shown."""
+
+
+def group_of(place: Place | None) -> str:
+    """The group of a tensor; None is the place of one that the family does not know."""
+    if place is None:
+        return _REST
+    if place.part == "mtp":
+        return _MTP
+    return place.role if place.role in GROUPS else _REST
+
+
+class SampledError(Fact):
+    """How far the weights of a group are from the release's: the norm of the difference by the
+    norm of the release's weights, over all of them together.
+
+    Attributes:
+        value: of the rows that were read.
+        low, high: its two-sided 95 % interval for all rows; `value` where all were read.
+        stretches, of_stretches: of eight rows, that were read and that there are.
+        matrices, of_matrices: that were compared, and that the group has; the release has not the
+            others, or they have a form that is not computed with.
+        worst: the matrix with the stretch that is farthest off, and the error of that.
+        num_read: bytes of both checkpoints.
+    """
+
+    value: Figure
+    low: Figure
+    high: Figure
+    stretches: Count
+    of_stretches: Count
+    matrices: Count
+    of_matrices: Count
+    worst: str
+    worst_value: Figure
+    num_read: Count
+
+
+class ComparedCheckpoint(Fact):
+    """One checkpoint.
+
+    Attributes:
+        producer: what wrote it, as its files say; "" where they do not.
+        kv_cache: its form, and how many scales there are.
+        stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
+            `rest` is all that has no group.
+        errors: by group, where one could be measured.
+        verdicts: a vLLM -> the first error of the static check or of its dry load, "" for none.
+        report: what was measured on it; None where nothing was, or `unreported` says why.
+    """
+
+    path: str
+    facts: CheckpointFacts
+    producer: str
+    kv_cache: str
+    stored: Mapping[str, Mapping[str, Count]]
+    errors: Mapping[str, SampledError]
+    verdicts: Mapping[str, str]
+    report: FullReport | None
+    unreported: str
+
+
+class Comparison(Fact):
+    """All of them, in the order in which they were named.
+
+    Attributes:
+        source: the release; None where weights were compared with none.
+        rows: of a group that were compared, or all where it has fewer.
+    """
+
+    source: str | None
+    rows: Count
+    checkpoints: tuple[ComparedCheckpoint, ...]

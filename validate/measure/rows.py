@@ -1,0 +1,153 @@
+"""How far the weights of a checkpoint are from its release's, group by group, by a sample of rows.
+
+In: the `RuntimeView`s of both, and how many rows of each group are read. Out: a `SampledError` a
+group. Rows are read in stretches of eight, with their own scales alone, from a folder or by range
+requests.
+
+Easy to get wrong: the scales of a block are those of 128 rows, and zero points of integers are
+packed along the rows, up to eight in a word. A stretch begins at a multiple of eight, so that it
+has whole words and is in one block.
+
+Source of the interval: the variance of a ratio (W. G. Cochran, Sampling Techniques, 3rd edition,
+1977, section 6.4). One stretch is drawn in each of many equal parts of the group, which makes the
+interval rather too wide.
+"""
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.dequantize import dequantize
+from ...checkpoints.dialects.runtime_view import RuntimeView
+from ...checkpoints.hub import AT_A_TIME
+from ...checkpoints.safetensors_file import total_bytes
+from ...checkpoints.source import Source
+from ...checkpoints.stored import StoredWeight
+from ...checkpoints.values import read_parts
+from ...recipes.errors import CheckpointError
+from ..check.against import Pair, matrices, pairs
+from ..facts.comparison import SampledError, group_of
+
+_ROWS = 8
+_NORMAL = 1.96  # 95 %, to both sides
+
+
+def sampled_errors(
+    runtime: RuntimeView, release: RuntimeView, rows: int
+) -> dict[str, SampledError]:
+    """Compare so many rows of each group, or all where it has fewer; the seed is fixed.
+
+    Raises:
+        CheckpointError: a value is infinite or NaN, a file ends early, the Hub does not send it.
+    """
+    of_group = Counter(group_of(place) for place, _ in matrices(runtime).values())
+    groups: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs(runtime, release, whole=True):
+        is_sliced = "fp8_sliced" in (pair.weight.form, pair.theirs.form)
+        if pair.weight.shape == pair.theirs.shape and not is_sliced:
+            groups[group_of(pair.place)].append(pair)
+    errors = {}
+    for group, found in groups.items():
+        # The order of the files is another in each checkpoint, and the sample is to be the same.
+        found.sort(key=lambda pair: pair.weight.module)
+        sampled = _sampled((runtime.source, release.source), found, rows // _ROWS)
+        errors[group] = sampled.model_copy(update={"of_matrices": of_group[group]})
+    return errors
+
+
+def _sampled(sources: tuple[Source, Source], found: Sequence[Pair], stretches: int) -> SampledError:
+    counts = [-(-pair.weight.shape[0] // _ROWS) for pair in found]
+    ends = [*accumulate(counts)]
+    total = ends[-1]
+    count = min(stretches, total)
+    chance = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = list[tuple[Pair, int]]()
+    for at in ((torch.arange(count) + chance) * (total / count)).long().tolist():
+        number = bisect_right(ends, at)
+        drawn.append((found[number], (at - ends[number] + counts[number]) * _ROWS))
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        read = torch.tensor([*pool.map(partial(_squares, sources), drawn)], dtype=torch.float64)
+    off, norm, num_read = read.sum(0)
+    ratio = _ratio(off, norm)
+    spread = (read[:, 0] - ratio * read[:, 1]).square().sum() * count / max(1, count - 1)
+    wide = _NORMAL * _ratio(((1 - count / total) * spread).sqrt(), norm)
+    ratios = _ratio(read[:, 0], read[:, 1])
+    worst = int(ratios.argmax())
+    squares = torch.stack((ratio - wide, ratio, ratio + wide, ratios[worst]))
+    low, value, high, worst_value = squares.clamp_min(0).sqrt().tolist()
+    return SampledError(
+        value=value,
+        low=low,
+        high=high,
+        stretches=count,
+        of_stretches=total,
+        matrices=len(found),
+        of_matrices=len(found),
+        worst=drawn[worst][0].weight.module,
+        worst_value=worst_value,
+        num_read=int(num_read),
+    )
+
+
+def _ratio(off: Tensor, norm: Tensor) -> Tensor:
+    """As `against.relative_error`: zeros that stay zeros are right, others wholly off."""
+    return (off / torch.where(norm > 0, norm, off)).nan_to_num()
+
+
+def _squares(sources: tuple[Source, Source], drawn: tuple[Pair, int]) -> tuple[float, float, int]:
+    """The squared norms of the difference and of the release's rows, and the bytes that were
+    read.
+    """
+    pair, first = drawn
+    ours, num_own = read_rows(sources[0], pair.weight, first)
+    theirs, num_theirs = read_rows(sources[1], pair.theirs, first)
+    off = (ours - theirs).square().sum().item()
+    if not math.isfinite(off):
+        raise CheckpointError(
+            pair.weight.module,
+            "must be finite to be compared",
+            got=f"infinity or NaN in rows {first} to {first + len(ours) - 1}",
+            cure="See all of them with `keepmtp check --values`",
+        )
+    return off, theirs.square().sum().item(), num_own + num_theirs
+
+
+def read_rows(source: Source, weight: StoredWeight, first: int) -> tuple[Tensor, int]:
+    """A stretch of a stored weight [N, K] as values, [8, K] in F32 or as many rows as are left, and
+    the bytes that it was read from.
+
+    Args:
+        source: the checkpoint.
+        weight: of a form that is computed with, and not sliced.
+        first: a multiple of eight.
+    """
+    num_rows, num_columns = weight.shape
+    last = min(first + _ROWS, num_rows)
+    # What has fewer rows has one for each block, or for each word of zero points.
+    height, _ = weight.block or (num_columns // weight.weight.shape[1], 1)
+    parts = dict(weight.parts)
+    for leaf, entry in weight.parts.items():
+        rows, *others = entry.shape or (1,)
+        start, end = first, last
+        if rows != num_rows:
+            start, end = first // height, -(-last // height)
+        if leaf != "weight_shape" and math.prod(entry.shape) > 1:
+            stride = entry.num_bytes // rows
+            parts[leaf] = replace(
+                entry,
+                shape=(end - start, *others),
+                start=entry.start + start * stride,
+                num_bytes=(end - start) * stride,
+            )
+    read = read_parts(source, parts)
+    shape = (last - first, num_columns)
+    values = dequantize(weight.form, read, shape=shape, block=weight.block)
+    return values.float(), total_bytes(parts.values())

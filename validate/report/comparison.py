@@ -1,0 +1,290 @@
+"""`keepmtp compare`: finished checkpoints of one model, next to each other, for a terminal and for
+a page.
+
+In: checked checkpoints, and their release. Out: a `Comparison`, tables with a column for each
+checkpoint, and a page. Headers are read, a sample of rows where there is a release, and the reports
+that are there. It needs no GPU and no server.
+
+Easy to get wrong: figures of a report are of the servers that gave them. They are shown next to
+each other, and no difference between them is judged.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from ...checkpoints.dialects.runtime_view import RuntimeView, described
+from ...checkpoints.files import write_whole
+from ...checkpoints.record import RECORD
+from ...checkpoints.safetensors_file import total_bytes
+from ...checkpoints.source import open_source, small_object
+from ...recipes.errors import CheckpointError, shortened, size_in_words
+from ...recipes.extras import require_extra
+from ...recipes.forms import NOT_COMPUTED
+from ...recipes.runtimes.vllm import KNOWN
+from ..check.check import Checked, examine
+from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
+from ..facts.binomial import limits
+from ..facts.comparison import GROUPS, ComparedCheckpoint, Comparison, group_of
+from ..facts.findings import errors_of
+from . import tables
+from .best_k import report_of
+from .drafted import counts_bench, drafted
+from .html import page_of
+from .markdown import Block, Table, code, title
+from .numbers import figure, percent
+
+_LEAST = 0.01  # of a group's bytes: what is less is not in the tables
+_Columns = Mapping[str, ComparedCheckpoint]
+"""Checkpoints by their numbers, which are the heads of the tables."""
+
+
+def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) -> Comparison:
+    """Lay checkpoints of one model next to each other.
+
+    Args:
+        checkpoints: with the dry loads that were made.
+        source: the release that their weights are compared with, a folder or a Hub id.
+        rows: of each group that are compared.
+
+    Raises:
+        KeepMTPError: one cannot be read, has no family's table, or is of another model.
+    """
+    release = None
+    if source is not None:
+        require_extra("compare --source", "quantize")
+        release = RuntimeView.of(open_source(source))
+    first = release
+    found = []
+    for checked in checkpoints:
+        path = checked.data.path
+        if checked.refusal is not None:
+            raise checked.refusal
+        try:
+            # Where vLLM has nothing to load it with, there are files all the same.
+            runtime = checked.runtime or RuntimeView.of(checked.source or open_source(path))
+            first = first or runtime
+            _refuse_other_model(first, runtime)
+            found.append(_compared(checked, runtime, release, rows))
+        except CheckpointError as error:
+            if path in str(error.where):
+                raise
+            raise error.at(path) from error
+    return Comparison(source=source, rows=rows, checkpoints=tuple(found))
+
+
+def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
+    """Refuse another family, depth or width."""
+    views = (first.view, other.view)
+    mine, got = [f"{view.family.model_type}, {view.num_layers} layers" for view in views]
+    for module in first.weights.keys() & other.weights.keys():
+        weights = (first.weights[module], other.weights[module])
+        # A vocabulary may have more rows; the width of what is not computed with is a guess.
+        if mine == got and not any(weight.form in NOT_COMPUTED for weight in weights):
+            mine, got = [f"rows of {[*weight.shape[1:]]} in {module}" for weight in weights]
+    if mine != got:
+        rule = f"must be of the model of {first.source.where}, {mine}"
+        cure = "Compare checkpoints of one model"
+        raise CheckpointError(other.source.where, rule, got=got, cure=cure)
+
+
+def _compared(
+    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, rows: int
+) -> ComparedCheckpoint:
+    opened = runtime.source
+    verdicts = {}
+    for version in KNOWN:
+        errors = errors_of(examine(opened, vllm=version).data.findings)
+        verdicts[f"vLLM {version}"] = "".join([f"{one.where}: {one.says}" for one in errors[:1]])
+    for load in checked.data.dry:
+        verdicts[f"vLLM {load.vllm} on {load.gpu}, TP {load.tp}"] = load.error
+    measured = {}
+    if release is not None:
+        from ..measure.rows import sampled_errors  # imports torch
+
+        measured = sampled_errors(runtime, release, rows)
+    report, doubt = report_of(opened)
+    return ComparedCheckpoint(
+        path=opened.where,
+        facts=checked.data.facts,
+        producer=_producer(runtime),
+        kv_cache=_kv_cache(runtime),
+        stored=_stored(runtime),
+        errors=measured,
+        verdicts=verdicts,
+        report=report,
+        unreported=doubt.removeprefix("; "),
+    )
+
+
+def _producer(runtime: RuntimeView) -> str:
+    """What wrote it: keepmtp's record, modelopt's own word, or the quantization config says it."""
+    raw = runtime.given.raw
+    said = small_object(runtime.source, RECORD) or raw.get("producer")
+    if not isinstance(said, Mapping):
+        said = raw
+    word = said.get("name", runtime.dialect.name)
+    if "keepmtp" in said:
+        word = "keepmtp"
+    return shortened(f"{word} {said.get(word, said.get('version', ''))}".rstrip(), 40)
+
+
+def _kv_cache(runtime: RuntimeView) -> str:
+    _, form = kv_entry(runtime)
+    if is_fp8_cache(runtime):
+        form = "FP8"
+    scales = [name for name in runtime.source.entries if is_kv_scale(runtime.leaf_of(name))]
+    said = shortened(f"{form or 'not quantized'}", 40)
+    return f"{said}, {len(scales):,} scales" if scales else said
+
+
+def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
+    """Every tensor of every file, those that the index does not list included."""
+    stored: dict[str, Counter[str]] = defaultdict(Counter)
+    others = (*runtime.others, *runtime.source.unindexed.values())
+    for weight in (*runtime.weights.values(), *map(described, others)):
+        word = runtime.schemes.get(weight.module) or weight.form
+        group = stored[group_of(runtime.placed.get(weight.module))]
+        group[word.replace("plain", weight.weight.dtype)] += total_bytes(weight.parts.values())
+    return stored
+
+
+# --- how it is shown ------------------------------------------------------------------------------
+
+
+def write_page(path: Path, found: Comparison) -> Path:
+    """Write the page; returns its path."""
+    heading = "Checkpoints of one model"
+    blocks: list[Block] = [title(heading, 1)]
+    for words, table in sections(numbered(found)):
+        blocks += [title(words), table]
+    return write_whole(path, page_of([*blocks, [*notes(found)]], heading=heading))
+
+
+def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:
+    """The checkpoints by their numbers."""
+    return {f"{number}": one for number, one in enumerate(found.checkpoints, 1)}
+
+
+def sections(columns: _Columns) -> Iterator[tuple[str, Table]]:
+    """Tables with their titles."""
+    for heading, cells_of in _SECTIONS.items():
+        cells = [cells_of(one) for one in columns.values()]
+        keys = dict.fromkeys([key for each in cells for key in each])
+        if keys:
+            rows = [(key, *[each.get(key, "-") for each in cells]) for key in keys]
+            yield heading, Table(columns=("", *columns), rows=rows)
+
+
+def _facts(one: ComparedCheckpoint) -> dict[str, str]:
+    facts = {
+        "path": one.path,
+        "size": size_in_words(sum([sum(group.values()) for group in one.stored.values()])),
+        "dialect": one.facts.dialect,
+        "written by": one.producer,
+        "MTP layers": f"{one.facts.num_mtp_layers}",
+        "KV cache": one.kv_cache,
+    }
+    return facts | {server: "no" if error else "loads" for server, error in one.verdicts.items()}
+
+
+def _sizes(one: ComparedCheckpoint) -> dict[str, str]:
+    found = {}
+    for group in filter(one.stored.get, GROUPS):
+        forms = one.stored[group]
+        words = []
+        for word, size in sorted(forms.items(), key=lambda form: -form[1]):
+            if size >= _LEAST * sum(forms.values()):
+                words.append(f"{size_in_words(size)} {word}")
+        found[_named(group)] = ", ".join(words)
+    return found
+
+
+def _errors(one: ComparedCheckpoint) -> dict[str, str]:
+    found = {}
+    for group in filter(one.stored.get, GROUPS if one.errors else ()):
+        forms = [form for form in one.stored[group] if form in NOT_COMPUTED]
+        says = f"not measured: {', '.join(forms) or 'no matrix in both'}"
+        if error := one.errors.get(group):
+            says = percent(error.value)
+            if error.low < error.high:
+                wide = max(error.high - error.value, error.value - error.low)
+                says += f" ± {100 * wide:.2f}"
+            if error.matrices < error.of_matrices:
+                says += f", {error.matrices:,} of {error.of_matrices:,}"
+        found[_named(group)] = says
+    return found
+
+
+def _named(group: str) -> str:
+    return group.replace("_", " ")
+
+
+def _measured(one: ComparedCheckpoint) -> dict[str, str]:
+    report = one.report
+    if report is None:
+        return {}
+    found = {}
+    if report.judgement:
+        found["gates"] = report.judgement.title
+    for task in report.evaluation.by_task if report.evaluation else ():
+        for score in task.checkpoint.scores:
+            found[f"{task.protocol.title}, {score.filter}"] = tables.score(score)
+    for each in drafted(report.serve, report.evaluation):
+        drafts = each.checkpoint
+        share = drafts.acceptance
+        if share is not None:
+            # A draft of which two of three tokens were accepted is two thirds of a success.
+            low, high = limits(share * drafts.drafts, drafts.drafts, 0.975)
+            interval = f"{percent(share)} ({100 * low:.2f} to {100 * high:.2f})"
+            length = figure(drafts.mean_accepted_length)
+            asked = f"accepted, k={each.k}: {each.what}"
+            found[asked] = f"{interval}, {length} tokens a step, served {each.as_served}"
+    if report.closeness:
+        for name, value in tables.closeness(report.closeness).rows[:4]:
+            found[name] = value
+    if report.bench and counts_bench(report.bench):
+        for load, k, rate, *_ in tables.cells(report.bench.checkpoint).rows:
+            found[f"tok/s, {load}, k={k.removeprefix('best ')}"] = rate
+    return found
+
+
+_SECTIONS = {
+    "What each is": _facts,
+    "Bytes by group and scheme": _sizes,
+    "Relative error against the release, ± its 95 % interval": _errors,
+    "What was measured": _measured,
+}
+
+
+def notes(found: Comparison) -> Iterator[str]:
+    """What a reader of the tables should know."""
+    for number, one in numbered(found).items():
+        for server, error in one.verdicts.items():
+            if error:
+                yield f"{number} in {server}: {error}."
+        if one.unreported:
+            yield f"{number} has no figures of servers: {one.unreported}."
+        far = max(one.errors.values(), key=lambda error: error.worst_value, default=None)
+        if far is not None:
+            read = size_in_words(sum([error.num_read for error in one.errors.values()]))
+            yield (
+                f"{number} is farthest off in {code(far.worst)}: {percent(far.worst_value)}. "
+                f"Besides headers, {read} of it and of the release were read."
+            )
+    if found.source is not None:
+        yield (
+            "Error: the norm of the difference by the norm of the release's weights, over "
+            f"{found.rows:,} rows of a group, or all where it has fewer, of the matrices that both "
+            "have by name. keepmtp does not compute with the forms of GPTQ and AWQ. What moves "
+            "scale between neighbours (AWQ, SmoothQuant) counts as error."
+        )
+    if any(one.report for one in found.checkpoints):
+        yield (
+            "Measured: ± is one standard error, of speed half of what repetitions spread; in "
+            "brackets is the 95 % interval."
+        )
+    yield (
+        f"Forms with less than {percent(_LEAST, 0)} of a group's bytes are left out. A checkpoint "
+        "loads where the static check finds no error by the rules of that version."
+    )
