@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from .checkpoints.donors import with_donors
 from .checkpoints.files import partial_path
 from .checkpoints.mtp_source import has_mtp, with_mtp_of
 from .checkpoints.record import RECIPE, RECORD, read_record
@@ -106,6 +107,10 @@ def plan_for(
             revision = word.revision or recipe.revision
         opened = open_source(where, revision=revision)
         opened = _with_mtp(opened, recipe, is_named=mtp_source is not None)
+        donors = {}
+        for group, place in (recipe.donors or {}).items():
+            donors[group] = open_source(place.source, revision=place.revision)
+        opened = with_donors(opened, donors)
     else:
         _refuse_two_sources(source)
         recipe, text, opened = recipe_of_checkpoint(
@@ -224,6 +229,10 @@ def quantize(
     from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
     from .quantize.write.writer import write
 
+    if plan.source.donors:
+        from .checkpoints.values import refuse_other_norms
+
+        refuse_other_norms(plan.source)
     plan = _downloaded(plan, out, progress)
     num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
