@@ -133,6 +133,8 @@ class Decisions:
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         if word == "source" and self._can_stay_quantized(weight, place):
             reason = "as in the source"
+            if donor_of(weight.weight):
+                reason = f"as in {self._source_of(weight.weight).where}"
             if not self._keeps_dialect(weight.weight):
                 reason += ", scales renamed"
             return self._staying(weight, place, weight.scheme, reason)

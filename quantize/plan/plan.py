@@ -145,19 +145,16 @@ class Plan:
     @cached_property
     def num_bytes_staying(self) -> int:
         """Bytes of the source's own tensors that keep their names and bytes."""
-        stay = list[TensorPlan]()
-        for tensor in self.tensors:
-            if self.stays(tensor) and not donor_of(self.entries[tensor.inputs[0]]):
-                stay.append(tensor)
-        return self.num_bytes_read(stay)
+        stay = filter(self.stays, self.tensors)
+        own = (each for each in stay if not donor_of(self.entries[each.inputs[0]]))
+        return self.num_bytes_read(own)
 
     @cached_property
     def num_bytes_given(self) -> Mapping[str, int]:
-        """Bytes of the tensors of each group that is from a donor."""
-        given = dict.fromkeys(self.source.donors, 0)
+        """Bytes of the tensors of each group that is from a donor; of all others by ""."""
+        given = Counter[str]()
         for entry in self.entries.values():
-            if group := donor_of(entry):
-                given[group] += entry.num_bytes
+            given[donor_of(entry)] += entry.num_bytes
         return given
 
     @property

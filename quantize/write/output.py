@@ -307,9 +307,10 @@ def refuse_place(source: Source, out: Path) -> None:
         found = "a folder with files in it"
     if found:
         faults.append(("an existing output is never overwritten", found))
-    folder = source.folder
-    if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
-        faults.append(("the output must lie outside the source", f"a folder in {folder}"))
+    real = Path(os.path.realpath(out))
+    for folder in (source.folder, *(other.folder for other in source.others.values())):
+        if folder is not None and real.is_relative_to(os.path.realpath(folder)):
+            faults.append(("the output must lie outside the source", f"a folder in {folder}"))
     parent = out.absolute().parent
     while not (parent.exists() or parent.is_symlink()):
         parent = parent.parent

@@ -13,10 +13,10 @@ MODELS = {
     "glm-4.7": "experts",
     "glm-5": "experts",
     "hy3": "experts",
+    "longcat-flash-chat": "experts",
     "mimo-7b": "dense_mlp",
     "qwen3-next-80b": "experts",
     "qwen3.5-27b": "dense_mlp",
-    "step-3.5-flash": "experts",
 }
 """Model -> its heavy group: one of each of eight families."""
 
