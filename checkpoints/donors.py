@@ -10,6 +10,7 @@ into the weights after it, so `values.refuse_other_norms` compares them, before 
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 
 from ..recipes.errors import CheckpointError
@@ -39,12 +40,12 @@ def with_donors(source: Source, donors: Mapping[str, Source]) -> Source:
     for donor in {donor.where: donor for donor in donors.values()}.values():
         refuse_another_model(source, donor, rule=_BUILD, cure=_CURE)
     if "mtp" in donors:
-        config = {**source.config}
+        config = deepcopy({**source.config})
         family = view_of(source).family
         for (*outer, key), value, _ in mtp_keys(config, donors["mtp"].config, family):
             holder = config
             for name in outer:
-                holder[name] = holder = {**holder[name]}
+                holder = holder[name]
             holder[key] = value
         source = replace(source, config=config)
     for group, donor in donors.items():

@@ -105,11 +105,10 @@ def donor_files(group: str) -> str:
     return f"{DONOR_FILES}{group}/"
 
 
-def donor_of(entry: Entry) -> str:
-    """The group that a donor's tensor was taken for; "" for another tensor."""
-    if entry.file.startswith(DONOR_FILES):
-        return entry.file.split("/")[1]
-    return ""
+def origin_of(entry: Entry) -> str:
+    """What the name of a tensor's file begins with where it is from another checkpoint, else ""."""
+    start, slash, _ = entry.file.rpartition("/")
+    return start + slash
 
 
 @contextmanager
@@ -273,12 +272,11 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
         CheckpointError: the file ends early; see `hub.read_range` for a repository, which is read
             by ranges.
     """
-    for start, other in source.others.items():
-        if entry.file.startswith(start):
-            theirs = replace(entry, file=entry.file.removeprefix(start))
-            read(other, theirs, into, offset=offset)
-            return
-    if source.folder is None:
+    other = source.others.get(origin_of(entry))
+    if other is not None:
+        theirs = replace(entry, file=entry.file.rpartition("/")[2])
+        read(other, theirs, into, offset=offset)
+    elif source.folder is None:
         from .hub import read_range
 
         start = entry.start + offset

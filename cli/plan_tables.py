@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
-from ..checkpoints.source import Source
+from ..checkpoints.source import Source, donor_files
 from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
@@ -178,7 +178,7 @@ def totals(plan: Plan) -> str:
         stays = size_in_words(plan.num_bytes_staying)
         line += f"; {stays} stay byte for byte, {len(links)} of {len(plan.shards)} shards as links"
     for group, donor in source.donors.items():
-        size = size_in_words(plan.num_bytes_given[group])
+        size = size_in_words(plan.num_bytes_given[donor_files(group)])
         line += f"; {group} from {donor.where} ({donor.revision}): {size}"
     return line
 
@@ -267,7 +267,7 @@ def plan_json(plan: Plan) -> Json:
     if other is not None:
         value["mtp_source"] = _named(other)
     for group, donor in plan.source.donors.items():
-        given = {"bytes": plan.num_bytes_given[group]}
+        given = {"bytes": plan.num_bytes_given[donor_files(group)]}
         value.setdefault("from", {})[group] = _named(donor) | given
     if plan.served is not None:
         links = [shard.file for shard in plan.shards if shard.is_link]

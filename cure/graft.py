@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -41,7 +41,7 @@ from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
-from ..recipes.frozen import Advance, Bar
+from ..recipes.frozen import Advance, Bar, unwatched
 from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
 from ..validate.check.values import check_values
@@ -184,14 +184,7 @@ def plan_graft(
 
 def _no_bar(label: str) -> Bar:
     """Nobody watches."""
-
-    def counts(total: int) -> AbstractContextManager[Advance]:
-        return nullcontext(ignore)
-
-    def ignore(num_bytes: int) -> None:
-        pass
-
-    return counts
+    return unwatched
 
 
 def carry_out(

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView
-from ...checkpoints.source import MTP_FILES, Entry, Source, donor_of, view_of
+from ...checkpoints.source import Entry, Source, donor_files, origin_of, view_of
 from ...checkpoints.source_of import release_of
 from ...checkpoints.stored import (
     INPUT_SCALES,
@@ -40,8 +40,9 @@ from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outpu
 
 FP8_TABLE = "F8_E4M3"
 Origins = Mapping[str, RuntimeView | None]
-"""What a server has of a finished checkpoint, and of the donors of its groups; its own key is "".
-None for a release, whose stored forms alone say what its weights are.
+"""What a server has of a finished checkpoint, by the key "", and of the donors of its groups, by
+what the names of their files begin with. None for a release, whose stored forms alone say what its
+weights are.
 """
 _NO_ORIGINS: Origins = MappingProxyType({})
 # Each quant_method of a config.json that releases are published with and no tool writes: DeepSeek's
@@ -133,8 +134,6 @@ class Decisions:
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         if word == "source" and self._can_stay_quantized(weight, place):
             reason = "as in the source"
-            if donor_of(weight.weight):
-                reason = f"as in {self._source_of(weight.weight).where}"
             if not self._keeps_dialect(weight.weight):
                 reason += ", scales renamed"
             return self._staying(weight, place, weight.scheme, reason)
@@ -219,7 +218,7 @@ class Decisions:
             fate = "drop"
             reason = "the KV cache gets other scales"
             outputs = ()
-        elif donor_of(entry) and (own is None or own.kv_cache_scheme is None):
+        elif own is None or (origin_of(entry) and own.kv_cache_scheme is None):
             fate = "drop"
             reason = "the KV cache is not quantized"
             outputs = ()
@@ -286,10 +285,7 @@ class Decisions:
 
     def _source_of(self, entry: Entry) -> Source:
         """The checkpoint that a tensor is read from."""
-        for start, other in self.source.others.items():
-            if entry.file.startswith(start):
-                return other
-        return self.source
+        return self.source.others.get(origin_of(entry), self.source)
 
     def _staying(self, weight: StoredWeight, place: Place, scheme: str, reason: str) -> TensorPlan:
         """A weight whose bytes are those of a scheme. In the source's dialect its tensors stay as
@@ -454,23 +450,16 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
     return plans
 
 
-def is_of_mtp_source(entry: Entry) -> bool:
-    """Whether a tensor is of the checkpoint that `--mtp-source` names."""
-    return entry.file.startswith(MTP_FILES)
-
-
 def served_at(origins: Origins, entry: Entry) -> RuntimeView | None:
-    """What a server has of the checkpoint that a tensor is from."""
-    if is_of_mtp_source(entry):
-        return None
-    return origins.get(donor_of(entry))
+    """What a server has of the checkpoint that a tensor is from; of an MTP source nobody asks."""
+    return origins.get(origin_of(entry))
 
 
 def origins_of(source: Source, view: FamilyView) -> Origins:
     """What a server has of a checkpoint, and of the donors of its groups."""
     origins = {"": served_view(source, view)}
     for group, donor in source.donors.items():
-        origins[group] = served_view(donor, view_of(donor))
+        origins[donor_files(group)] = served_view(donor, view_of(donor))
     return origins
 
 

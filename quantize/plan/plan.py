@@ -19,7 +19,7 @@ from itertools import chain
 
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
-from ...checkpoints.source import DONOR_FILES, MTP_FILES, Source, donor_of
+from ...checkpoints.source import DONOR_FILES, MTP_FILES, Source, origin_of
 from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import (
     ALGORITHMS,
@@ -146,15 +146,15 @@ class Plan:
     def num_bytes_staying(self) -> int:
         """Bytes of the source's own tensors that keep their names and bytes."""
         stay = filter(self.stays, self.tensors)
-        own = (each for each in stay if not donor_of(self.entries[each.inputs[0]]))
+        own = (each for each in stay if not origin_of(self.entries[each.inputs[0]]))
         return self.num_bytes_read(own)
 
     @cached_property
     def num_bytes_given(self) -> Mapping[str, int]:
-        """Bytes of the tensors of each group that is from a donor; of all others by ""."""
+        """Bytes of the tensors from each checkpoint, by what the names of its files begin with."""
         given = Counter[str]()
         for entry in self.entries.values():
-            given[donor_of(entry)] += entry.num_bytes
+            given[origin_of(entry)] += entry.num_bytes
         return given
 
     @property

@@ -223,7 +223,12 @@ def is_finished(plan: Plan, out: Path) -> bool:
     return (
         _is_same(source, record.source, file_sizes(source))
         and _is_same(source.mtp_source, record.mtp_source, sizes_from(source, MTP_FILES))
-        and _are_same_donors(source, record.donors)
+        and all(
+            _is_same(
+                donor, (record.donors or {}).get(group), sizes_from(source, donor_files(group))
+            )
+            for group, donor in source.donors.items()
+        )
         and _is_older(plan, (out / RECORD).stat().st_mtime_ns)
     )
 
@@ -233,14 +238,6 @@ def asked(recipe: Recipe) -> str:
     fields = {"backbone", "mtp", "overrides", "budget", "backbone_auto"}
     parts = recipe.model_dump(mode="json", include=fields)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def _are_same_donors(source: Source, record: Mapping[str, RecordedSource] | None) -> bool:
-    """Whether a record is of these donors; that it names as many groups, its recipe says."""
-    for group, donor in source.donors.items():
-        if not _is_same(donor, (record or {}).get(group), sizes_from(source, donor_files(group))):
-            return False
-    return True
 
 
 def _is_same(

@@ -336,7 +336,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         yield f"The MTP block is not of {source}, but of {name}, with a license of its own."
     for group, donor in (record.donors or {}).items():
         name = f"{code(donor.name)}, revision {code(donor.revision)}"
-        yield f"{group} is not of {source}, but of {name}, with a license of its own."
+        yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
     for part, says in report.absent.items():
         if part in ("serve", "identity"):  # the others are said in their sections
             yield says
