@@ -229,10 +229,6 @@ def quantize(
     from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
     from .quantize.write.writer import write
 
-    if plan.source.donors:
-        from .checkpoints.values import refuse_other_norms
-
-        refuse_other_norms(plan.source)
     plan = _downloaded(plan, out, progress)
     num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
@@ -310,10 +306,14 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk; what does not fit this machine, and what transformers
-    cannot build, is refused before it is downloaded.
+    """The plan over files on this disk; what does not fit this machine or a donor's norms, and what
+    transformers cannot build, is refused before it is downloaded.
     """
     refuse_too_large(plan, machine_of(here=gpus_here()))
+    if plan.source.donors:
+        from .checkpoints.values import refuse_other_norms
+
+        refuse_other_norms(plan.source)
     if plan.source.folder is None and plan.needs_batches:
         from .quantize.calibrate.model.skeleton import backbone_refusal
 
