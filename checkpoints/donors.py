@@ -37,7 +37,8 @@ def with_donors(source: Source, donors: Mapping[str, Source]) -> Source:
         RecipeError: another family, or another width or depth in config.json.
         CheckpointError: names a tensor with another shape, or a module that only one of them has.
     """
-    for donor in {donor.where: donor for donor in donors.values()}.values():
+    different = {(donor.where, donor.revision): donor for donor in donors.values()}
+    for donor in different.values():
         refuse_another_model(source, donor, rule=_BUILD, cure=_CURE)
     if "mtp" in donors:
         config = deepcopy({**source.config})

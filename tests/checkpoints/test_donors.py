@@ -158,6 +158,15 @@ def test_experts_of_a_release_that_stacks_them(tmp_path):
         assert schemes == ({"NVFP4A16"} if other is heavy else {""})
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_of_a_native_fp8_release(format, tmp_path):
+    first = write(tmp_path / "first", ours("deepseek-v3.1", "NVFP4A16", format=format))
+    release = write(tmp_path / "release", released("deepseek-v3.1"))
+    plan, _ = plan_for(str(first), changes=[f"experts=from:{release}"])
+    schemes = {t.scheme for t in plan.tensors if (t.part, t.role) == ("backbone", "experts")}
+    assert schemes == {"FP8_BLOCK"} and {t.fate for t in plan.tensors} == {"keep"}
+
+
 def test_a_killed_run_has_the_same_bytes(filled, tmp_path):
     first, heavy, block = filled()
     plan, text = plan_for(str(first), changes=changes("glm-4.7", heavy, block))
@@ -224,6 +233,10 @@ BROKEN = {
         "heavy: model.layers.1.mlp.experts.0.down_proj: ",
     ),
     "an expert": (without(rf"{EXPERT}\..*"), f"heavy: {EXPERT}: a donor must have the modules of"),
+    "GPTQ": (
+        lambda other: other.rename(rf"({EXPERT})\.weight_packed", r"\1.qweight"),
+        rf"heavy: {EXPERT}\.qweight: .* got the packing of GPTQ",
+    ),
     "a scale": (without(rf"{EXPERT}\.weight_scale"), rf"heavy: {EXPERT}\.weight: must be plain"),
 }
 
