@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from .checkpoints.donors import with_donors
 from .checkpoints.files import partial_path
 from .checkpoints.mtp_source import has_mtp, with_mtp_of
 from .checkpoints.record import RECIPE, RECORD, read_record
@@ -106,6 +107,10 @@ def plan_for(
             revision = word.revision or recipe.revision
         opened = open_source(where, revision=revision)
         opened = _with_mtp(opened, recipe, is_named=mtp_source is not None)
+        donors = {}
+        for group, place in (recipe.donors or {}).items():
+            donors[group] = open_source(place.source, revision=place.revision)
+        opened = with_donors(opened, donors)
     else:
         _refuse_two_sources(source)
         recipe, text, opened = recipe_of_checkpoint(
@@ -301,10 +306,14 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk; what does not fit this machine, and what transformers
-    cannot build, is refused before it is downloaded.
+    """The plan over files on this disk; what does not fit this machine or a donor's norms, and what
+    transformers cannot build, is refused before it is downloaded.
     """
     refuse_too_large(plan, machine_of(here=gpus_here()))
+    if plan.source.donors:
+        from .checkpoints.values import refuse_other_norms
+
+        refuse_other_norms(plan.source)
     if plan.source.folder is None and plan.needs_batches:
         from .quantize.calibrate.model.skeleton import backbone_refusal
 

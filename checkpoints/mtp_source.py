@@ -9,14 +9,18 @@ Easy to get wrong: config.json of the release may count MTP layers that were nev
 downloaded, stamped and recorded.
 """
 
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..recipes.errors import CheckpointError
-from ..recipes.family import HFName
+from ..recipes.family import Family, HFName
 from ..recipes.family_view import FamilyView
+from ..recipes.frozen import Raw
 from .source import MTP_FILES, Source, view_of
 
+_ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 _KEPT = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim")
 
 
@@ -80,6 +84,34 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         mtp_source=other,
         mtp_files=tuple(sorted(files)),
     )
+
+
+def mtp_keys(ours: Raw, theirs: Raw, family: Family) -> Iterator[tuple[tuple[str, ...], Any, str]]:
+    """The keys with which a config.json counts and describes the MTP layers of another checkpoint:
+    where they are, their values, and why.
+
+    It may have the language model's keys at top level where the other one nests them.
+    """
+    holders: list[tuple[tuple[str, ...], Raw, Raw]] = [((), ours, theirs)]
+    inner = theirs.get("text_config")
+    if isinstance(inner, Mapping):
+        own = ours.get("text_config")
+        if isinstance(own, Mapping):
+            holders.append((("text_config",), own, inner))
+        else:
+            holders.append(((), ours, inner))
+    counts = {key.partition(".")[0] for key in (*family.mtp_count_keys, *family.mtp_parts_keys)}
+    for place, held, given in holders:
+        for key, value in given.items():
+            if key in ("text_config", "quantization_config"):
+                continue
+            # The release's lists of one value a layer have the MTP layers at their end, and a tool
+            # that drops the block cuts them.
+            now = held.get(key)
+            if key in counts or _ABOUT_MTP.search(key):
+                yield (*place, key), value, "the release describes its MTP block so"
+            elif now and type(now) is type(value) is list and value[: len(now)] == now:
+                yield (*place, key), value, "the release has a value for each layer, MTP layers too"
 
 
 def has_mtp(source: Source) -> bool:

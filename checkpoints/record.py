@@ -83,6 +83,7 @@ class Record(_Part):
     Attributes:
         mtp_source: what the MTP block was read from, where it was not the source; `files` has those
             with its tensors.
+        donors: group -> what its tensors were read from, by the recipe's `from`.
         calibration: the run's own summary, and None where no batches were needed.
     """
 
@@ -90,6 +91,7 @@ class Record(_Part):
     recipe: RecordedRecipe
     source: RecordedSource
     mtp_source: RecordedSource | None = None
+    donors: Mapping[str, RecordedSource] | None = None
     calibration: Raw | None = None
     tensors: Mapping[str, Count]
     bytes: RecordedBytes
@@ -98,7 +100,7 @@ class Record(_Part):
     def text(self) -> str:
         """The file's text. Equal values give equal bytes."""
         written = self.model_dump()
-        for key in ("calibration", "mtp_source"):
+        for key in ("calibration", "mtp_source", "donors"):
             if written[key] is None:
                 del written[key]
         return json.dumps(written, indent=2) + "\n"

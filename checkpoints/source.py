@@ -36,6 +36,7 @@ from .safetensors_file import Entry, FileHeader, fill, read_header
 
 SINGLE = "model.safetensors"
 MTP_FILES = "mtp_source/"
+DONOR_FILES = "from/"
 _MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
 # The address of a repository's page.
 _PAGE = re.compile(
@@ -62,6 +63,8 @@ class Source:
         mtp_source: the checkpoint that the MTP tensors are from, where it is another one. The files
             of these tensors begin with `MTP_FILES`, here and in `states`.
         mtp_files: the files of `mtp_source` that hold them.
+        donors: group -> the checkpoint that its tensors are from, where it is another one.
+        replaced: the tensors that they take the place of.
         changed: small files of a checkpoint as it would be; None for one that is left out.
     """
 
@@ -77,12 +80,35 @@ class Source:
     states: Mapping[str, FileStamp] = field(default_factory=dict)
     mtp_source: "Source | None" = None
     mtp_files: tuple[str, ...] = ()
+    donors: Mapping[str, "Source"] = field(default_factory=dict)
+    replaced: Mapping[HFName, Entry] = field(default_factory=dict)
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
+
+    @property
+    def others(self) -> "dict[str, Source]":
+        """The other checkpoints that tensors are from, by what the names of their files begin with,
+        here and in `states`.
+        """
+        others = {donor_files(group): donor for group, donor in self.donors.items()}
+        if self.mtp_source is not None:
+            others[MTP_FILES] = self.mtp_source
+        return others
 
     @property
     def text_config(self) -> Raw:
         """What config.json says of the language model."""
         return self.config.get("text_config") or self.config
+
+
+def donor_files(group: str) -> str:
+    """What the names of files begin with that a group is from."""
+    return f"{DONOR_FILES}{group}/"
+
+
+def origin_of(entry: Entry) -> str:
+    """What the name of a tensor's file begins with where it is from another checkpoint, else ""."""
+    start, slash, _ = entry.file.rpartition("/")
+    return start + slash
 
 
 @contextmanager
@@ -170,17 +196,20 @@ def download(source: Source, *, bars: type[Any] | None = None) -> Source:
 
     Args:
         source: a Hub repository; a folder is returned as it is. Of a separate MTP source, only the
-            files with its MTP tensors are downloaded.
+            files with its MTP tensors are downloaded; of a donor nothing: its tensors are read by
+            ranges when they are written.
         bars: a class like tqdm; default the Hub's progress bars.
     """
     other = source.mtp_source
-    if other is not None:
-        own = download(replace(source, mtp_source=None), bars=bars)
-        if other.folder is None:
-            folder = _fetched(other, bars, *map(escape, source.mtp_files))
-            other = replace(other, folder=folder, states=states_of(folder, source.mtp_files))
-        stamps = {f"{MTP_FILES}{name}": other.states[name] for name in source.mtp_files}
-        return replace(source, folder=own.folder, states={**own.states, **stamps}, mtp_source=other)
+    if source.others:
+        own = download(replace(source, mtp_source=None, donors={}), bars=bars)
+        states = {**source.states, **own.states}
+        if other is not None:
+            if other.folder is None:
+                folder = _fetched(other, bars, *map(escape, source.mtp_files))
+                other = replace(other, folder=folder, states=states_of(folder, source.mtp_files))
+            states |= {f"{MTP_FILES}{name}": other.states[name] for name in source.mtp_files}
+        return replace(source, folder=own.folder, states=states, mtp_source=other)
     if source.folder is not None:
         return source
     named = map(escape, (*source.companions, *source.code))
@@ -243,9 +272,10 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
         CheckpointError: the file ends early; see `hub.read_range` for a repository, which is read
             by ranges.
     """
-    if source.mtp_source is not None and entry.file.startswith(MTP_FILES):
-        theirs = replace(entry, file=entry.file.removeprefix(MTP_FILES))
-        read(source.mtp_source, theirs, into, offset=offset)
+    other = source.others.get(origin_of(entry))
+    if other is not None:
+        theirs = replace(entry, file=entry.file.rpartition("/")[2])
+        read(other, theirs, into, offset=offset)
     elif source.folder is None:
         from .hub import read_range
 
@@ -267,11 +297,15 @@ def file_sizes(source: Source) -> dict[str, int]:
     return sizes
 
 
-def mtp_file_sizes(source: Source) -> dict[str, int]:
-    """Size of each file of a separate MTP source that holds MTP tensors; none where there is no
-    such source.
-    """
-    return {name: source.states[f"{MTP_FILES}{name}"].num_bytes for name in source.mtp_files}
+def states_from(source: Source, start: str) -> dict[str, FileStamp]:
+    """The states of the files of another checkpoint that tensors are from; see `Source.others`."""
+    states = source.states.items()
+    return {name.removeprefix(start): now for name, now in states if name.startswith(start)}
+
+
+def sizes_from(source: Source, start: str) -> dict[str, int]:
+    """Size of each file of another checkpoint that tensors are from."""
+    return {name: state.num_bytes for name, state in states_from(source, start).items()}
 
 
 def _open_folder(folder: Path, where: str) -> Source:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..recipes.conventions import Change
+from ..recipes.errors import CheckpointError
 from .safetensors_file import Entry
-from .source import Source, read
+from .source import Source, read, view_of
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -97,3 +98,27 @@ def changed(value: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
     if change == "reciprocal":
         return 1.0 / value.float()
     return value.to(dtype)
+
+
+def refuse_other_norms(source: Source) -> None:
+    """Refuse groups of donors that were made for other norms than the checkpoint has.
+
+    Raises:
+        CheckpointError: names the norm; or see `source.read`.
+    """
+    view = view_of(source)
+    for group in source.donors.keys() - {"mtp"}:  # which has norms of its own
+        donor = source.donors[group]
+        for name, entry in source.entries.items():
+            place = view.place(name)
+            is_norm = place is not None and (place.part, place.role) == ("backbone", "norm")
+            if not is_norm or name not in donor.entries:
+                continue
+            ours = read_tensor(source, entry).to(torch.bfloat16)  # some tools write F32
+            if not torch.equal(ours, read_tensor(donor, donor.entries[name]).to(torch.bfloat16)):
+                raise CheckpointError(
+                    f"{donor.where}: {name}",
+                    f"a donor must have the norms of {source.where}",
+                    got="other values, as where a tool moves scale from a norm into weights",
+                    cure="Name another build of the model",
+                )

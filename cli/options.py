@@ -75,7 +75,9 @@ class ModelOptions:
         calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
             default: the recipe's, else ultrachat-256x2048.
         changes: Of a checkpoint as MODEL, change this group alone; may be repeated. GROUP is a
-            module group, `mtp`, `kv_cache` or `format`. All else stays as it is, byte for byte.
+            module group, `mtp`, `kv_cache` or `format`. `from:DONOR` takes the group as another
+            build of the model has it, a folder or a Hub id. All else stays as it is, byte for
+            byte.
         requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
+from ..checkpoints.source import Source, donor_files
 from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
@@ -176,6 +177,9 @@ def totals(plan: Plan) -> str:
         links = [shard for shard in plan.shards if shard.is_link]
         stays = size_in_words(plan.num_bytes_staying)
         line += f"; {stays} stay byte for byte, {len(links)} of {len(plan.shards)} shards as links"
+    for group, donor in source.donors.items():
+        size = size_in_words(plan.num_bytes_given[donor_files(group)])
+        line += f"; {group} from {donor.where} ({donor.revision}): {size}"
     return line
 
 
@@ -246,7 +250,7 @@ def plan_json(plan: Plan) -> Json:
         left = [*plan.source.code, *left]
     value = {
         "recipe": plan.recipe,
-        "source": {"name": plan.source.where, "revision": plan.source.revision},
+        "source": _named(plan.source),
         "tensors": {"before": len(plan.entries), "after": plan.num_outputs},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
@@ -261,13 +265,20 @@ def plan_json(plan: Plan) -> Json:
         "step_reads": [asdict(step) | {"total": step.total} for step in step_reads(plan)],
     }
     if other is not None:
-        value["mtp_source"] = {"name": other.where, "revision": other.revision}
+        value["mtp_source"] = _named(other)
+    for group, donor in plan.source.donors.items():
+        given = {"bytes": plan.num_bytes_given[donor_files(group)]}
+        value.setdefault("from", {})[group] = _named(donor) | given
     if plan.served is not None:
         links = [shard.file for shard in plan.shards if shard.is_link]
         value["stays"] = {"bytes": plan.num_bytes_staying, "links": links}
     if plan.recipe.is_searched:
         value["search"] = _searched(plan)
     return value
+
+
+def _named(source: Source) -> Json:
+    return {"name": source.where, "revision": source.revision}
 
 
 def will_do_json(plan: Plan) -> Json | None:
@@ -302,6 +313,8 @@ def commits_line(plan: Plan) -> str:
     commits = [(source.where, source.revision)]
     if other is not None:
         commits.append((f"the MTP block of {other.where}", other.revision))
+    for group, donor in source.donors.items():
+        commits.append((f"{group} of {donor.where}", donor.revision))
     if calibration is not None and plan.needs_batches:
         for texts in calibration.mix:
             name = texts.dataset

@@ -68,6 +68,8 @@ def quantize(
 
     Example: `keepmtp quantize /data/somebodys-NVFP4 --set mtp=FP8_DYNAMIC --set kv_cache=FP8`
 
+    Example: `keepmtp quantize /data/dense-FP8 --set experts=from:ORG/NVFP4 --set mtp=from:ORG/BF16`
+
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source
     /data/GLM-4.7`
 

@@ -14,10 +14,9 @@ leave their files.
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -31,30 +30,28 @@ from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import refuse_changed, states_of
+from ..checkpoints.mtp_source import mtp_keys
 from ..checkpoints.safetensors_file import Entry, total_bytes
-from ..checkpoints.source import Source, uncollected, view_of
-from ..checkpoints.source_of import refuse_stranger
-from ..checkpoints.stored import stored_weights
+from ..checkpoints.source import Source, uncollected
+from ..checkpoints.source_of import refuse_another_model
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.family import Family, HFName
+from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
-from ..recipes.forms import FLOATS, NOT_COMPUTED
-from ..recipes.frozen import Advance, Bar, Raw, Shape
+from ..recipes.frozen import Advance, Bar, unwatched
 from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
 from ..validate.check.values import check_values
 from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored
-from .proposal import CONFIG, Faulty, JSONPath, Proposal
+from .proposal import CONFIG, Faulty, Proposal
 from .rewritten import Rewritten, rewrite
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
-_ABOUT_MTP = re.compile(r"mtp|nextn|n_predict", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,8 @@ def plan_graft(
             cure="Quantize the release with keepmtp, which keeps its MTP block",
         )
     proposal = Proposal(quantized)
-    _count_mtp_layers(proposal, source.config, family)
+    for place, value, why in mtp_keys(proposal.value(CONFIG, ()), source.config, family):
+        proposal.set(CONFIG, place, value, why)
     view = FamilyView(family, proposal.value(CONFIG, ()), quantized.entries)
     runtime = RuntimeView(source=quantized, view=view)
     # Whole or not, also under a wrong prefix.
@@ -186,14 +184,7 @@ def plan_graft(
 
 def _no_bar(label: str) -> Bar:
     """Nobody watches."""
-
-    def counts(total: int) -> AbstractContextManager[Advance]:
-        return nullcontext(ignore)
-
-    def ignore(num_bytes: int) -> None:
-        pass
-
-    return counts
+    return unwatched
 
 
 def carry_out(
@@ -307,69 +298,6 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
             pass
     files = {entry.file for entry in graft.entries}
     return replace(source, folder=folder, states=states_of(folder, files))
-
-
-def refuse_another_model(quantized: Source, source: Source) -> None:
-    """Refuse a release that a checkpoint was not made from. A block that is missing cannot be
-    compared; what quantizing never changes is: the family, widths and depth, and the logical shape
-    of every weight that both have.
-
-    Raises:
-        RecipeError: another family, or another width or depth in config.json.
-        CheckpointError: names a tensor with another shape.
-    """
-    refuse_stranger(quantized, source)
-    view = view_of(quantized)
-    shapes = _shapes_of(source)
-    for name, shape in _shapes_of(quantized).items():
-        if shapes.get(name, shape) != shape and not view.is_mtp(name):
-            raise CheckpointError(
-                name,
-                "both must have one shape",
-                got=f"{[*shape]} in {quantized.where} and {[*shapes[name]]} in {source.where}",
-                cure="Name the release that it was made from",
-            )
-
-
-def _shapes_of(opened: Source) -> dict[HFName, Shape]:
-    """The logical shape of every weight in a form that says it."""
-    weights, others = stored_weights(opened.entries.values())
-    found = {entry.name: entry.shape for entry in others if entry.dtype in FLOATS}
-    for name, weight in weights.items():
-        # The width of packed integers is a guess where their bits are not known.
-        if weight.form not in (*NOT_COMPUTED, "int_packed"):
-            found[name] = weight.shape
-    return found
-
-
-def _count_mtp_layers(proposal: Proposal, released: Raw, family: Family) -> None:
-    """config.json counts and describes MTP layers as the release's does.
-
-    It may have the language model's keys at top level where the release nests them.
-    """
-    holders: list[tuple[JSONPath, Raw]] = [((), released)]
-    text = released.get("text_config")
-    if isinstance(text, Mapping):
-        place: JSONPath = ("text_config",)
-        if not isinstance(proposal.value(CONFIG, place), dict):
-            place = ()
-        holders.append((place, text))
-    counts = {key.partition(".")[0] for key in (*family.mtp_count_keys, *family.mtp_parts_keys)}
-    for path, theirs in holders:
-        for key, value in theirs.items():
-            if key in ("text_config", "quantization_config"):
-                continue
-            # The release's lists of one value a layer have the MTP layers at their end, and a tool
-            # that drops the block cuts them.
-            now = proposal.value(CONFIG, (*path, key))
-            why = ""
-            is_shorter = isinstance(now, list) and isinstance(value, list) and now
-            if key in counts or _ABOUT_MTP.search(key):
-                why = "the release describes its MTP block so"
-            elif is_shorter and value[: len(now)] == now:
-                why = "the release has a value for each layer, MTP layers too"
-            if why:
-                proposal.set(CONFIG, (*path, key), value, why)
 
 
 def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:

@@ -173,6 +173,20 @@ class MtpSource(Frozen):
     revision: Annotated[str, Field(min_length=1)]
 
 
+def _as_place(written: object) -> object:
+    """A name alone is that of a folder, or of a repository at its newest commit."""
+    if isinstance(written, str):
+        return {"source": written, "revision": "main"}
+    return written
+
+
+Donor = Annotated[MtpSource, BeforeValidator(_as_place)]
+_IN_CHECKPOINT = _one_of(
+    (*QUANTIZABLE_ROLES, *TABLE_ROLES, "mtp"), "must be one of", otherwise="Name one of them"
+)
+Donors = dict[Annotated[str, AfterValidator(_IN_CHECKPOINT)], Donor]
+
+
 class Override(Frozen):
     """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the
     whole name.

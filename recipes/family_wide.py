@@ -61,6 +61,7 @@ _TAIL = """\
 # kv_cache: FP8
 # requantize: true
 # mtp_source: {source: ORG/NAME, revision: main}
+# from: {experts: ORG/NAME}                  # groups that are another build's
 # mtp_auto: {min_acceptance: 0.97, candidates: [bf16, NVFP4]}
 # mtp_tuned: {mtp: NVFP4, steps: 200, ...}   # for mtp: tuned
 # budget: 96GiB                              # for groups that are auto

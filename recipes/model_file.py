@@ -43,6 +43,7 @@ BLOCKS = (
     "overrides",
     "keep",
     "mtp_source",
+    "from",
     "format",
     "kv_cache",
     "search",

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .blocks import (
     AUTO,
@@ -23,6 +23,7 @@ from .blocks import (
     BudgetText,
     Calibration,
     Candidate,
+    Donors,
     MtpAuto,
     MtpPolicy,
     MtpSource,
@@ -73,6 +74,8 @@ def candidates_for(
 class Recipe(Frozen):
     """What a person decides about one checkpoint."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     # The model's name on the command line, the same in all its recipes.
     model: Name
     # Name of this recipe among those of the model.
@@ -108,6 +111,8 @@ class Recipe(Frozen):
     keep: tuple[NameOrRegex, ...] = ()
     # Where the MTP block is, for a release that has none of its own; only its MTP tensors are read.
     mtp_source: MtpSource | None = None
+    # `from`: group -> the finished checkpoint, of the same model, whose tensors it is made of.
+    donors: Donors | None = Field(default=None, alias="from")
     # Whose names, scales and config the checkpoint has; the packed bytes are the same.
     format: Format = "compressed-tensors"
     # FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the
@@ -236,6 +241,8 @@ class Recipe(Frozen):
         if self.is_searched and self.mtp_auto is not None:
             cure = "Remove it: the units of the block have the candidates of backbone_auto"
             yield "mtp_auto must be left out where backbone is auto", "both", cure
+        if self.mtp_source is not None and "mtp" in (self.donors or ()):
+            yield "mtp_source must be left out where from names mtp", "both", "Remove one"
         written = f"mtp: {self.mtp}"
         chooses = self.mtp == AUTO and not self.is_searched
         cure = "It holds min_acceptance and candidates"
@@ -412,6 +419,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "backbone_auto": BackboneAuto,
     "mtp_tuned": MtpTuned,
     "mtp_source": MtpSource,
+    "from": MtpSource,
     "evaluation": Evaluation,
     "gates": Gates,
 }
@@ -455,11 +463,12 @@ def read_as(kind: type[_Part], raw: Raw, where: object) -> _Part:
         owner: type[BaseModel] = kind
         for part in path:
             owner = _PARTS.get(part, owner)
+        keys = [field.alias or name for name, field in owner.model_fields.items()]
         raise RecipeError(
             where,
             f"{'.'.join([*path, str(unknown)])} is not a key of a recipe",
             got=repr(first["input"]),
-            cure=cure_of_key(str(unknown), owner.model_fields),
+            cure=cure_of_key(str(unknown), keys),
         )
     path = [str(part) for part in first["loc"] if part not in _TAGS]
     key = ".".join(path) or "recipe"

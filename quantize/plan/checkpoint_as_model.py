@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...checkpoints.donors import with_donors
 from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source, page_of, view_of
 from ...recipes.conventions import FORMATS
@@ -28,6 +29,7 @@ from .plan import Plan, make_plan
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
+_FROM = "from:"
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
@@ -108,7 +110,9 @@ def recipe_of_checkpoint(
     if requantize:
         raw["requantize"] = True
     if changes:
-        recipe = _changed(source, raw, changes, scheme=scheme, mtp=mtp, calibration=calibration)
+        recipe, source = _changed(
+            source, raw, changes, scheme=scheme, mtp=mtp, calibration=calibration
+        )
         return recipe, found_text(recipe), source
     if scheme is None:
         where = f"{source.where} ({raw['family']})"
@@ -144,13 +148,15 @@ def _changed(
     scheme: str | None,
     mtp: str | None,
     calibration: str | None,
-) -> Recipe:
-    """The recipe with which a checkpoint stays as it is, but for the groups that --set names.
+) -> tuple[Recipe, Source]:
+    """The recipe with which a checkpoint stays as it is, but for the groups that --set names; and
+    the checkpoint, with those that are from donors.
 
     Raises:
         RecipeError: a group that the checkpoint lacks, or is named twice.
     """
     words = dict[str, str]()
+    places = dict[str, str]()
     known = (*raw["groups"], *TABLE_ROLES, "mtp", "kv_cache", "format")
     for change in changes:
         group, _, word = change.partition("=")
@@ -158,29 +164,38 @@ def _changed(
         if group not in known or not word:
             cure = did_you_mean(group, known, otherwise="Name one of them")
             raise RecipeError("--set", rule, got=change, cure=cure)
-        if group in words or (group == "mtp" and mtp is not None):
+        of_kind = places if word.startswith(_FROM) else words
+        is_twice = of_kind is words and group == "mtp" and mtp is not None
+        if group in of_kind or is_twice:
             raise RecipeError("--set", "names a group once", got=change, cure="Leave one out")
-        words[group] = word
+        of_kind[group] = word.removeprefix(_FROM)
     if scheme is not None:
         cure = "Name each group by --set, or leave --set out"
         raise RecipeError("--scheme", "is for the whole checkpoint", got="also --set", cure=cure)
-    view = view_of(source)
-    served = served_view(source, view)
+    served = served_view(source, view_of(source))
+    source = with_donors(source, {group: open_source(place) for group, place in places.items()})
+    donors = {}
+    variant = "source"
+    for group, donor in source.donors.items():
+        donors[group] = {"source": donor.where, "revision": donor.revision}
+        variant += f"-{group}-from-{model_name(donor.where)}"
     flat = {
         **{key: raw[key] for key in ("model", "family", "source", "revision")},
         **{key: raw[key] for key in ("mtp_source", "requantize") if key in raw},
-        "variant": "source",
+        "variant": variant[:100],
         "default": True,
         "summary": "",
         "backbone": dict.fromkeys(raw["groups"], "source"),
         "mtp": "source",
         "calibration": None,
+        "from": donors or None,
     }
     if served is not None and served.dialect.name in FORMATS:
         flat["format"] = served.dialect.name
     file = RecipeFile(path=Path(source.where), default="source", flat={"source": flat}, text=None)
     mtp = words.pop("mtp", mtp)
-    return choose(file, "source", mtp=mtp, changes=words, calibration=calibration)[0]
+    recipe, _ = choose(file, "source", mtp=mtp, changes=words, calibration=calibration)
+    return recipe, source
 
 
 def opened(word: ModelWord, mtp_source: str | None) -> Source:

@@ -193,7 +193,7 @@ def choices_of(recipe: Recipe, source: Source, *, trust_remote_code: bool = Fals
     weights, _ = stored_weights(with_separate_mtp(source, base.view).values())
     words = dict[str, Decisions]()
     for word in auto_of(recipe).candidates:
-        words[word] = Decisions(recipe.with_words(word), source, base.view, base.served)
+        words[word] = Decisions(recipe.with_words(word), source, base.view, base.origins)
     members: dict[str, list[TensorPlan]] = defaultdict(list)
     fixed = base.num_bytes_beside + _BYTES_OF_SMALL_FILES
     with matching_limit():

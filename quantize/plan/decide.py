@@ -13,11 +13,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 
 from ...checkpoints.dialects.choose import UNQUANTIZED
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView
-from ...checkpoints.source import MTP_FILES, Entry, Source
+from ...checkpoints.source import Entry, Source, donor_files, origin_of, view_of
 from ...checkpoints.source_of import release_of
 from ...checkpoints.stored import (
     INPUT_SCALES,
@@ -38,6 +39,12 @@ from .tables import is_table, refuse_table
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
 FP8_TABLE = "F8_E4M3"
+Origins = Mapping[str, RuntimeView | None]
+"""What a server has of a finished checkpoint, by the key "", and of the donors of its groups, by
+what the names of their files begin with. None for a release, whose stored forms alone say what its
+weights are.
+"""
+_NO_ORIGINS: Origins = MappingProxyType({})
 # Each quant_method of a config.json that releases are published with and no tool writes: DeepSeek's
 # FP8 and gpt-oss's MXFP4. No form of them is less rounded.
 _NATIVE = ("fp8", "mxfp4")
@@ -61,10 +68,10 @@ class Decisions:
     """
 
     def __init__(
-        self, recipe: Recipe, source: Source, view: FamilyView, served: RuntimeView | None = None
+        self, recipe: Recipe, source: Source, view: FamilyView, origins: Origins = _NO_ORIGINS
     ) -> None:
         self.recipe = recipe
-        self.served = served
+        self.origins = origins
         self.source = source
         self.view = view
         self.matched = set[str]()
@@ -94,15 +101,16 @@ class Decisions:
             CheckpointError: the family does not know the tensor, or its stored form cannot be read.
         """
         name = HFName(f"{weight.module}.weight")
-        if self.served is not None and not is_of_mtp_source(weight.weight):
-            weight = replace(weight, scheme=self.served.schemes.get(weight.module, ""))
+        served = served_at(self.origins, weight.weight)
+        if served is not None:
+            weight = replace(weight, scheme=served.schemes.get(weight.module, ""))
         kept = self._kept(name, tuple(weight.parts.values()), weight.shape)
         if kept is not None:
             return kept
         place = self._place(name)
         if place.leaf != "weight":  # a parameter whose own name ends in .weight
             return self.other(weight.weight)
-        word, reason = self._word(place)
+        word, reason = self._word(place, is_served=served is not None)
         if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
             # A part of such a table has one scale with all other parts.
             scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
@@ -164,7 +172,7 @@ class Decisions:
         is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
         if place.leaf in TRANSPOSED_LEAVES:
             raise CheckpointError(
-                f"{self.source.where}: {name}",
+                f"{self._source_of(entry).where}: {name}",
                 f"{' and '.join(FORMATS)} must have a word for how a weight is packed",
                 got="the packing of GPTQ and AWQ",
                 cure="Start from the original release, or from another build of it",
@@ -173,7 +181,7 @@ class Decisions:
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
         raise CheckpointError(
-            f"{self.source.where}: {name}",
+            f"{self._source_of(entry).where}: {name}",
             f"{place.leaf!r} must belong to a weight of {place.module}",
             got="no such weight",
             cure="Check the download, or add the name to `keep` of the recipe",
@@ -197,7 +205,7 @@ class Decisions:
         """A scale of a finished checkpoint's KV cache; None for another tensor."""
         name = cache_scale_in("compressed-tensors", entry.name)
         holder, _, leaf = name.rpartition(".")
-        if self.served is None or leaf not in KV_SCALE_LEAVES:
+        if served_at(self.origins, entry) is None or leaf not in KV_SCALE_LEAVES:
             return None
         place = unknown_place(HFName(holder))
         if self.view.is_mtp(entry.name):
@@ -205,9 +213,14 @@ class Decisions:
         fate: Fate = "keep"
         reason = "a scale of the source's KV cache"
         outputs = (same_output(entry),)
+        own = self.origins.get("")
         if self.recipe.kv_cache is not None:
             fate = "drop"
             reason = "the KV cache gets other scales"
+            outputs = ()
+        elif own is None or (origin_of(entry) and own.kv_cache_scheme is None):
+            fate = "drop"
+            reason = "the KV cache is not quantized"
             outputs = ()
         elif not self._keeps_dialect(entry) and leaf in CACHE_LEAVES:
             outputs = (Output(HFName(name), entry.dtype, (1,)),)
@@ -229,8 +242,10 @@ class Decisions:
         """How a refusal names a module group of the recipe."""
         return f"{self.recipe.name}: {place.part} {place.role}"
 
-    def _word(self, place: Place) -> tuple[str, str]:
-        """The recipe's word for a module, and the reason to show."""
+    def _word(self, place: Place, *, is_served: bool) -> tuple[str, str]:
+        """The recipe's word for a module of a finished checkpoint or of a release, and the reason
+        to show.
+        """
         recipe = self.recipe
         override = self.override(place.module)
         if is_table(place) and place.role in recipe.backbone:
@@ -244,7 +259,7 @@ class Decisions:
                     cure="Remove the override",
                 )
             is_of_source = place.part == "mtp" and recipe.mtp_policy == "source"
-            if is_of_source or (self.served is not None and override is None):
+            if is_of_source or (is_served and override is None):
                 return "source", place.row.why_kept
             return "bf16", place.row.why_kept
         if override is not None:
@@ -265,9 +280,12 @@ class Decisions:
 
     def _keeps_dialect(self, entry: Entry) -> bool:
         """Whether a finished checkpoint's tensor is written in its own dialect."""
-        if self.served is None or is_of_mtp_source(entry):
-            return False
-        return self.served.dialect.name == self.recipe.format
+        served = served_at(self.origins, entry)
+        return served is not None and served.dialect.name == self.recipe.format
+
+    def _source_of(self, entry: Entry) -> Source:
+        """The checkpoint that a tensor is read from."""
+        return self.source.others.get(origin_of(entry), self.source)
 
     def _staying(self, weight: StoredWeight, place: Place, scheme: str, reason: str) -> TensorPlan:
         """A weight whose bytes are those of a scheme. In the source's dialect its tensors stay as
@@ -290,7 +308,7 @@ class Decisions:
             for leaf, entry in weight.parts.items():
                 stored.append(f"{leaf} {entry.dtype}{list(entry.shape)}")
             raise CheckpointError(
-                f"{self.source.where}: {place.module}.weight",
+                f"{self._source_of(weight.weight).where}: {place.module}.weight",
                 "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that "
                 "a scheme has",
                 got=", ".join(stored),
@@ -345,9 +363,7 @@ class Decisions:
         is_same = stored is not None and stored.weights == scheme.weights
         if weight.form == "plain" or is_same or self.recipe.requantize:
             return
-        source = self.source
-        if source.mtp_source is not None and is_of_mtp_source(weight.weight):
-            source = source.mtp_source
+        source = self._source_of(weight.weight)
         if source.where not in self._releases:
             native = (*_NATIVE, self.view.family.released_as)
             self._releases[source.where] = release_of(source, native)
@@ -401,7 +417,7 @@ class Decisions:
         """Whether the runtime loads this module quantized, and its loader knows the names of the
         scales.
         """
-        if self.served is not None and not is_of_mtp_source(weight.weight):
+        if served_at(self.origins, weight.weight) is not None:
             return bool(weight.scheme) and place.role != "vision"  # a server builds it so
         if not weight.scheme or not place.row.loads_quantized:
             return False
@@ -434,9 +450,17 @@ def added_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
     return plans
 
 
-def is_of_mtp_source(entry: Entry) -> bool:
-    """Whether a tensor is of the checkpoint that `--mtp-source` names."""
-    return entry.file.startswith(MTP_FILES)
+def served_at(origins: Origins, entry: Entry) -> RuntimeView | None:
+    """What a server has of the checkpoint that a tensor is from; of an MTP source nobody asks."""
+    return origins.get(origin_of(entry))
+
+
+def origins_of(source: Source, view: FamilyView) -> Origins:
+    """What a server has of a checkpoint, and of the donors of its groups."""
+    origins = {"": served_view(source, view)}
+    for group, donor in source.donors.items():
+        origins[donor_files(group)] = served_view(donor, view_of(donor))
+    return origins
 
 
 def served_view(source: Source, view: FamilyView) -> RuntimeView | None:

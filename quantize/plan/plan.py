@@ -13,13 +13,13 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
-from ...checkpoints.source import MTP_FILES, Source
+from ...checkpoints.source import DONOR_FILES, MTP_FILES, Source, origin_of
 from ...checkpoints.stored import stored_weights
 from ...recipes.conventions import (
     ALGORITHMS,
@@ -36,7 +36,7 @@ from ...recipes.family_view import FamilyView
 from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
-from .decide import Decisions, added_aliases, is_of_mtp_source, matching_limit, served_view
+from .decide import Decisions, Origins, added_aliases, matching_limit, origins_of, served_at
 from .kv_cache import with_cache_scales
 from .tables import refuse_tables
 from .tensor_plan import Output, Spelled, TensorPlan, outputs_of, same_output
@@ -81,8 +81,13 @@ class Plan:
     recipe_text: str = ""
     # How the names of the output files start.
     file_stem: str = "model"
-    # What a server has of the source, where that is a finished checkpoint; None for a release.
-    served: RuntimeView | None = None
+    # What a server has of the source and of its donors, where they are finished checkpoints.
+    origins: Origins = field(default_factory=dict)
+
+    @property
+    def served(self) -> RuntimeView | None:
+        """What a server has of the source; None for a release."""
+        return self.origins.get("")
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -139,8 +144,18 @@ class Plan:
 
     @cached_property
     def num_bytes_staying(self) -> int:
-        """Bytes of the tensors that keep their names and bytes."""
-        return self.num_bytes_read(tensor for tensor in self.tensors if self.stays(tensor))
+        """Bytes of the source's own tensors that keep their names and bytes."""
+        stay = filter(self.stays, self.tensors)
+        own = (each for each in stay if not origin_of(self.entries[each.inputs[0]]))
+        return self.num_bytes_read(own)
+
+    @cached_property
+    def num_bytes_given(self) -> Mapping[str, int]:
+        """Bytes of the tensors from each checkpoint, by what the names of its files begin with."""
+        given = Counter[str]()
+        for entry in self.entries.values():
+            given[origin_of(entry)] += entry.num_bytes
+        return given
 
     @property
     def num_bytes_linked(self) -> int:
@@ -159,10 +174,11 @@ class Plan:
         spelled = dict[HFName, Spelled]()
         if self.recipe.format != "modelopt":
             return spelled
-        is_modelopt = self.served is not None and self.served.dialect.name == "modelopt"
         for tensor in self.tensors:
-            is_kept = tensor.fate == "keep" and not is_of_mtp_source(self.entries[tensor.inputs[0]])
-            if is_kept and is_modelopt:
+            served = None
+            if tensor.fate == "keep":
+                served = served_at(self.origins, self.entries[tensor.inputs[0]])
+            if served is not None and served.dialect.name == "modelopt":
                 continue  # its outputs are the source's tensors
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:
@@ -289,10 +305,12 @@ def _shards_of_source(plan: Plan) -> Iterator[Shard]:
         for output in first.outputs:
             part = first._replace(inputs=(output.name,), outputs=(output,))
             units[plan.entries[output.name].file].append((part,))
-    sizes = Counter(entry.file for entry in plan.entries.values())
+    on_disk = (*plan.entries.values(), *plan.source.replaced.values())
+    sizes = Counter(entry.file for entry in on_disk)
     for file, held in sorted(units.items()):
         stays = all(plan.stays(tensor) for tensor in chain(*held))
-        made = _shard(plan, file.replace(MTP_FILES, "mtp-"), held)
+        name = file.replace(MTP_FILES, "mtp-").removeprefix(DONOR_FILES).replace("/", "-")
+        made = _shard(plan, name, held)
         is_whole = stays and made.file == file and len(made.outputs) == sizes[file]
         yield replace(made, is_link=is_whole)
 
@@ -336,8 +354,8 @@ def make_plan(
         )
     view = FamilyView(family=family, config=source.config, names=source.entries)
     entries = with_separate_mtp(source, view)
-    served = served_view(source, view)
-    decisions = Decisions(recipe, source, view, served)
+    origins = origins_of(source, view)
+    decisions = Decisions(recipe, source, view, origins)
     tensors = decided(decisions, entries.values())
     refuse_tables(recipe, view, tensors)
     _refuse_lost_layers(view, source, tensors)
@@ -356,7 +374,7 @@ def make_plan(
         tensors=tuple(tensors),
         shard_bytes=shard_bytes,
         trust_remote_code=trust_remote_code,
-        served=served,
+        origins=origins,
     )
 
 

@@ -32,9 +32,17 @@ from ...checkpoints.files import (
     within,
     write_whole,
 )
-from ...checkpoints.identity import FileStamp, listed, refuse_changed, states_of
+from ...checkpoints.identity import listed, refuse_changed, states_of
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
-from ...checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
+from ...checkpoints.source import (
+    INDEX,
+    MTP_FILES,
+    Source,
+    donor_files,
+    file_sizes,
+    sizes_from,
+    states_from,
+)
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.frozen import Json, Raw
 from ...recipes.model_file import find_path
@@ -148,17 +156,15 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     if plan.needs_calibration:
         kept = calibration_folder(final_path(partial))
         cure = f"Remove {partial} and {kept}, and run the same command again"
-    # The files of a separate MTP source are in its own folder, and have a prefix in `states`.
-    own_states = dict[str, FileStamp]()
-    mtp_states = dict[str, FileStamp]()
-    for name, state in source.states.items():
-        if name.startswith(MTP_FILES):
-            mtp_states[name.removeprefix(MTP_FILES)] = state
-        else:
-            own_states[name] = state
+    # The files of another checkpoint are in its own folder, and have a prefix in `states`.
+    own_states = dict(source.states)
+    for start, other in source.others.items():
+        theirs = states_from(source, start)
+        for name in theirs:
+            del own_states[start + name]
+        if other.folder is not None:
+            refuse_changed(other.folder, theirs, cure=cure)
     refuse_changed(source.folder, own_states, cure=cure)
-    if source.mtp_source is not None and source.mtp_source.folder is not None:
-        refuse_changed(source.mtp_source.folder, mtp_states, cure=cure)
 
 
 def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
@@ -216,7 +222,13 @@ def is_finished(plan: Plan, out: Path) -> bool:
             return False
     return (
         _is_same(source, record.source, file_sizes(source))
-        and _is_same(source.mtp_source, record.mtp_source, mtp_file_sizes(source))
+        and _is_same(source.mtp_source, record.mtp_source, sizes_from(source, MTP_FILES))
+        and all(
+            _is_same(
+                donor, (record.donors or {}).get(group), sizes_from(source, donor_files(group))
+            )
+            for group, donor in source.donors.items()
+        )
         and _is_older(plan, (out / RECORD).stat().st_mtime_ns)
     )
 
@@ -292,9 +304,10 @@ def refuse_place(source: Source, out: Path) -> None:
         found = "a folder with files in it"
     if found:
         faults.append(("an existing output is never overwritten", found))
-    folder = source.folder
-    if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
-        faults.append(("the output must lie outside the source", f"a folder in {folder}"))
+    real = Path(os.path.realpath(out))
+    for folder in (source.folder, *(other.folder for other in source.others.values())):
+        if folder is not None and real.is_relative_to(os.path.realpath(folder)):
+            faults.append(("the output must lie outside the source", f"a folder in {folder}"))
     parent = out.absolute().parent
     while not (parent.exists() or parent.is_symlink()):
         parent = parent.parent
@@ -350,16 +363,16 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     needs = bool(plan.needs_calibration)
     if not needs:
         calibration = ""
-    mtp_revision = ""
-    if source.mtp_source is not None:
-        mtp_revision = source.mtp_source.revision
+    others = {}
+    for start, other in source.others.items():
+        others[start] = [other.revision, sizes_from(source, start)]
     parts = {
         "recipe": plan.recipe.model_dump(
             mode="json", exclude={"evaluation", "gates"}
         ),  # they change no byte
         "config": files_of(plan)["config.json"],
         "source": file_sizes(source),
-        "mtp": [mtp_revision, mtp_file_sizes(source)],
+        "others": others,
         "files": plan.companions,
         "calibration": calibration,
         "versions": [__version__, _versions(plan, needs)],
@@ -375,7 +388,10 @@ def record_of(plan: Plan, calibration: Raw | None) -> Record:
     source = plan.source
     mtp_source = None
     if source.mtp_source is not None:
-        mtp_source = _recorded(source.mtp_source, mtp_file_sizes(source))
+        mtp_source = _recorded(source.mtp_source, sizes_from(source, MTP_FILES))
+    donors = {}
+    for group, donor in source.donors.items():
+        donors[group] = _recorded(donor, sizes_from(source, donor_files(group)))
     fates = Counter[str]()
     for tensor in plan.tensors:
         fates[tensor.fate] += 1
@@ -385,6 +401,7 @@ def record_of(plan: Plan, calibration: Raw | None) -> Record:
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": _recorded(source, file_sizes(source)),
             "mtp_source": mtp_source,
+            "donors": donors or None,
             "calibration": dict(calibration or {}) or None,
             "tensors": dict(fates),
             "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},

@@ -39,6 +39,7 @@ from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ...recipes.frozen import Advance, Raw, frozen
 from ..pack.unit import load, packed_groups, parts, separate
+from ..plan.decide import served_at
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..plan.tensor_plan import outputs_of, same_output
 from ..run.ranks import Ranks
@@ -292,9 +293,10 @@ class _Job:
             return
         # By their names in compressed-tensors' convention: a part of the source, and its change.
         origins = dict[str, tuple[Entry, Change]]()
+        served = served_at(self.plan.origins, weight_of(found))
         for leaf, entry in found.items():
             origins[leaf] = entry, "none"
-            if self.plan.served is not None and self.plan.served.dialect.name == "modelopt":
+            if served is not None and served.dialect.name == "modelopt":
                 other = in_compressed_tensors(tensor.scheme, leaf, entry.dtype, entry.shape)
                 origins[other.leaf] = entry, other.change
         for output in tensor.outputs:

@@ -39,7 +39,8 @@ def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
         head + "in one of them:\n" + tail.replace("# ", "", 1).replace("\n# ", "\n")
     )
     assert {*BLOCKS, "budget", "backbone_auto"} <= raw.keys(), "a key is not listed"
-    for key in ("keep", "mtp_tuned", "kv_cache", "mtp_source", "format"):  # not for every variant
+    # Not for every variant.
+    for key in ("keep", "mtp_tuned", "kv_cache", "mtp_source", "from", "format"):
         del raw[key]
     raw["variants"]["nvfp4-fp8"]["calibration"] = "mine"
     (tmp_path / "my.jsonl").write_text('{"text": "a"}\n' * 600_000)

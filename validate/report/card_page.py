@@ -334,6 +334,9 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     if record.mtp_source:
         name = f"{code(record.mtp_source.name)}, revision {code(record.mtp_source.revision)}"
         yield f"The MTP block is not of {source}, but of {name}, with a license of its own."
+    for group, donor in (record.donors or {}).items():
+        name = f"{code(donor.name)}, revision {code(donor.revision)}"
+        yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
     for part, says in report.absent.items():
         if part in ("serve", "identity"):  # the others are said in their sections
             yield says

@@ -172,6 +172,15 @@ def test_a_card_of_what_was_only_checked(made):
     printed("card_bare.md", card_of(made, assembled(cards.checked(made))))
 
 
+def test_a_card_says_whose_groups_it_has(made):
+    record = read_record(made / RECORD)
+    donor = record.source.model_copy(update={"name": "org/other", "revision": "5" * 40})
+    record = record.model_copy(update={"donors": {"experts": donor}})
+    text = card_of(made, assembled(cards.checked(made)), record=record)
+    says = f"`experts` is not of `{record.source.name}`, but of `org/other`, revision `{'5' * 40}`,"
+    assert f"{says} with a license of its own." in " ".join(text.split())
+
+
 def report_of(kind: str, changed: dict[str, Any]) -> FullReport:
     if "answers" in changed:
         changed = changed | {"answers": Answers(**changed["answers"])}
