@@ -92,6 +92,11 @@ class Evaluation(Frozen):
         return self.dataset
 
     @property
+    def calls_tools(self) -> bool:
+        """The task is keepmtp's own, whose answers are tool calls."""
+        return not TASKS[self.task].file
+
+    @property
     def title(self) -> str:
         """The task, or "<task> form" where the questions are from a file."""
         if self.dataset is None:

@@ -9,6 +9,7 @@ Easy to get wrong: a request that fails is no answer. And a model whose answers 
 served again.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -378,6 +379,24 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     if _TEMPLATES & {*source.companions} or _TEMPLATE_WORDS & options_of(further).keys():
         return True
     return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
+
+
+def takes_tools(source: Source, further: Sequence[str]) -> bool:
+    """Whether the chat template that the server has asks for tools, as far as its text shows.
+
+    Raises:
+        CheckpointError: see `source.small_bytes`.
+    """
+    words = options_of(further)
+    if "--tokenizer-mode" in words:  # the template is in its code
+        return True
+    named = words.get("--chat-template")
+    if named:
+        text = Path(named).read_bytes() if Path(named).is_file() else named.encode()
+    else:
+        files = (*sorted(_TEMPLATES, reverse=True), "tokenizer_config.json")
+        text = next(filter(None, (small_bytes(source, name) for name in files)), b"")
+    return re.search(rb"\btools\b", text) is not None
 
 
 def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_tokens: int) -> int:

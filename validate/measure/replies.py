@@ -1,19 +1,22 @@
 """What a server says, read strictly: so many bytes at most, so long at most, and in one form.
 
-In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Reply`; `Drafts`.
+In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Reply`; `Said`;
+`Drafts`.
 
 Easy to get wrong: a number that nobody could have measured is no answer.
 """
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from ...recipes.frozen import frozen
 from ..facts.served import Drafts
 
 MOST_BYTES = 2**24
@@ -49,6 +52,46 @@ class AnswerReply(Reply):
 
     choices: tuple[_Answer]
     usage: _Usage
+
+
+class _Called(Reply):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPart(Reply):
+    function: _Called
+    index: int | None = None
+
+
+class _Part(Reply):
+    content: str | None = None
+    tool_calls: tuple[_CallPart, ...] | None = None
+
+
+class _SaidChoice(Reply):
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    message: _Part = _Part()
+    delta: _Part = _Part()
+
+
+class SaidReply(Reply):
+    """An answer to messages with tools, or one part of it in a stream."""
+
+    choices: tuple[_SaidChoice, ...]
+    usage: _Usage | None = None
+
+
+@frozen
+class Said:
+    """Words and calls; a call is a tool's name and its arguments as they came, which may be no
+    JSON.
+    """
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
 
 
 class _Likeliest(Reply):
@@ -125,6 +168,45 @@ def fetched(
             if time.monotonic() > deadline:
                 raise httpx.ReadTimeout(f"a reply that is not whole after {seconds:.0f} s")
     return reply.status_code, bytes(content)
+
+
+def said_in(parts: Iterable[SaidReply]) -> Said | None:
+    """What the parts of an answer say together; None where none of them ends it."""
+    content = ""
+    calls = defaultdict[int, list[str]](lambda: ["", ""])
+    reason = None
+    num_tokens = 0
+    for part in parts:
+        if part.usage:
+            num_tokens = part.usage.completion_tokens
+        for choice in part.choices:
+            reason = choice.finish_reason or reason
+            for said in (choice.message, choice.delta):
+                content += said.content or ""
+                for place, call in enumerate(said.tool_calls or ()):
+                    joined = calls[place if call.index is None else call.index]
+                    joined[0] += call.function.name or ""
+                    joined[1] += call.function.arguments or ""
+    if reason is None:
+        return None
+    return Said(
+        content=content,
+        calls=tuple([(name, arguments) for _, (name, arguments) in sorted(calls.items())]),
+        finish_reason="length" if reason == "length" else "stop",
+        num_tokens=num_tokens,
+    )
+
+
+def said_in_stream(content: bytes) -> Said | None:
+    """The same of a stream; None where it ends early or one of its parts is none."""
+    # Only a line feed ends a line here: a text may hold what others take for one (U+2028).
+    lines = [line[6:].strip() for line in content.split(b"\n") if line.startswith(b"data: ")]
+    if not lines or lines.pop() != b"[DONE]":
+        return None
+    try:
+        return said_in([SaidReply.model_validate_json(line) for line in lines])
+    except ValidationError:  # vLLM says in a part that it failed
+        return None
 
 
 def read_counters(content: bytes) -> Drafts:

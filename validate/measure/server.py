@@ -33,9 +33,13 @@ from .replies import (
     AnswerReply,
     ContinuationReply,
     Reply,
+    Said,
+    SaidReply,
     TextReply,
     fetched,
     read_counters,
+    said_in,
+    said_in_stream,
 )
 from .room import refuse_options
 from .serve_line import CURES, draft_words, refuse_lossy, setting
@@ -164,6 +168,41 @@ class Server:
         (choice,) = reply.choices
         text = choice.message.content if choice.message else choice.text
         return text or "", choice.finish_reason, reply.usage.completion_tokens
+
+    def say(self, body: Raw, *, is_streamed: bool, timeout: float) -> Said | None:
+        """Answer to messages with tools, as the server's parser reads it; None where a stream ended
+        early and the server lives.
+
+        Args:
+            body: the request.
+            is_streamed: ask for it part by part.
+            timeout: seconds until it is whole.
+
+        Raises:
+            ServerFailed: see `answer`.
+        """
+        path = "/v1/chat/completions"
+        if not is_streamed:
+            said = said_in([self.post(path, body, SaidReply, timeout=timeout)])
+            if said is None:
+                raise ServerFailed("a reply without an answer", self.log)
+            return said
+        sent = {
+            "model": self.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **body,
+        }
+        said = None
+        try:
+            how = {"method": "POST", "seconds": timeout, "most": _MOST_BYTES, "json": sent}
+            said = said_in_stream(self._ask(path, **how))
+        except ServerFailed as failure:
+            if not isinstance(failure.__cause__, httpx.RemoteProtocolError):
+                raise
+        if said is None:
+            self._ask("/health")  # what a dying server sent is no answer
+        return said
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of token ids; what is no whole character is the replacement character."""

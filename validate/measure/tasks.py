@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
+from itertools import chain
+from typing import Any
 
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
@@ -19,7 +22,8 @@ from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
-from . import figures
+from . import figures, tool_calls
+from .conversations import Conversations
 from .harness import (
     Model,
     Setup,
@@ -38,6 +42,9 @@ _LEAST_SECONDS = 600.0
 # vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five.
 MOST_STOPS = 4
 
+Asked = Questions | Conversations
+"""What is asked of a server under one protocol."""
+
 
 def refuse_model(
     source: Source, protocol: Evaluation, extra: tuple[str, ...], *, is_original: bool = False
@@ -52,6 +59,8 @@ def refuse_model(
             in.
     """
     refuse_drafts(source, protocol.k, option="-k", is_original=is_original)
+    if protocol.calls_tools:
+        tool_calls.refuse_tools(source, extra)
     if protocol.api == "chat" and not has_template(source, extra):
         raise RecipeError(
             source.where,
@@ -64,7 +73,7 @@ def refuse_model(
 def evaluate(
     checkpoint: Model,
     source: Model | None,
-    tasks: Sequence[Questions],
+    tasks: Sequence[Asked],
     *,
     setup: Setup,
     confidence: float,
@@ -96,15 +105,30 @@ def evaluate(
     with setup.alone():
         for model in models:
             asked = [questions for questions in tasks if _is_asked(model, questions)]
-            works = [work_of(model, questions, setup) for questions in asked]
-            answer_missing(model, [work for work in works if work.file.missing], setup)
+            works = list(chain(*(works_of(model, questions, setup) for questions in asked)))
+            waiting = [work for work in works if any(map(work.is_asked, work.file.missing))]
+            answer_missing(model, waiting, setup)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
-def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
+def works_of(model: Model, asked: Asked, setup: Setup) -> list[Work]:
+    """One task for one model, by server."""
+    work = work_of(model, asked, setup)
+    if isinstance(asked, Questions):
+        return [work]
+    return tool_calls.works(work, asked, tool_calls.parser_words(model.source, setup.extra))
+
+
+def work_of(model: Model, questions: Asked, setup: Setup) -> Work:
     """One task for one model, with what is answered already."""
     protocol = questions.protocol
+    served = setup.asked_of(model)
+    answer: Any = _answer
+    if protocol.calls_tools:  # another parser reads another answer
+        parser = tool_calls.parser_words(model.source, setup.extra)
+        served["words"] = (*parser, *served["words"])
+        answer = tool_calls.answer
     # Answers carry in their file's first line all that a score depends on; a run goes on with those
     # that have exactly its own.
     header = AnswersHeader(
@@ -112,12 +136,12 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         dataset_sha256=questions.dataset_sha256,
         prompts_sha256=questions.prompts_sha256,
         num=questions.num,
-        **setup.asked_of(model),
+        **served,
     )
     return Work(
         name=f"eval.{model.role}.{protocol.task}",
         file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
-        asking=lambda server: nullcontext(partial(_answer, server, questions)),
+        asking=lambda server: nullcontext(partial(answer, server, questions)),
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(
             [item.prompt for item in questions.items],
@@ -131,7 +155,7 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
     )
 
 
-def _is_asked(model: Model, questions: Questions) -> bool:
+def _is_asked(model: Model, questions: Asked) -> bool:
     """What is sampled differs by its draws, whether it is drafted or not."""
     return model.role != "plain" or not questions.protocol.temperature
 
@@ -167,26 +191,39 @@ def _answer(server: Server, questions: Questions, number: int) -> Answer:
 
 
 def _task_fact(
-    questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
+    questions: Asked, models: Sequence[Model], setup: Setup, confidence: float
 ) -> TaskFact:
     """What one task gave, once all have answered it; finishes the files."""
     protocol = questions.protocol
     files = {}
     facts = {}
     rights = {}
+    versions = VERSIONS
+    num_unmeetable = 0
     for model in models:
         if not _is_asked(model, questions):
             continue
         role = model.role
         files[role] = samples = work_of(model, questions, setup).file
-        found, rights[role] = scores(questions, [answer.text for answer in samples.in_order()])
-        figures.finish(samples, rights[role])
+        texts = [answer.text for answer in samples.in_order()]
+        counts = figures.counted(samples)
+        if isinstance(questions, Questions):
+            found, rights[role] = scores(questions, texts)
+            figures.finish(samples, rights[role])
+        else:
+            found, rights[role], faults = tool_calls.scores(questions, texts)
+            figures.finish(samples, rights[role])
+            # A conversation is one question, however it was asked; tokens are those of all ways.
+            files[role] = first = figures.first_way(samples, len(questions.items))
+            counts = figures.counted(first) | {"num_tokens": counts["num_tokens"], "faults": faults}
+            versions = {"jsonschema": version("jsonschema")}
+            num_unmeetable = questions.num_unmeetable
         facts[role] = EvaluatedFact(
             path=model.source.where,
             scores=found,
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
-            **figures.counted(samples),
+            **counts,
         )
     after = rights["checkpoint"]
     pairs = []
@@ -204,5 +241,6 @@ def _task_fact(
         paired=tuple(pairs),
         plain=facts.get("plain"),
         drafting=drafted,
-        environment={**VERSIONS, **setup.environment},
+        environment={**versions, **setup.environment},
+        num_unmeetable=num_unmeetable,
     )
