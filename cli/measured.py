@@ -32,7 +32,6 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
     path = fact.checkpoint.path
     for task in fact.by_task:
         yield drawn(f"eval {path}: {task.protocol.title}", tables.scores(task))
-        yield from tables.calls_notes(task)
         if task.paired:
             yield drawn("checkpoint less source", tables.differences(task))
         yield drawn("drafts over the same questions", tables.drafts(task))
@@ -49,10 +48,9 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
                 yield f"The {model.title} was asked in {model.sittings} sittings."
         said = in_words(task.protocol.model_dump(exclude_none=True))
         environment = task.environment
-        judge = "jsonschema" if task.protocol.calls_tools else "lm-eval"
         yield (
-            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; {judge} "
-            f"{environment[judge]}, vLLM {environment['vllm']} on {environment['device']}."
+            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; lm-eval "
+            f"{environment['lm-eval']}, vLLM {environment['vllm']} on {environment['device']}."
         )
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
 

@@ -112,6 +112,9 @@ class Evaluation(Frozen):
         if self.dataset is not None and self.dataset_revision is not None:
             rule = "dataset_revision: must be left out for a file"
             yield rule, repr(self.dataset_revision), "Remove it"
+        how = self.api, self.shots, self.repeats
+        if self.calls_tools and how != ("chat", 0, 1):
+            yield "api, shots, repeats: must be chat, 0, 1 for tool-calls", how, "Leave them out"
         if self.repeats > 1 and not self.temperature:
             rule = "repeats: must be 1 where temperature is 0, because all runs are the same"
             yield rule, self.repeats, "Set a temperature"

@@ -5,14 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from answering import Answering
-from keepmtp.validate.measure.conversations import Conversations
-
-# Of a whole answer and of a streamed one; then of a stream alone.
-CALL_FAULTS = ("wrong", "off schema", "no JSON", "left in the text")
-STREAM_FAULTS = ("lost piece", "no end", "cut", "an error for a part")
+from keepmtp.validate.measure.lm_eval_task import Questions
 
 
-def right_answers(asked: Conversations) -> dict[str, Any]:
+def right_answers(asked: Questions) -> dict[str, Any]:
     """By what is sent, the message that is right."""
     turns = [turn for each in asked.items for turn in each.turns]
     return {json.dumps(list(turn.messages)): turn.answer for turn in turns}

@@ -26,14 +26,6 @@ NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 
 
-CALL_FAULTS = ("wrong call", "off schema", "no JSON", "ended early", "broken in stream")
-"""What an answer to tool calls may be that is not right, in columns: another call than the expected
-one; one that its tool's schema does not take; one that is no JSON or that the parser left in the
-text; a stream that ended early. The last counts streamed answers of the three kinds before it where
-the whole answer is of none of them.
-"""
-
-
 def mean_of_questions(values: Sequence[float], num_questions: int) -> tuple[float, float]:
     """Mean and standard error of a score.
 
@@ -65,6 +57,12 @@ class ScoreFact(Fact):
     filter: str
     value: Share
     stderr: Figure
+
+
+def score_of(name: str, values: Sequence[float], num_questions: int | None = None) -> ScoreFact:
+    """A score; see `mean_of_questions`. None: each value is of a question of its own."""
+    value, stderr = mean_of_questions(values, num_questions or len(values))
+    return ScoreFact(filter=name, value=value, stderr=stderr)
 
 
 class PairedFact(Fact):
@@ -103,7 +101,9 @@ class EvaluatedFact(Drafts, ServedModel):
         seconds: of asking, over all sittings if it was interrupted.
         sittings: servers that were started; more than one where a run was resumed.
         samples: file in the report's folder with a line for each question, and its SHA-256.
-        faults: answers to tool calls by `CALL_FAULTS`, over all ways to ask; empty for other tasks.
+        faults: answers to tool calls that are not right, over all ways to ask, by what is wrong:
+            another call than the expected one; one that its tool's schema does not take; one that
+            is no JSON or that the parser left in the text; a stream that ended early.
     """
 
     sha256: str
@@ -186,8 +186,8 @@ class TaskFact(Fact):
         paired: a row for each filter; empty without a source.
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
-        environment: versions of lm-eval or jsonschema, vLLM, torch, transformers, and the device.
-        num_unmeetable: conversations that were left out, because no right call meets its schema.
+        environment: versions of what scores, vLLM, torch, transformers, and the device.
+        num_left_out: conversations that were not asked, because no right call meets its schema.
     """
 
     protocol: Evaluation
@@ -198,7 +198,7 @@ class TaskFact(Fact):
     environment: Mapping[str, str]
     plain: EvaluatedFact | None = None
     drafting: DraftingFact | None = None
-    num_unmeetable: Count = 0
+    num_left_out: Count = 0
 
     def judged_filter(self, wanted: str) -> str:
         """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else

@@ -36,22 +36,11 @@ _AFTER = 140
 
 
 def finish(samples: Samples, right: Mapping[str, Sequence[bool]]) -> None:
-    """Put the lines in order, with what each filter says of every answer; where it says it of a
-    question asked in several ways, it is the same in each.
-    """
+    """Put the lines in order, with what each filter says of every answer."""
     for number, answer in samples.lines.items():
-        by_filter = {name: values[number % len(values)] for name, values in right.items()}
+        by_filter = {name: values[number] for name, values in right.items()}
         samples.lines[number] = answer.model_copy(update={"correct": by_filter})
     samples.put_in_order()
-
-
-def first_way(samples: Samples, num: int) -> Samples:
-    """The first `num` answers alone, of the same file, with all of its servers."""
-    found = type(samples)(samples.path, samples.header)
-    found.wanted = range(num)
-    found.lines = {place: samples.lines[place] for place in found.wanted}
-    found.sittings = samples.sittings
-    return found
 
 
 def correct(samples: Samples, name: str) -> tuple[bool, ...]:

@@ -9,7 +9,6 @@ Easy to get wrong: a request that fails is no answer. And a model whose answers 
 served again.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -382,21 +381,18 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
 
 
 def takes_tools(source: Source, further: Sequence[str]) -> bool:
-    """Whether the chat template that the server has asks for tools, as far as its text shows.
+    """Whether the server's chat template asks for tools, as far as its text shows.
 
     Raises:
         CheckpointError: see `source.small_bytes`.
     """
     words = options_of(further)
-    if "--tokenizer-mode" in words:  # the template is in its code
-        return True
-    named = words.get("--chat-template")
+    named = words.get("--chat-template", "")
+    texts = [small_bytes(source, name) for name in (*_TEMPLATES, "tokenizer_config.json")]
     if named:
-        text = Path(named).read_bytes() if Path(named).is_file() else named.encode()
-    else:
-        files = (*sorted(_TEMPLATES, reverse=True), "tokenizer_config.json")
-        text = next(filter(None, (small_bytes(source, name) for name in files)), b"")
-    return re.search(rb"\btools\b", text) is not None
+        texts = [Path(named).read_bytes() if Path(named).is_file() else named.encode()]
+    # A mode of the tokenizer has its template in code.
+    return "--tokenizer-mode" in words or any(b"tools" in text for text in texts if text)
 
 
 def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_tokens: int) -> int:

@@ -9,14 +9,13 @@ Easy to get wrong: a number that nobody could have measured is no answer.
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from ...recipes.frozen import frozen
 from ..facts.served import Drafts
 
 MOST_BYTES = 2**24
@@ -64,15 +63,13 @@ class _CallPart(Reply):
     index: int | None = None
 
 
-class _Part(Reply):
-    content: str | None = None
+class _Part(_Message):
     tool_calls: tuple[_CallPart, ...] | None = None
 
 
 class _SaidChoice(Reply):
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
-    message: _Part = _Part()
-    delta: _Part = _Part()
+    said: _Part = Field(validation_alias=AliasChoices("message", "delta"))
 
 
 class SaidReply(Reply):
@@ -82,16 +79,10 @@ class SaidReply(Reply):
     usage: _Usage | None = None
 
 
-@frozen
-class Said:
-    """Words and calls; a call is a tool's name and its arguments as they came, which may be no
-    JSON.
-    """
-
-    content: str
-    calls: tuple[tuple[str, str], ...]
-    finish_reason: Literal["stop", "length"]
-    num_tokens: int
+Said = tuple[tuple[str, Sequence[Sequence[str]]] | None, str, int]
+"""Words and calls, why they end, and their tokens. A call is a tool's name and its arguments as
+they came, which may be no JSON. None: they do not end.
+"""
 
 
 class _Likeliest(Reply):
@@ -170,43 +161,35 @@ def fetched(
     return reply.status_code, bytes(content)
 
 
-def said_in(parts: Iterable[SaidReply]) -> Said | None:
-    """What the parts of an answer say together; None where none of them ends it."""
-    content = ""
+def said_in(parts: Iterable[SaidReply]) -> Said:
+    """What the parts of an answer say together."""
+    content = reason = ""
     calls = defaultdict[int, list[str]](lambda: ["", ""])
-    reason = None
     num_tokens = 0
     for part in parts:
         if part.usage:
             num_tokens = part.usage.completion_tokens
         for choice in part.choices:
             reason = choice.finish_reason or reason
-            for said in (choice.message, choice.delta):
-                content += said.content or ""
-                for place, call in enumerate(said.tool_calls or ()):
-                    joined = calls[place if call.index is None else call.index]
-                    joined[0] += call.function.name or ""
-                    joined[1] += call.function.arguments or ""
-    if reason is None:
-        return None
-    return Said(
-        content=content,
-        calls=tuple([(name, arguments) for _, (name, arguments) in sorted(calls.items())]),
-        finish_reason="length" if reason == "length" else "stop",
-        num_tokens=num_tokens,
-    )
+            content += choice.said.content or ""
+            for place, call in enumerate(choice.said.tool_calls or ()):
+                joined = calls[place if call.index is None else call.index]
+                joined[0] += call.function.name or ""
+                joined[1] += call.function.arguments or ""
+    said = (content, [calls[index] for index in sorted(calls)])
+    return said if reason else None, reason, num_tokens
 
 
-def said_in_stream(content: bytes) -> Said | None:
-    """The same of a stream; None where it ends early or one of its parts is none."""
+def said_in_stream(content: bytes) -> Said:
+    """The same of a stream, which ends with a mark of its own."""
     # Only a line feed ends a line here: a text may hold what others take for one (U+2028).
     lines = [line[6:].strip() for line in content.split(b"\n") if line.startswith(b"data: ")]
-    if not lines or lines.pop() != b"[DONE]":
-        return None
     try:
-        return said_in([SaidReply.model_validate_json(line) for line in lines])
+        if lines and lines.pop() == b"[DONE]":
+            return said_in([SaidReply.model_validate_json(line) for line in lines])
     except ValidationError:  # vLLM says in a part that it failed
-        return None
+        pass
+    return None, "", 0
 
 
 def read_counters(content: bytes) -> Drafts:

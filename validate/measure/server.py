@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from ...checkpoints.files import ScratchFolder, fresh
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import GateError, first_fault
-from ...recipes.frozen import Raw, Say, frozen
+from ...recipes.frozen import Json, Raw, Say, frozen
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
@@ -169,9 +169,9 @@ class Server:
         text = choice.message.content if choice.message else choice.text
         return text or "", choice.finish_reason, reply.usage.completion_tokens
 
-    def say(self, body: Raw, *, is_streamed: bool, timeout: float) -> Said | None:
-        """Answer to messages with tools, as the server's parser reads it; None where a stream ended
-        early and the server lives.
+    def say(self, body: Json, *, is_streamed: bool, timeout: float) -> Said:
+        """Answer to messages with tools, as the server's parser reads it. It has no end where a
+        server that lives ended it early.
 
         Args:
             body: the request.
@@ -183,24 +183,17 @@ class Server:
         """
         path = "/v1/chat/completions"
         if not is_streamed:
-            said = said_in([self.post(path, body, SaidReply, timeout=timeout)])
-            if said is None:
-                raise ServerFailed("a reply without an answer", self.log)
-            return said
-        sent = {
-            "model": self.name,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **body,
-        }
-        said = None
+            return said_in([self.post(path, body, SaidReply, timeout=timeout)])
+        body = {"model": self.name, "stream": True, **body}
+        body["stream_options"] = {"include_usage": True}
+        content = b""
         try:
-            how = {"method": "POST", "seconds": timeout, "most": _MOST_BYTES, "json": sent}
-            said = said_in_stream(self._ask(path, **how))
+            content = self._ask(path, method="POST", seconds=timeout, most=_MOST_BYTES, json=body)
         except ServerFailed as failure:
             if not isinstance(failure.__cause__, httpx.RemoteProtocolError):
                 raise
-        if said is None:
+        said = said_in_stream(content)
+        if said[0] is None:
             self._ask("/health")  # what a dying server sent is no answer
         return said
 

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
-from typing import Any
 
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
@@ -23,7 +21,6 @@ from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
 from . import figures, tool_calls
-from .conversations import Conversations
 from .harness import (
     Model,
     Setup,
@@ -41,9 +38,6 @@ from .store import Answer, AnswersHeader, open_lines
 _LEAST_SECONDS = 600.0
 # vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five.
 MOST_STOPS = 4
-
-Asked = Questions | Conversations
-"""What is asked of a server under one protocol."""
 
 
 def refuse_model(
@@ -73,7 +67,7 @@ def refuse_model(
 def evaluate(
     checkpoint: Model,
     source: Model | None,
-    tasks: Sequence[Asked],
+    tasks: Sequence[Questions],
     *,
     setup: Setup,
     confidence: float,
@@ -105,30 +99,33 @@ def evaluate(
     with setup.alone():
         for model in models:
             asked = [questions for questions in tasks if _is_asked(model, questions)]
-            works = list(chain(*(works_of(model, questions, setup) for questions in asked)))
-            waiting = [work for work in works if any(map(work.is_asked, work.file.missing))]
-            answer_missing(model, waiting, setup)
+            works = [work_of(model, one, setup) for one in chain(*map(by_server, asked))]
+            answer_missing(model, [work for work in works if work.file.missing], setup)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
-def works_of(model: Model, asked: Asked, setup: Setup) -> list[Work]:
-    """One task for one model, by server."""
-    work = work_of(model, asked, setup)
-    if isinstance(asked, Questions):
-        return [work]
-    return tool_calls.works(work, asked, tool_calls.parser_words(model.source, setup.extra))
-
-
-def work_of(model: Model, questions: Asked, setup: Setup) -> Work:
-    """One task for one model, with what is answered already."""
+def by_server(questions: Questions) -> list[Questions]:
+    """What each server of a task is asked: tool calls come without prefix caching, and with it
+    where the protocol says so.
+    """
     protocol = questions.protocol
-    served = setup.asked_of(model)
-    answer: Any = _answer
-    if protocol.calls_tools:  # another parser reads another answer
+    ways = {protocol.prefix_caching and not protocol.calls_tools, protocol.prefix_caching}
+    changed = [protocol.model_copy(update={"prefix_caching": way}) for way in sorted(ways)]
+    return [replace(questions, protocol=one) for one in changed]
+
+
+def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
+    """What one server is asked, with what is answered already."""
+    protocol = questions.protocol
+    caching = ("--enable-prefix-caching",) * protocol.prefix_caching
+    parser = ()
+    answer = _answer
+    if protocol.calls_tools:
         parser = tool_calls.parser_words(model.source, setup.extra)
-        served["words"] = (*parser, *served["words"])
         answer = tool_calls.answer
+    served = setup.asked_of(model)
+    served["words"] = (*parser, *served["words"])  # another parser reads another answer
     # Answers carry in their file's first line all that a score depends on; a run goes on with those
     # that have exactly its own.
     header = AnswersHeader(
@@ -139,7 +136,7 @@ def work_of(model: Model, questions: Asked, setup: Setup) -> Work:
         **served,
     )
     return Work(
-        name=f"eval.{model.role}.{protocol.task}",
+        name=f"eval.{model.role}.{protocol.task}{'.cached' * len(caching)}",
         file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
         asking=lambda server: nullcontext(partial(answer, server, questions)),
         k=drafted_by(model, protocol.k),
@@ -150,12 +147,12 @@ def work_of(model: Model, questions: Asked, setup: Setup) -> Work:
             max_tokens=protocol.max_tokens,
         ),
         concurrency=protocol.concurrency,
-        words=("--enable-prefix-caching",) * protocol.prefix_caching,
+        words=(*parser, *caching),
         task=protocol.task,
     )
 
 
-def _is_asked(model: Model, questions: Asked) -> bool:
+def _is_asked(model: Model, questions: Questions) -> bool:
     """What is sampled differs by its draws, whether it is drafted or not."""
     return model.role != "plain" or not questions.protocol.temperature
 
@@ -191,39 +188,33 @@ def _answer(server: Server, questions: Questions, number: int) -> Answer:
 
 
 def _task_fact(
-    questions: Asked, models: Sequence[Model], setup: Setup, confidence: float
+    questions: Questions, models: Sequence[Model], setup: Setup, confidence: float
 ) -> TaskFact:
     """What one task gave, once all have answered it; finishes the files."""
     protocol = questions.protocol
     files = {}
     facts = {}
     rights = {}
-    versions = VERSIONS
-    num_unmeetable = 0
     for model in models:
         if not _is_asked(model, questions):
             continue
         role = model.role
-        files[role] = samples = work_of(model, questions, setup).file
-        texts = [answer.text for answer in samples.in_order()]
-        counts = figures.counted(samples)
-        if isinstance(questions, Questions):
-            found, rights[role] = scores(questions, texts)
-            figures.finish(samples, rights[role])
-        else:
+        served = [work_of(model, one, setup).file for one in by_server(questions)]
+        files[role] = samples = served[0]
+        texts = [[answer.text for answer in file.in_order()] for file in served]
+        faults = {}
+        if protocol.calls_tools:
             found, rights[role], faults = tool_calls.scores(questions, texts)
-            figures.finish(samples, rights[role])
-            # A conversation is one question, however it was asked; tokens are those of all ways.
-            files[role] = first = figures.first_way(samples, len(questions.items))
-            counts = figures.counted(first) | {"num_tokens": counts["num_tokens"], "faults": faults}
-            versions = {"jsonschema": version("jsonschema")}
-            num_unmeetable = questions.num_unmeetable
+        else:
+            found, rights[role] = scores(questions, *texts)
+        figures.finish(samples, rights[role])
         facts[role] = EvaluatedFact(
             path=model.source.where,
             scores=found,
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
-            **counts,
+            faults=faults,
+            **figures.counted(samples),
         )
     after = rights["checkpoint"]
     pairs = []
@@ -241,6 +232,6 @@ def _task_fact(
         paired=tuple(pairs),
         plain=facts.get("plain"),
         drafting=drafted,
-        environment={**versions, **setup.environment},
-        num_unmeetable=num_unmeetable,
+        environment={**VERSIONS, **setup.environment},
+        num_left_out=questions.num_left_out,
     )

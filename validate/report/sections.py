@@ -366,7 +366,6 @@ def tasks(report: FullReport) -> Iterator[Block]:
         return
     yield [_who(model) for model in fact.arms]
     yield tables.scores(fact)
-    yield from tables.calls_notes(fact)
     yield (
         "±: one standard error of the mean over questions, in points. Cut: answers that reached "
         "max_tokens; they count as they are."
@@ -391,10 +390,9 @@ def tasks(report: FullReport) -> Iterator[Block]:
             "independent. What is above, and the charts, are of the first task."
         )
     for task in fact.tasks:
-        if task.checkpoint.faults:
+        if task.protocol.calls_tools:
             yield title(task.protocol.title)
-            yield tables.calls(task)
-            yield from tables.calls_notes(task)
+            yield tables.scores(task)
     yield _protocol(fact)
     yield environment(fact.environment)
 
@@ -408,8 +406,7 @@ def _protocol(fact: EvaluationFact) -> Table:
     for name, value in asked:
         if name != "dataset" and value is not None:
             rows.append((name, f"{value}"))
-    of = "" if asked.calls_tools else " of lm-evaluation-harness"
-    return Table(columns=(f"protocol{of}", ""), rows=rows)
+    return Table(columns=("protocol of lm-evaluation-harness", ""), rows=rows)
 
 
 def _drafting(fact: EvaluationFact) -> Iterator[Block]:

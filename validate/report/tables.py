@@ -134,43 +134,21 @@ def wanted_filter(report: FullReport) -> str:
 
 def scores(task: TaskFact) -> Table:
     """A row for each that was asked: its score by every filter, and answers cut or empty."""
-    if task.checkpoint.faults:
-        return calls(task)
-    columns = [f">{name}" for name in task.checkpoint.filters]
+    faults = sorted({fault for arm in task.arms for fault in arm.faults})
+    columns = [f">{name}" for name in (*task.checkpoint.filters, *faults)]
     rows = []
     for arm in task.arms:
         reached = [score(one) for one in arm.scores]
+        reached += [count(arm.faults.get(fault, 0)) for fault in faults]
         cut = f"{_cut(arm)} ({arm.num_truncated:,})"
         rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
-    return Table(columns=("", *columns, ">asked", ">cut", ">empty"), rows=rows)
-
-
-def calls(task: TaskFact) -> Table:
-    """A column for each that was asked to call tools: conversations that are right, by way, and
-    answers that are not, by what is wrong with them.
-    """
-    rows = []
-    for name in task.checkpoint.filters:
-        rows.append((name, *[score(arm.score(name)) for arm in task.arms]))
-    for fault in task.checkpoint.faults:
-        rows.append((fault, *[count(arm.faults[fault]) for arm in task.arms]))
-    rows.append(("cut", *[count(arm.num_truncated) for arm in task.arms]))
-    rows.append(("asked", *[count(arm.num_questions) for arm in task.arms]))
-    return Table(columns=("", *[f">{arm.title}" for arm in task.arms]), rows=rows)
-
-
-def calls_notes(task: TaskFact) -> Iterator[str]:
-    """What a reader of that table should know."""
-    if task.checkpoint.faults:
-        yield (
-            "expected, valid, streamed, cached: shares of conversations; the rows of faults count "
-            "turns over all ways to ask, by what is wrong with them."
-        )
-    if task.num_unmeetable:
-        yield (
-            f"Left out: {task.num_unmeetable:,} conversations whose tools' schemas no right call "
-            "meets."
-        )
+    columns = ("", *columns, ">asked", ">cut", ">empty")
+    if not task.protocol.calls_tools:
+        return Table(columns=columns, rows=rows)
+    # So many columns have no room in 80; what is wrong with calls is counted in all ways to ask.
+    (_, *titles), *lines = zip(columns, *rows, strict=True)
+    named = [(name[1:], *cells) for name, *cells in lines]
+    return Table(columns=("", *[f">{title}" for title in titles]), rows=named)
 
 
 def differences(task: TaskFact) -> Table:

@@ -8,8 +8,9 @@ import pytest
 from json_files import put_lines
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.conversations import conversations, example
+from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.tool_calls import scores
+from pydantic import ValidationError
 
 # Of BFCL's own form, with its words for types; the last one wants no call.
 SUM = {
@@ -42,7 +43,7 @@ def asked(folder: Path, *rows, **protocol):
 
 def test_our_own_are_120_and_hold_what_breaks():
     found = conversations(Evaluation(task="tool-calls"))
-    assert len(found.items) == 120 and found.num == 480 and not found.num_unmeetable
+    assert len(found.items) == 120 and not found.num_left_out
     assert len({item.prompt for item in found.items}) == 120
     kinds = Counter[int](len(turn.wanted) for item in found.items for turn in item.turns)
     assert min(kinds[0], kinds[1], kinds[2]) >= 36 and sum(kinds.values()) == 180
@@ -58,26 +59,26 @@ def test_our_own_are_120_and_hold_what_breaks():
 def test_a_row_of_bfcl_takes_each_of_its_values(tmp_path):
     found = asked(tmp_path, SUM, HELLO)
     schema = found.items[0].schemas["math.add"]
-    assert schema["type"] == "object" and schema["properties"]["extra"] == {}
+    assert schema["type"] == "object"
     assert schema["properties"]["numbers"]["items"] == {"type": "number"}
-    assert example(found.items[0].turns[0].wanted[0][1]) == {
-        "numbers": [2.5, 4],
-        "unit": "New York",
-    }
+    call = found.items[0].turns[0].wanted[0]
+    assert call.arguments == {"numbers": [2.5, 4], "unit": "New York"}
     for given, is_right in (
         ({"numbers": [2.5, 4]}, True),
-        ({"numbers": [4, 2.5], "unit": "new york."}, True),
+        ({"numbers": [4, 2.5], "unit": "New York"}, True),
+        ({"numbers": [4, 2.5], "unit": "York"}, False),
         ({"numbers": [4]}, False),
         ({"numbers": [True, 2.5]}, False),
         ({"numbers": [4, 2.5], "extra": 1}, False),
         ({"unit": "New York"}, False),
     ):
-        call = json.dumps([["", [["math.add", json.dumps(given)]]]])
-        words = json.dumps([["Hello to you", []]])
-        _, right, _ = scores(found, [call, words] * 4)
+        call = json.dumps([["", [["math.add", json.dumps(given)]]]] * 2)
+        words = json.dumps([["Hello to you", []]] * 2)
+        _, right, _ = scores(found, [[call, words]])
         assert right["expected"] == [is_right, True], given
-    _, right, faults = scores(found, [call, call.replace("unit", "numbers")] * 4)
-    assert right["expected"] == [False, False] and faults["off schema"] == 8
+    _, right, faults = scores(found, [[call, json.dumps([["", []]] * 2)]])
+    assert right["expected"] == [False, False] and right["valid"] == [False, True]
+    assert faults["expected: off schema"] == faults["streamed: wrong call"] == 1
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,9 @@ def test_a_row_of_bfcl_takes_each_of_its_values(tmp_path):
 def test_a_schema_that_no_right_call_meets_is_left_out_and_counted(schema, tmp_path):
     broken = SUM | {"function": [SUM["function"][0] | {"parameters": schema}]}
     found = asked(tmp_path, SUM, broken, HELLO)
-    assert len(found.items) == 2 and found.num_unmeetable == 1
+    assert len(found.items) == 2 and found.num_left_out == 1
     with pytest.raises(
-        KeepMTPError, match="whose right calls meet their tools' schemas; got 1 of 2"
+        KeepMTPError, match="conversations whose right calls meet their tools' schemas; got 1"
     ):
         asked(tmp_path, SUM, broken)
 
@@ -115,6 +116,11 @@ def test_a_row_of_another_form_is_named(changed, says, tmp_path):
     assert says in message and message.endswith("Mend the row, or name another dataset.")
 
 
-def test_it_is_asked_once(tmp_path):
-    with pytest.raises(KeepMTPError, match=r"evaluation\.repeats: tool-calls asks every"):
-        asked(tmp_path, SUM, HELLO, repeats=2, temperature=0.6)
+@pytest.mark.parametrize(
+    "changed", [{"repeats": 2, "temperature": 0.6}, {"api": "completions"}, {"shots": 2}]
+)
+def test_it_is_asked_in_one_way_alone(changed):
+    with pytest.raises(
+        ValidationError, match="api, shots, repeats: must be chat, 0, 1 for tool-call"
+    ):
+        Evaluation(task="tool-calls", **changed)

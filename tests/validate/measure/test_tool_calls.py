@@ -2,7 +2,6 @@
 as what it is.
 """
 
-import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,21 +15,21 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.binomial import sign_test
-from keepmtp.validate.measure import harness, tasks, tool_calls
-from keepmtp.validate.measure.conversations import Conversations, conversations
+from keepmtp.validate.measure import harness, tool_calls
+from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Host, Model, Setup
-from keepmtp.validate.measure.server import ServerFailed
-from keepmtp.validate.measure.tasks import refuse_model, works_of
+from keepmtp.validate.measure.lm_eval_task import Questions
+from keepmtp.validate.measure.server import Server, ServerFailed
+from keepmtp.validate.measure.tasks import by_server, refuse_model, work_of
 from vllms import H100
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
-NONE = dict.fromkeys(tool_calls.CALL_FAULTS, 0)
 NUM = 20  # two of each row of our own
 TURNS = 30
 
 
-def built(**protocol) -> Conversations:
+def built(**protocol) -> Questions:
     return conversations(Evaluation(**({"task": "tool-calls", "limit": NUM, "k": 1} | protocol)))
 
 
@@ -38,18 +37,17 @@ def built(**protocol) -> Conversations:
 def ask(monkeypatch, tmp_path):
     """Asks a server that answers right but for `fault`, a function of the request."""
 
-    def found(asked: Conversations, fault=lambda _: ""):
+    def found(asked: Questions, fault=lambda _: ""):
         setup = Setup(vllm=H100, out=tmp_path / "out")
         native = {"folder": GLM, "as_served": "native", "reason": ""}
         host = Host(model=MODEL, setup=setup, **native)
         log = tmp_path / "log"
         with answering(right_answers(asked), log, fault, Calling) as (server, requests):
             monkeypatch.setattr(harness, "serving", lambda *_, **__: nullcontext(server))
-            works = works_of(MODEL, asked, setup)
+            works = [work_of(MODEL, one, setup) for one in by_server(asked)]
             for work in works:
                 host.answer(work)
-        assert not works[0].file.missing
-        texts = [answer.text for answer in works[0].file.in_order()]
+        texts = [[answer.text for answer in work.file.in_order()] for work in works]
         return tool_calls.scores(asked, texts), requests
 
     return found
@@ -63,22 +61,24 @@ def test_every_conversation_is_asked_in_each_way_and_all_are_right(ask):
     asked = built(prefix_caching=True)
     (facts, right, faults), requests = ask(asked)
     names = ("expected", "streamed", "cached", "cached streamed", "valid")
-    assert values(facts) == dict.fromkeys(names, 1.0) and faults == NONE
+    assert values(facts) == dict.fromkeys(names, 1.0) and not faults
     assert all(len(each) == NUM for each in right.values())
     assert len(requests) == 4 * TURNS == 2 * sum(each.get("stream", False) for each in requests)
     sent = {"max_tokens": 4096, "temperature": 0.0, "seed": 1234}
-    assert all(sent.items() <= each.items() and len(each["tools"]) == 6 for each in requests)
+    assert all(sent.items() <= each.items() and len(each["tools"]) == 5 for each in requests)
 
 
 def test_prefix_caching_has_a_server_of_its_own(tmp_path):
     setup = Setup(vllm=H100, out=tmp_path, extra=("--tool-call-parser", "hermes"))
-    plain, cached = works_of(MODEL, built(), setup)
+    plain, cached = [work_of(MODEL, one, setup) for one in by_server(built())]
     assert plain.words == ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     assert cached.words == (*plain.words, "--enable-prefix-caching") and cached.name != plain.name
-    assert [*filter(plain.is_asked, plain.file.wanted)] == [*range(2 * NUM)]
-    assert [*filter(cached.is_asked, cached.file.wanted)] == [*range(2 * NUM, 4 * NUM)]
-    assert plain.file is cached.file and plain.file.header.words[:3] == plain.words
-    assert len(works_of(MODEL, built(prefix_caching=False), setup)) == 1
+    assert plain.file.path != cached.file.path and plain.file.header.words[:3] == plain.words
+    assert len(by_server(built(prefix_caching=False))) == 1
+    gsm8k = Questions(
+        protocol=Evaluation(prefix_caching=True), items=(), dataset_sha256="", tasks=()
+    )
+    assert by_server(gsm8k) == [gsm8k]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,8 @@ def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, column, ask):
         return fault * (body["messages"][-1]["content"] == "What is the weather in Málaga?")
 
     (facts, right, faults), _ = ask(asked, spoil)
-    assert faults == NONE | {column: 2} and right["expected"].count(False) == 1
+    assert faults == {f"expected: {column}": 1, f"streamed: {column}": 1}
+    assert right["expected"].count(False) == 1
     wanted = dict.fromkeys(("expected", "streamed"), 1 - 1 / NUM)
     wanted["valid"] = 1.0 if column == "wrong call" else 1 - 1 / NUM
     assert values(facts) == pytest.approx(wanted, abs=1e-4)
@@ -124,40 +125,22 @@ def test_streams_that_break_are_found_as_such(fault, column, ask):
 
     (facts, right, faults), _ = ask(asked, spoil)
     num = right["streamed"].count(False)
-    assert num == 6 and faults == NONE | {column: 6, "broken in stream": 6}
-    assert values(facts) == {"expected": 1.0, "streamed": 0.7, "valid": 0.7}
-    assert sign_test(num, 0) < 0.05
+    assert num == 8 and faults == {f"streamed: {column}": 8}
+    assert values(facts) == {"expected": 1.0, "streamed": 0.6, "valid": 0.6}
+    assert sign_test(num, 0) < 0.01
 
 
 def test_a_stream_that_ends_because_the_server_died_is_asked_again(ask, monkeypatch):
-    real = tasks.tool_calls.Server._ask
+    real = Server._ask
 
     def dead(self, path, **how):
         if path == "/health":
             raise ServerFailed("EngineDeadError", self.log)
         return real(self, path, **how)
 
-    monkeypatch.setattr(tasks.tool_calls.Server, "_ask", dead)
+    monkeypatch.setattr(Server, "_ask", dead)
     with pytest.raises(ServerFailed, match="EngineDeadError"):
         ask(built(limit=2), lambda body: "no end" * body.get("stream", False))
-
-
-def test_a_split_of_mtp_on_and_off_is_judged_by_conversation(tmp_path):
-    """What breaks in four ways is one conversation, not four, for the exact test."""
-    asked = built()
-    turns = [
-        [[turn.answer["content"], _calls(turn)] for turn in each.turns] for each in asked.items
-    ]
-    good = [json.dumps(each) for each in turns] * 4
-    bad = [json.dumps([None for _ in turns[0]]), *good[1:]]
-    _, right, _ = tool_calls.scores(asked, bad)
-    assert right["expected"] == [False] + [True] * (NUM - 1) == right["valid"]
-    assert all(right["cached"]) and tool_calls.scores(asked, good)[2] == NONE
-
-
-def _calls(turn):
-    found = turn.answer.get("tool_calls", ())
-    return [[call["function"]["name"], call["function"]["arguments"]] for call in found]
 
 
 # --- what is refused before a server is started ---------------------------------------------------
@@ -171,7 +154,7 @@ def refusal(folder: Path, *extra: str) -> str:
 
 def test_a_template_without_tools(tmp_path):
     folder = shutil.copytree(GLM, tmp_path / "glm")
-    (folder / "chat_template.jinja").write_text("{% for one in messages %}toolset{% endfor %}")
+    (folder / "chat_template.jinja").write_text("{% for one in messages %}tool{% endfor %}")
     assert f"{folder}: needs a chat template with tools for the task tool-calls" in refusal(folder)
     (folder / "chat_template.jinja").write_text("{% if tools %}{% endif %}")
     refuse_model(open_source(folder), Evaluation(task="tool-calls", k=1), ())
