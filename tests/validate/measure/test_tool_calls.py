@@ -14,7 +14,6 @@ from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.measure import harness, tool_calls
 from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Host, Model, Setup
@@ -30,7 +29,9 @@ TURNS = 30
 
 
 def built(**protocol) -> Questions:
-    return conversations(Evaluation(**({"task": "tool-calls", "limit": NUM, "k": 1} | protocol)))
+    return conversations(
+        Evaluation(**({"task": "tool-calls", "limit": NUM, "k": 1, "concurrency": 4} | protocol))
+    )
 
 
 @pytest.fixture
@@ -115,19 +116,16 @@ def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, column, ask):
     ],
 )
 def test_streams_that_break_are_found_as_such(fault, column, ask):
-    """The whole answers are right. Without drafting no stream breaks: beyond chance."""
-    asked = built(prefix_caching=False, concurrency=NUM)
+    """The whole answers are right."""
+    asked = built(prefix_caching=False)
 
     def spoil(body) -> str:
-        (*_, last) = body["messages"]
-        is_spoilt = body.get("stream") and "weather in" in last["content"]
-        return fault * bool(is_spoilt)
+        is_spoilt = body["messages"][-1]["content"].startswith("What is")
+        return fault * (is_spoilt and body.get("stream", False))
 
     (facts, right, faults), _ = ask(asked, spoil)
-    num = right["streamed"].count(False)
-    assert num == 8 and faults == {f"streamed: {column}": 8}
-    assert values(facts) == {"expected": 1.0, "streamed": 0.6, "valid": 0.6}
-    assert sign_test(num, 0) < 0.01
+    assert right["streamed"].count(False) == 4 and faults == {f"streamed: {column}": 4}
+    assert values(facts) == {"expected": 1.0, "streamed": 0.8, "valid": 0.8}
 
 
 def test_a_stream_that_ends_because_the_server_died_is_asked_again(ask, monkeypatch):
