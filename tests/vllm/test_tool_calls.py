@@ -3,6 +3,7 @@ draft, and one that is broken in other scripts alone.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import twins
 from commands import ROOT
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.families import families
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -18,7 +20,7 @@ from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import AnswersHeader, read_lines
 from keepmtp.validate.report.gates import judge
-from real_vllm import NEEDS_VLLM, UNIPROC
+from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 
 TOOLS = ROOT / "models" / "tiny-tools"
 NUM = 40
@@ -26,7 +28,7 @@ ASKED = Evaluation(task="tool-calls", limit=NUM, k=2, max_tokens=128, concurrenc
 # As byte-level BPE writes ASCII: a letter is itself, blanks and controls come from U+0100 on.
 ASCII = {chr(code) for code in (*range(0x21, 0x7F), *range(0x100, 0x122))}
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.full]
+pytestmark = NEEDS_VLLM
 
 
 def model(role, folder: Path) -> Model:
@@ -58,6 +60,7 @@ def scores(arm) -> dict[str, float]:
     return {score.filter: score.value for score in arm.scores}
 
 
+@pytest.mark.full
 def test_a_release_that_knows_its_calls_is_right_in_each_way(drafted):
     found = scores(drafted.source)
     assert found.keys() == {"expected", "streamed", "cached", "cached streamed", "valid"}
@@ -65,6 +68,7 @@ def test_a_release_that_knows_its_calls_is_right_in_each_way(drafted):
     assert drafted.source.acceptance > 0.9
 
 
+@pytest.mark.full
 def test_a_broken_draft_changes_no_answer_and_loses_acceptance(drafted):
     checkpoint, plain = drafted.checkpoint, drafted.plain
     assert checkpoint.acceptance < 0.5 and plain.acceptance is None
@@ -76,6 +80,7 @@ def test_a_broken_draft_changes_no_answer_and_loses_acceptance(drafted):
     assert verdicts["tool-calls"] in ("pass", "infeasible")
 
 
+@pytest.mark.full
 def test_a_target_that_is_broken_in_other_scripts_alone_is_found(drafted, out):
     """The rows of its head that write no ASCII are zero; English calls stay as they are."""
     tokens = json.loads((TOOLS / "tokenizer.json").read_text())["model"]["vocab"]
@@ -91,3 +96,10 @@ def test_a_target_that_is_broken_in_other_scripts_alone_is_found(drafted, out):
     right = {n for n, line in answers.items() if line.correct["expected"]}
     english = {n for n, item in enumerate(items) if not item.turns[-1].wanted}
     assert english <= right and len(right) < NUM // 2
+
+
+def test_a_familys_parser_is_one_that_vllm_has():
+    (path,) = VLLM_PYTHON.parents[1].glob("lib/python*/site-packages/vllm/tool_parsers/__init__.py")
+    known = set(re.findall(r'^    "(\w+)": \($', path.read_text(), re.MULTILINE))
+    named = {family.tool_parser for family in families().values()} - {""}
+    assert len(named) > 10 and named <= known

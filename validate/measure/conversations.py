@@ -1,7 +1,7 @@
 """The conversations of the task tool-calls: our own (tool_calls.yaml), or those of a file in the
 form of the Berkeley Function Calling Leaderboard (BFCL).
 
-In: a protocol. Out: `Questions`, each a `Conversation` with the calls that are right in its turns.
+In: a protocol. Out: `Questions`, each a `Dialogue` with the calls that are right in its turns.
 
 Easy to get wrong: what was said before a turn is what should have been said, not what a model said.
 So one wrong call is one wrong turn, and source and checkpoint are asked the same.
@@ -60,7 +60,7 @@ class Turn:
 
 
 @frozen
-class Conversation(Question):
+class Dialogue(Question):
     """Turns that are asked one after another.
 
     Attributes:
@@ -136,7 +136,7 @@ def is_right(given: Any, wanted: Any) -> bool:
     return given == wanted
 
 
-def _own() -> Iterator[Conversation]:
+def _own() -> Iterator[Dialogue]:
     """Every row with every line of words; the first few have all rows and all scripts."""
     rows, lines = _DATA["rows"], _DATA["words"]
     tools = [{"name": name, "parameters": _schema(of)} for name, of in _DATA["tools"].items()]
@@ -178,9 +178,9 @@ def _turns(row: Sequence[Any], messages: list[Json]) -> list[Turn]:
     return turns
 
 
-def _conversation(tools: Sequence[Raw], turns: Sequence[Turn]) -> Conversation:
+def _conversation(tools: Sequence[Raw], turns: Sequence[Turn]) -> Dialogue:
     sent = [{"type": "function", "function": tool} for tool in tools]
-    return Conversation(
+    return Dialogue(
         prompt=_text([sent, turns[-1].messages]),  # the last turn's is the longest
         stop=(),
         schemas={tool["name"]: tool["parameters"] for tool in tools},
@@ -207,7 +207,7 @@ class _Row(BaseModel):
     ground_truth: tuple[Mapping[str, Mapping[str, list[Any]]], ...]
 
 
-def _of_row(row: Raw, where: str) -> Conversation:
+def _of_row(row: Raw, where: str) -> Dialogue:
     # BFCL has names of its own for JSON's types (bfcl_eval/constants/type_mappings.py).
     text = _text(row)
     for name, of_json in _TYPES.items():

@@ -17,7 +17,7 @@ from typing import Any
 from ...checkpoints.source import Source, view_of
 from ...recipes.errors import RecipeError
 from ..facts.evaluated import ScoreFact, score_of
-from .conversations import Conversation, Turn, is_right
+from .conversations import Dialogue, Turn, is_right
 from .harness import takes_tools
 from .lm_eval_task import Questions
 from .room import options_of
@@ -95,7 +95,7 @@ def scores(
     right = defaultdict[str, list[bool]](list)
     faults = Counter[str]()
     for number, item in enumerate(asked.items):
-        assert isinstance(item, Conversation)
+        assert isinstance(item, Dialogue)
         is_valid = True
         for names, texts in zip(_WAYS, answers, strict=False):
             said = iter(json.loads(texts[number]))
@@ -108,7 +108,7 @@ def scores(
     return tuple([score_of(name, values) for name, values in right.items()]), right, faults
 
 
-def _fault(item: Conversation, turn: Turn, said: Any) -> str:
+def _fault(item: Dialogue, turn: Turn, said: Any) -> str:
     """What is wrong with an answer; "" where nothing is."""
     if said is None:
         return "ended early"
