@@ -111,8 +111,7 @@ def evaluate(
 
     session = Session("eval", "gsm8k", served, context.args, source)
     from ..recipes.find import find_recipe
-    from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
-    from ..validate.measure.conversations import conversations
+    from ..validate.measure import model_code, tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on
 
     if recipe is not None:
@@ -130,12 +129,7 @@ def evaluate(
         tell(model_code.OPEN)
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
-    questions = []
-    for asked in protocols:
-        if asked.calls_tools:
-            questions.append(conversations(asked))
-        else:
-            questions.append(lm_eval_task.questions(asked, runs_code=run_model_code))
+    questions = [tasks.questions_of(asked, runs_code=run_model_code) for asked in protocols]
     extra = tuple(context.args)
     for asked in protocols:
         tasks.refuse_model(session.opened, asked, extra, is_original=False)

@@ -27,6 +27,7 @@ NUM = 40
 ASKED = Evaluation(task="tool-calls", limit=NUM, k=2, max_tokens=128, concurrency=8)
 # As byte-level BPE writes ASCII: a letter is itself, blanks and controls come from U+0100 on.
 ASCII = {chr(code) for code in (*range(0x21, 0x7F), *range(0x100, 0x122))}
+READ = {"ended", "JSON", "schema"}
 
 pytestmark = NEEDS_VLLM
 
@@ -52,7 +53,7 @@ def out(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drafted(out) -> EvaluationFact:
     """The release against a twin whose MTP block is noise, with MTP on and off."""
-    twin = twins.noisy(TOOLS, out / "draft", r"layers\.2\.eh_proj", lambda value: value.std())
+    twin = twins.noisy(TOOLS, out / "draft", r"layers\.2\..*proj", lambda value: 4 * value.std())
     return evaluated(twin, out, has_plain=True)
 
 
@@ -63,8 +64,8 @@ def scores(arm) -> dict[str, float]:
 @pytest.mark.full
 def test_a_release_that_knows_its_calls_is_right_in_each_way(drafted):
     found = scores(drafted.source)
-    assert found.keys() == {"expected", "streamed", "cached", "cached streamed", "valid"}
-    assert min(found.values()) > 0.9 and found["valid"] == 1.0, drafted.source.faults
+    assert found.keys() == {"expected", "streamed", "cached", "cached streamed", *READ}
+    assert min(found.values()) > 0.9 and all(found[name] == 1.0 for name in READ)
     assert drafted.source.acceptance > 0.9
 
 

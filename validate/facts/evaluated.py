@@ -101,9 +101,6 @@ class EvaluatedFact(Drafts, ServedModel):
         seconds: of asking, over all sittings if it was interrupted.
         sittings: servers that were started; more than one where a run was resumed.
         samples: file in the report's folder with a line for each question, and its SHA-256.
-        faults: answers to tool calls that are not right, over all ways to ask, by what is wrong:
-            another call than the expected one; one that its tool's schema does not take; one that
-            is no JSON or that the parser left in the text; a stream that ended early.
     """
 
     sha256: str
@@ -116,7 +113,6 @@ class EvaluatedFact(Drafts, ServedModel):
     sittings: Count
     samples: str
     samples_sha256: str
-    faults: Mapping[str, Count] = Field(default_factory=dict)
 
     def score(self, name: str) -> ScoreFact:
         """The score that one filter gives."""
@@ -187,7 +183,6 @@ class TaskFact(Fact):
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
         environment: versions of what scores, vLLM, torch, transformers, and the device.
-        num_left_out: conversations that were not asked, because no right call meets its schema.
     """
 
     protocol: Evaluation
@@ -198,7 +193,6 @@ class TaskFact(Fact):
     environment: Mapping[str, str]
     plain: EvaluatedFact | None = None
     drafting: DraftingFact | None = None
-    num_left_out: Count = 0
 
     def judged_filter(self, wanted: str) -> str:
         """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else

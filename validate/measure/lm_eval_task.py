@@ -20,6 +20,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import field
 from importlib.metadata import version
 from itertools import chain, product, zip_longest
 from pathlib import Path
@@ -70,14 +71,14 @@ class Questions:
         items: of one run; further runs ask the same.
         dataset_sha256: of questions and reference answers, in order.
         tasks: lm-eval's.
-        num_left_out: rows that nobody could answer, which are not asked.
+        notes: what the environment of a result says of them.
     """
 
     protocol: Evaluation
     items: tuple[Question, ...]
     dataset_sha256: str
     tasks: Sequence[ConfigurableTask]
-    num_left_out: int = 0
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num(self) -> int:

@@ -20,7 +20,8 @@ from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
-from . import figures, tool_calls
+from . import figures, lm_eval_task, tool_calls
+from .conversations import conversations
 from .harness import (
     Model,
     Setup,
@@ -38,6 +39,17 @@ from .store import Answer, AnswersHeader, open_lines
 _LEAST_SECONDS = 600.0
 # vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five.
 MOST_STOPS = 4
+
+
+def questions_of(protocol: Evaluation, *, runs_code: bool) -> Questions:
+    """All that is asked under a protocol.
+
+    Raises:
+        RecipeError: see `lm_eval_task.questions` and `conversations`.
+    """
+    if protocol.calls_tools:
+        return conversations(protocol)
+    return lm_eval_task.questions(protocol, runs_code=runs_code)
 
 
 def refuse_model(
@@ -202,9 +214,8 @@ def _task_fact(
         served = [work_of(model, one, setup).file for one in by_server(questions)]
         files[role] = samples = served[0]
         texts = [[answer.text for answer in file.in_order()] for file in served]
-        faults = {}
         if protocol.calls_tools:
-            found, rights[role], faults = tool_calls.scores(questions, texts)
+            found, rights[role] = tool_calls.scores(questions, texts)
         else:
             found, rights[role] = scores(questions, *texts)
         figures.finish(samples, rights[role])
@@ -213,7 +224,6 @@ def _task_fact(
             scores=found,
             samples=samples.path.name,
             samples_sha256=file_sha256(samples.path),
-            faults=faults,
             **figures.counted(samples),
         )
     after = rights["checkpoint"]
@@ -232,6 +242,5 @@ def _task_fact(
         paired=tuple(pairs),
         plain=facts.get("plain"),
         drafting=drafted,
-        environment={**VERSIONS, **setup.environment},
-        num_left_out=questions.num_left_out,
+        environment={**VERSIONS, **questions.notes, **setup.environment},
     )

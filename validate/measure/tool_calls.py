@@ -1,16 +1,16 @@
 """The task tool-calls: conversations through a server's own chat endpoint and parser of tool calls,
 each whole and streamed, by a server without prefix caching and by one with it.
 
-In: conversations and a healthy server. Out: a line for each; then scores, and what was wrong.
+In: conversations and a healthy server. Out: a line for each; then scores.
 
-Easy to get wrong: a call that cannot be read is another fault than a wrong call. Neither is right,
-and each is counted in a column of its own.
+Easy to get wrong: an answer that cannot be read is no wrong call. Neither is right, and each has a
+score of its own.
 """
 
 import hashlib
 import json
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -28,7 +28,9 @@ _PARSER = "--tool-call-parser"
 _SENT = {"max_tokens", "temperature", "top_p", "seed"}
 _LEAST_SECONDS = 600.0
 _WAYS = (("expected", "streamed"), ("cached", "cached streamed"))
-_WRONG = "wrong call"
+# What an answer may lack to be read at all: an end; calls that are JSON and that the parser found;
+# arguments that their tool's schema takes.
+_LACKS = ("ended", "JSON", "schema")
 
 
 def refuse_tools(source: Source, extra: Sequence[str]) -> None:
@@ -64,7 +66,7 @@ def answer(server: Server, asked: Questions, number: int) -> Answer:
     protocol = asked.protocol
     item: Any = asked.items[number]
     said = []
-    for is_streamed, turn in product((False, True), item.turns):
+    for is_streamed, turn in product((False, True), list[Turn](item.turns)):
         body = protocol.model_dump(include=_SENT)
         body |= {"messages": turn.messages, "tools": item.tools}
         timeout = _LEAST_SECONDS + protocol.max_tokens
@@ -81,7 +83,7 @@ def answer(server: Server, asked: Questions, number: int) -> Answer:
 
 def scores(
     asked: Questions, answers: Sequence[Sequence[str]]
-) -> tuple[tuple[ScoreFact, ...], dict[str, list[bool]], Mapping[str, int]]:
+) -> tuple[tuple[ScoreFact, ...], dict[str, list[bool]]]:
     """Scores of the answers.
 
     Args:
@@ -89,44 +91,41 @@ def scores(
         answers: texts for every conversation, by server.
 
     Returns: the shares of conversations that make the right calls in every turn: `expected` where
-        they are asked whole, and by the other ways; `valid`: whose every call meets its schema, in
-        all ways. By name what each conversation gets. How many answers have which fault, by way.
+        they are asked whole, and by the other ways; and of those whose answers all ended, had calls
+        in JSON, and kept to the schemas, in all ways. And by name what each conversation gets.
     """
     right = defaultdict[str, list[bool]](list)
-    faults = Counter[str]()
     for number, item in enumerate(asked.items):
         assert isinstance(item, Dialogue)
-        is_valid = True
+        lacks = set[str]()
         for names, texts in zip(_WAYS, answers, strict=False):
             said = iter(json.loads(texts[number]))
             for name in names:
-                found = [_fault(item, turn, next(said)) for turn in item.turns]
+                found = [_lacks(item, turn, next(said)) for turn in item.turns]
                 right[name].append(not any(found))
-                is_valid &= {*found} <= {"", _WRONG}
-                faults.update([f"{name}: {one}" for one in found if one])
-        right["valid"].append(is_valid)
-    return tuple([score_of(name, values) for name, values in right.items()]), right, faults
+                lacks.update(found)
+        for name in _LACKS:
+            right[name].append(name not in lacks)
+    return tuple([score_of(name, values) for name, values in right.items()]), right
 
 
-def _fault(item: Dialogue, turn: Turn, said: Any) -> str:
-    """What is wrong with an answer; "" where nothing is."""
+def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:
+    """What an answer lacks, by `_LACKS` or "right calls"; "" where nothing."""
     if said is None:
-        return "ended early"
+        return "ended"
     content, calls = said
     if not calls and any(call.tool in content for call in turn.wanted):
-        return "no JSON"  # the parser left it in the text
+        return "JSON"  # the parser left it in the text
     left = list(turn.wanted)
     for tool, text in calls:
         try:
             given = json.loads(text)
         except (ValueError, RecursionError):
-            return "no JSON"
+            return "JSON"
         if not item.takes(tool, given):
-            return "off schema"
+            return "schema"
         same = [one for one in left if one.tool == tool and is_right(given, one.wanted)]
         if not same:
-            return _WRONG
+            return "right calls"
         left.remove(same[0])
-    if left or not (calls or content.strip()):
-        return _WRONG
-    return ""
+    return "right calls" if left or not (calls or content.strip()) else ""

@@ -134,18 +134,16 @@ def wanted_filter(report: FullReport) -> str:
 
 def scores(task: TaskFact) -> Table:
     """A row for each that was asked: its score by every filter, and answers cut or empty."""
-    faults = sorted({fault for arm in task.arms for fault in arm.faults})
-    columns = [f">{name}" for name in (*task.checkpoint.filters, *faults)]
+    columns = [f">{name}" for name in task.checkpoint.filters]
     rows = []
     for arm in task.arms:
         reached = [score(one) for one in arm.scores]
-        reached += [count(arm.faults.get(fault, 0)) for fault in faults]
         cut = f"{_cut(arm)} ({arm.num_truncated:,})"
         rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
     columns = ("", *columns, ">asked", ">cut", ">empty")
     if not task.protocol.calls_tools:
         return Table(columns=columns, rows=rows)
-    # So many columns have no room in 80; what is wrong with calls is counted in all ways to ask.
+    # So many columns have no room in 80.
     (_, *titles), *lines = zip(columns, *rows, strict=True)
     named = [(name[1:], *cells) for name, *cells in lines]
     return Table(columns=("", *[f">{title}" for title in titles]), rows=named)
