@@ -149,6 +149,14 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
             ),
         ),
         (
+            "eval_tool_calls",
+            evaluation(
+                Answers(both=100, only_source=9, only_checkpoint=1, neither=10),
+                protocol={"task": "tool-calls"},
+                switched=(2, 1),
+            ),
+        ),
+        (
             "eval_tasks",
             several(
                 (

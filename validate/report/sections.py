@@ -406,7 +406,8 @@ def _protocol(fact: EvaluationFact) -> Table:
     for name, value in asked:
         if name != "dataset" and value is not None:
             rows.append((name, f"{value}"))
-    return Table(columns=("protocol of lm-evaluation-harness", ""), rows=rows)
+    harness = "" if asked.calls_tools else " of lm-evaluation-harness"
+    return Table(columns=(f"protocol{harness}", ""), rows=rows)
 
 
 def _drafting(fact: EvaluationFact) -> Iterator[Block]:
