@@ -8,6 +8,7 @@ So one wrong call is one wrong turn, and source and checkpoint are asked the sam
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -122,7 +123,7 @@ def meets(schema: Any, value: Any) -> bool:
     try:
         judge.check_schema(schema)
         return judge.is_valid(value)
-    except (jsonschema.SchemaError, Unresolvable):
+    except (jsonschema.SchemaError, Unresolvable, re.error, RecursionError):
         return False
 
 

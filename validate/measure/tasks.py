@@ -131,11 +131,13 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
     """What one server is asked, with what is answered already."""
     protocol = questions.protocol
     caching = ("--enable-prefix-caching",) * protocol.prefix_caching
+    name = f"eval.{model.role}.{protocol.task}"
     parser = ()
     answer = _answer
     if protocol.calls_tools:
         parser = tool_calls.parser_words(model.source, setup.extra)
         answer = tool_calls.answer
+        name += ".cached" * protocol.prefix_caching
     served = setup.asked_of(model)
     served["words"] = (*parser, *served["words"])  # another parser reads another answer
     # Answers carry in their file's first line all that a score depends on; a run goes on with those
@@ -148,7 +150,7 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         **served,
     )
     return Work(
-        name=f"eval.{model.role}.{protocol.task}{'.cached' * len(caching)}",
+        name=name,
         file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
         asking=lambda server: nullcontext(partial(answer, server, questions)),
         k=drafted_by(model, protocol.k),

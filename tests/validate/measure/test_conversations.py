@@ -88,6 +88,8 @@ def test_a_row_of_bfcl_takes_each_of_its_values(tmp_path):
         {"type": "dict", "properties": {"numbers": {"type": "string"}}},
         {"type": "dict", "properties": {"numbers": {"type": "no type"}}},
         {"type": "dict", "required": ["another"]},
+        {"type": "dict", "properties": {"unit": {"pattern": "["}}},
+        {"$ref": "#"},
         {"type": "dict", "properties": {"numbers": {"$ref": "http://127.0.0.1:9/schema"}}},
     ],
 )
