@@ -53,6 +53,8 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
             f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; {harness}"
             f"vLLM {environment['vllm']} on {environment['device']}."
         )
+        if left_out := environment.get("left out"):
+            yield f"Conversations left out: {left_out}."
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import measured
 import pytest
 from commands import ROOT, keepmtp_without
-from evaluations import Answers, evaluation, several
+from evaluations import FACTS, Answers, evaluation, several
 from json_files import put_json
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import evaluated as parts
@@ -154,6 +154,10 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
                 Answers(both=100, only_source=9, only_checkpoint=1, neither=10),
                 protocol={"task": "tool-calls"},
                 switched=(2, 1),
+            ).model_copy(
+                update={
+                    "environment": FACTS["evaluation"]["environment"] | {"left out": "3 of them"}
+                }
             ),
         ),
         (

@@ -96,6 +96,7 @@ def conversations(protocol: Evaluation) -> Questions:
         calls = [call for turn in item.turns for call in turn.wanted]
         if all(item.takes(call.tool, call.arguments) for call in calls):
             items.append(item)
+    num_left = len(found) - len(items)
     if len(items) < 2:
         raise RecipeError(
             f"evaluation.dataset {protocol.dataset_name}",
@@ -108,7 +109,7 @@ def conversations(protocol: Evaluation) -> Questions:
         items=tuple(items),
         dataset_sha256=sum_of(f"{items}"),
         tasks=(),
-        notes={"left out, as no right call meets its schema": f"{len(found) - len(items)}"},
+        notes={"left out": f"{num_left:,} whose schemas no right call meets"} if num_left else {},
     )
 
 
