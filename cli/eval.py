@@ -170,7 +170,8 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
     # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
     # mean nothing there.
     if TASKS[task].protocol != TASKS[recipe.task].protocol:
-        fields = {name: fields[name] for name in _OF_ANY_TASK}
+        own = TASKS[task].protocol
+        fields = {name: fields[name] for name in _OF_ANY_TASK if name not in own}
     fields |= changed
     # A revision belongs to the dataset it was given with.
     if "dataset" in changed or task != recipe.task:

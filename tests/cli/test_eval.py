@@ -9,6 +9,7 @@ import pytest
 from commands import ROOT, keepmtp_without
 from evaluations import FACTS, Answers, evaluation, several
 from json_files import put_json
+from keepmtp.cli.eval import ProtocolOptions
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import evaluated as parts
 from keepmtp.recipes.errors import KeepMTPError
@@ -94,6 +95,14 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
         own.model_copy(update=other),
         Evaluation(task="humaneval", k=2),  # another task is asked as that task is
     ]
+
+
+def test_tool_calls_are_asked_with_prefix_caching_too_unless_it_is_switched_off():
+    recipe = (Evaluation(k=2, concurrency=8),)
+    (protocol,) = ProtocolOptions(task="tool-calls").of(recipe)
+    assert protocol == Evaluation(task="tool-calls", k=2, concurrency=8) and protocol.prefix_caching
+    (protocol,) = ProtocolOptions(task="tool-calls", prefix_caching=False).of(recipe)
+    assert not protocol.prefix_caching
 
 
 @cases
