@@ -148,13 +148,13 @@ def _refuse_unmeasurable(
 ) -> None:
     """Refuse what would stop the run after hours of quantizing."""
     from ..quantize.plan.own_code import refuse_untrusted_code
-    from ..validate.measure import lm_eval_task, tasks  # they need lm-eval and datasets
+    from ..validate.measure import tasks  # it needs lm-eval and datasets
 
     refuse_untrusted_code(made)
     for protocol in made.recipe.evaluations:
         if k is not None:
             protocol = protocol.model_copy(update={"k": k})
-        lm_eval_task.questions(protocol, runs_code=run_model_code)
+        tasks.questions_of(protocol, runs_code=run_model_code)
         tasks.refuse_model(made.source, protocol, tuple(extra))
 
 

@@ -111,7 +111,7 @@ def evaluate(
 
     session = Session("eval", "gsm8k", served, context.args, source)
     from ..recipes.find import find_recipe
-    from ..validate.measure import lm_eval_task, model_code, tasks  # lm-eval is known to be there
+    from ..validate.measure import model_code, tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on
 
     if recipe is not None:
@@ -129,7 +129,7 @@ def evaluate(
         tell(model_code.OPEN)
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
-    questions = [lm_eval_task.questions(asked, runs_code=run_model_code) for asked in protocols]
+    questions = [tasks.questions_of(asked, runs_code=run_model_code) for asked in protocols]
     extra = tuple(context.args)
     for asked in protocols:
         tasks.refuse_model(session.opened, asked, extra, is_original=False)
@@ -170,7 +170,8 @@ def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":
     # A task that is asked otherwise brings its own protocol: shots and length of the recipe's task
     # mean nothing there.
     if TASKS[task].protocol != TASKS[recipe.task].protocol:
-        fields = {name: fields[name] for name in _OF_ANY_TASK}
+        own = TASKS[task].protocol
+        fields = {name: fields[name] for name in _OF_ANY_TASK if name not in own}
     fields |= changed
     # A revision belongs to the dataset it was given with.
     if "dataset" in changed or task != recipe.task:

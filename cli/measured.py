@@ -48,10 +48,13 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
                 yield f"The {model.title} was asked in {model.sittings} sittings."
         said = in_words(task.protocol.model_dump(exclude_none=True))
         environment = task.environment
+        harness = "" if task.protocol.calls_tools else f"lm-eval {environment['lm-eval']}, "
         yield (
-            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; lm-eval "
-            f"{environment['lm-eval']}, vLLM {environment['vllm']} on {environment['device']}."
+            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; {harness}"
+            f"vLLM {environment['vllm']} on {environment['device']}."
         )
+        if left_out := environment.get("left out"):
+            yield f"Conversations left out: {left_out}."
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
 
 

@@ -412,6 +412,8 @@ class Family:
         no_backbone: why the backbone cannot be calibrated, where transformers would say it in words
             of its classes.
         method: what vLLM calls this way of drafting (`--speculative-config`).
+        tool_parser: vLLM's name for what reads tool calls (`--tool-call-parser`; 0.32.0
+            tool_parsers/__init__.py); "" where it has none for all releases of the family.
         dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
             such draft.
         notes: one line that a person should know, shown by `keepmtp ls families`.
@@ -453,5 +455,6 @@ class Family:
     no_fp8_cache: str = ""
     no_backbone: str = ""
     method: Literal["mtp", "dspark"] = "mtp"
+    tool_parser: str = ""
     dspark: "Family | None" = None
     notes: str = ""

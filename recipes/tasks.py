@@ -29,6 +29,7 @@ TaskName = Literal[
     "math500",
     "aime24",
     "aime25",
+    "tool-calls",
 ]
 
 
@@ -37,7 +38,7 @@ class TaskRow:
     """One task."""
 
     # The task's file, below lm-eval's folder of tasks, without ".yaml".
-    file: str
+    file: str = ""
     # The file, where another one asks through a chat template.
     chat_file: str = ""
     # The dataset's repository, and `subset` in it.

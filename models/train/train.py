@@ -29,12 +29,15 @@ from typing import Any
 
 import measure
 import measure_docs
+import measure_tools
 import python_docs
 import safetensors
 import tiny_docs
 import tiny_glm4_moe
 import tiny_qwen3_5
+import tiny_tools
 import tokenizers
+import tool_texts
 import torch
 import torch.nn.functional as F
 import transformers
@@ -47,6 +50,7 @@ MODELS: dict[str, ModuleType] = {
     "tiny-docs": tiny_docs,
     "tiny-glm4-moe": tiny_glm4_moe,
     "tiny-qwen3_5": tiny_qwen3_5,
+    "tiny-tools": tiny_tools,
 }
 LOSS_WEIGHTS = (1.0, 0.7, 0.3)  # next token, draft position 1, draft position 2
 WARMUP_STEPS = 50
@@ -188,7 +192,11 @@ def _losses(
     return losses, hits
 
 
-def _measured(family: ModuleType, folder: Path) -> measure.Measured | measure_docs.MeasuredDocs:
+def _measured(
+    family: ModuleType, folder: Path
+) -> measure.Measured | measure_docs.MeasuredDocs | measure_tools.MeasuredTools:
+    if family.TEXT is tool_texts:
+        return measure_tools.measure(folder)
     if family.TEXT is python_docs:
         return measure_docs.measure(folder)
     return measure.measure(folder, num_problems=NUM_MEASURED_PROBLEMS)

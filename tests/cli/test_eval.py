@@ -7,8 +7,9 @@ from pathlib import Path
 import measured
 import pytest
 from commands import ROOT, keepmtp_without
-from evaluations import Answers, evaluation, several
+from evaluations import FACTS, Answers, evaluation, several
 from json_files import put_json
+from keepmtp.cli.eval import ProtocolOptions
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import evaluated as parts
 from keepmtp.recipes.errors import KeepMTPError
@@ -96,6 +97,14 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
     ]
 
 
+def test_tool_calls_are_asked_with_prefix_caching_too_unless_it_is_switched_off():
+    recipe = (Evaluation(k=2, concurrency=8),)
+    (protocol,) = ProtocolOptions(task="tool-calls").of(recipe)
+    assert protocol == Evaluation(task="tool-calls", k=2, concurrency=8) and protocol.prefix_caching
+    (protocol,) = ProtocolOptions(task="tool-calls", prefix_caching=False).of(recipe)
+    assert not protocol.prefix_caching
+
+
 @cases
 def test_programs_that_nothing_contains_are_announced(
     fence, is_said, checkpoint, asked, monkeypatch
@@ -146,6 +155,18 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
             "eval",
             evaluation(
                 Answers(both=900, only_source=30, only_checkpoint=9, neither=380), switched=(40, 2)
+            ),
+        ),
+        (
+            "eval_tool_calls",
+            evaluation(
+                Answers(both=100, only_source=9, only_checkpoint=1, neither=10),
+                protocol={"task": "tool-calls"},
+                switched=(2, 1),
+            ).model_copy(
+                update={
+                    "environment": FACTS["evaluation"]["environment"] | {"left out": "3 of them"}
+                }
             ),
         ),
         (

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 from keepmtp.validate.measure.server import Server
@@ -103,12 +104,15 @@ class Answering(BaseHTTPRequestHandler):
 
 @contextmanager
 def answering(
-    answers: Mapping[str, str], log: Path, fault: Callable[[int], str] = lambda _: ""
+    answers: Mapping[str, Any],
+    log: Path,
+    fault: Callable[[Any], str] = lambda _: "",
+    handler: type[Answering] = Answering,
 ) -> Iterator[tuple[Server, list[dict]]]:
     """A `Server`, and the list that its requests are noted in."""
     asked: list[dict] = []
     http = ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(Answering, answers=answers, fault=fault, asked=asked)
+        ("127.0.0.1", 0), partial(handler, answers=answers, fault=fault, asked=asked)
     )
     threading.Thread(target=http.serve_forever, daemon=True).start()
     log.write_text(f"INFO started\n{OOM}\n")

@@ -42,3 +42,14 @@ def noisy(good: Path, folder: Path, names: str, noise: Callable[[Tensor], Tensor
                 tensors[name] = (value + drawn * noise(value)).to(tensor.dtype)
         save_file(tensors, path, metadata={"format": "pt"})
     return folder
+
+
+def zeroed(good: Path, folder: Path, name: str, rows: list[int]) -> Path:
+    """A copy in which these rows of a tensor are zero."""
+    shutil.copytree(good, folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name][rows] = 0
+            save_file(tensors, path, metadata={"format": "pt"})
+    return folder

@@ -59,6 +59,12 @@ class ScoreFact(Fact):
     stderr: Figure
 
 
+def score_of(name: str, values: Sequence[float], num_questions: int | None = None) -> ScoreFact:
+    """A score; see `mean_of_questions`. None: each value is of a question of its own."""
+    value, stderr = mean_of_questions(values, num_questions or len(values))
+    return ScoreFact(filter=name, value=value, stderr=stderr)
+
+
 class PairedFact(Fact):
     """One filter's answers of source and checkpoint, question by question.
 
@@ -176,7 +182,7 @@ class TaskFact(Fact):
         paired: a row for each filter; empty without a source.
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
-        environment: versions of lm-eval, vLLM, torch, transformers, and the device.
+        environment: versions of what scores, vLLM, torch, transformers, and the device.
     """
 
     protocol: Evaluation

@@ -75,7 +75,7 @@ def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
         splits = _hub_splits(protocol, (asked, shown))
         found = Rows(asked=splits[asked], shown=splits[shown], is_shared=asked == shown)
     else:
-        rows = shots = _file_rows(protocol)
+        rows = shots = [row for _, row in file_rows(protocol)]
         if shown_by:
             shots = [row for row in rows if row[shown_by].strip()]
             rows = [row for row in rows if not row[shown_by].strip()]
@@ -109,7 +109,12 @@ def _a_file(task: str) -> str:
     return f"a file with the fields {', '.join(most)} and {last}"
 
 
-def _file_rows(protocol: Evaluation) -> list[Row]:
+def file_rows(protocol: Evaluation) -> list[tuple[str, Row]]:
+    """The rows of a protocol's file, and where each is.
+
+    Raises:
+        RecipeError: no such file, no row, or one without a field of the task's.
+    """
     path = find_path(str(protocol.dataset))
     cure = f"Name {_a_file(protocol.task)} in each row"
     if path is None or not path.is_file():
@@ -123,7 +128,7 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
         except (pyarrow.ArrowException, OSError) as error:
             raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
         values = [(f"{path}: row {number}", row) for number, row in enumerate(table, 1)]
-    rows = [_row(row, where, protocol) for where, row in values]
+    rows = [(where, _row(row, where, protocol)) for where, row in values]
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows

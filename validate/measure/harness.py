@@ -380,6 +380,21 @@ def has_template(source: Source, further: Sequence[str]) -> bool:
     return b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
 
 
+def takes_tools(source: Source, further: Sequence[str]) -> bool:
+    """Whether the server's chat template asks for tools, as far as its text shows.
+
+    Raises:
+        CheckpointError: see `source.small_bytes`.
+    """
+    words = options_of(further)
+    named = words.get("--chat-template", "")
+    texts = [small_bytes(source, name) for name in (*_TEMPLATES, "tokenizer_config.json")]
+    if named:
+        texts = [Path(named).read_bytes() if Path(named).is_file() else named.encode()]
+    # A mode of the tokenizer has its template in code.
+    return "--tokenizer-mode" in words or any(b"tools" in text for text in texts if text)
+
+
 def room_for(prompts: Iterable[str], source: Source, *, is_chat: bool, max_tokens: int) -> int:
     """Tokens of the longest prompt and its answer, at most, as far as the model goes: a token has
     at least one byte. Messages are in JSON, which is longer than what they become.

@@ -20,6 +20,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import field
 from importlib.metadata import version
 from itertools import chain, product, zip_longest
 from pathlib import Path
@@ -37,7 +38,7 @@ from ...recipes.extras import install_command
 from ...recipes.frozen import Json, frozen, without
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
-from ..facts.evaluated import ScoreFact, mean_of_questions
+from ..facts.evaluated import ScoreFact, score_of
 from . import model_code
 from .dataset import Row, Rows, read_rows
 
@@ -70,12 +71,14 @@ class Questions:
         items: of one run; further runs ask the same.
         dataset_sha256: of questions and reference answers, in order.
         tasks: lm-eval's.
+        notes: what the environment of a result says of them.
     """
 
     protocol: Evaluation
     items: tuple[Question, ...]
     dataset_sha256: str
     tasks: Sequence[ConfigurableTask]
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num(self) -> int:
@@ -87,7 +90,7 @@ class Questions:
         """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the
         same question.
         """
-        return _sum("\n".join([json.dumps([item.prompt, item.stop]) for item in self.items]))
+        return sum_of("\n".join([json.dumps([item.prompt, item.stop]) for item in self.items]))
 
     def sent(self, number: int) -> str | list[dict[str, str]]:
         """The text, or the messages, of a request."""
@@ -136,7 +139,7 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
     return Questions(
         protocol=protocol,
         items=tuple(items),
-        dataset_sha256=_sum("\n".join(dataset)),
+        dataset_sha256=sum_of("\n".join(dataset)),
         tasks=tasks,
     )
 
@@ -168,11 +171,7 @@ def scores(
                 for request, (name, (metric, each)) in product(task.instances, row.scores.items()):
                     found = task.process_results(request.doc, [request.filtered_resps[each]])
                     right[name].append(bool(found[metric]))
-    facts = []
-    for name, values in right.items():
-        value, stderr = mean_of_questions(values, num)
-        facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
-    return tuple(facts), right
+    return tuple([score_of(name, values, num) for name, values in right.items()]), right
 
 
 def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
@@ -351,5 +350,6 @@ def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = T
     return json.dumps(chat_history)
 
 
-def _sum(text: str) -> str:
+def sum_of(text: str) -> str:
+    """SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,17 +1,19 @@
 """What a server says, read strictly: so many bytes at most, so long at most, and in one form.
 
-In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Reply`; `Drafts`.
+In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Reply`; `Said`;
+`Drafts`.
 
 Easy to get wrong: a number that nobody could have measured is no answer.
 """
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from ..facts.served import Drafts
@@ -49,6 +51,38 @@ class AnswerReply(Reply):
 
     choices: tuple[_Answer]
     usage: _Usage
+
+
+class _Called(Reply):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPart(Reply):
+    function: _Called
+    index: int | None = None
+
+
+class _Part(_Message):
+    tool_calls: tuple[_CallPart, ...] | None = None
+
+
+class _SaidChoice(Reply):
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    said: _Part = Field(validation_alias=AliasChoices("message", "delta"))
+
+
+class SaidReply(Reply):
+    """An answer to messages with tools, or one part of it in a stream."""
+
+    choices: tuple[_SaidChoice, ...]
+    usage: _Usage | None = None
+
+
+Said = tuple[tuple[str, Sequence[Sequence[str]]] | None, str, int]
+"""Words and calls, why they end, and their tokens. A call is a tool's name and its arguments as
+they came, which may be no JSON. None: they do not end.
+"""
 
 
 class _Likeliest(Reply):
@@ -125,6 +159,37 @@ def fetched(
             if time.monotonic() > deadline:
                 raise httpx.ReadTimeout(f"a reply that is not whole after {seconds:.0f} s")
     return reply.status_code, bytes(content)
+
+
+def said_in(parts: Iterable[SaidReply]) -> Said:
+    """What the parts of an answer say together."""
+    content = reason = ""
+    calls = defaultdict[int, list[str]](lambda: ["", ""])
+    num_tokens = 0
+    for part in parts:
+        if part.usage:
+            num_tokens = part.usage.completion_tokens
+        for choice in part.choices:
+            reason = choice.finish_reason or reason
+            content += choice.said.content or ""
+            for place, call in enumerate(choice.said.tool_calls or ()):
+                joined = calls[place if call.index is None else call.index]
+                joined[0] += call.function.name or ""
+                joined[1] += call.function.arguments or ""
+    said = (content, [calls[index] for index in sorted(calls)])
+    return said if reason else None, reason, num_tokens
+
+
+def said_in_stream(content: bytes) -> Said:
+    """The same of a stream, which ends with a mark of its own."""
+    # Only a line feed ends a line here: a text may hold what others take for one (U+2028).
+    lines = [line[6:].strip() for line in content.split(b"\n") if line.startswith(b"data: ")]
+    try:
+        if lines and lines.pop() == b"[DONE]":
+            return said_in([SaidReply.model_validate_json(line) for line in lines])
+    except ValidationError:  # vLLM says in a part that it failed
+        pass
+    return None, "", 0
 
 
 def read_counters(content: bytes) -> Drafts:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from ...checkpoints.files import ScratchFolder, fresh
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import GateError, first_fault
-from ...recipes.frozen import Raw, Say, frozen
+from ...recipes.frozen import Json, Raw, Say, frozen
 from ..facts.served import Drafts, Output
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
@@ -33,9 +33,13 @@ from .replies import (
     AnswerReply,
     ContinuationReply,
     Reply,
+    Said,
+    SaidReply,
     TextReply,
     fetched,
     read_counters,
+    said_in,
+    said_in_stream,
 )
 from .room import refuse_options
 from .serve_line import CURES, draft_words, refuse_lossy, setting
@@ -164,6 +168,34 @@ class Server:
         (choice,) = reply.choices
         text = choice.message.content if choice.message else choice.text
         return text or "", choice.finish_reason, reply.usage.completion_tokens
+
+    def say(self, body: Json, *, is_streamed: bool, timeout: float) -> Said:
+        """Answer to messages with tools, as the server's parser reads it. It has no end where a
+        server that lives ended it early.
+
+        Args:
+            body: the request.
+            is_streamed: ask for it part by part.
+            timeout: seconds until it is whole.
+
+        Raises:
+            ServerFailed: see `answer`.
+        """
+        path = "/v1/chat/completions"
+        if not is_streamed:
+            return said_in([self.post(path, body, SaidReply, timeout=timeout)])
+        body = {"model": self.name, "stream": True, **body}
+        body["stream_options"] = {"include_usage": True}
+        content = b""
+        try:
+            content = self._ask(path, method="POST", seconds=timeout, most=_MOST_BYTES, json=body)
+        except ServerFailed as failure:
+            if not isinstance(failure.__cause__, httpx.RemoteProtocolError):
+                raise
+        said = said_in_stream(content)
+        if said[0] is None:
+            self._ask("/health")  # what a dying server sent is no answer
+        return said
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of token ids; what is no whole character is the replacement character."""

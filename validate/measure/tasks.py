@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
@@ -19,7 +20,8 @@ from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
-from . import figures
+from . import figures, lm_eval_task, tool_calls
+from .conversations import conversations
 from .harness import (
     Model,
     Setup,
@@ -39,6 +41,17 @@ _LEAST_SECONDS = 600.0
 MOST_STOPS = 4
 
 
+def questions_of(protocol: Evaluation, *, runs_code: bool) -> Questions:
+    """All that is asked under a protocol.
+
+    Raises:
+        RecipeError: see `lm_eval_task.questions` and `conversations`.
+    """
+    if protocol.calls_tools:
+        return conversations(protocol)
+    return lm_eval_task.questions(protocol, runs_code=runs_code)
+
+
 def refuse_model(
     source: Source, protocol: Evaluation, extra: tuple[str, ...], *, is_original: bool = False
 ) -> None:
@@ -52,6 +65,8 @@ def refuse_model(
             in.
     """
     refuse_drafts(source, protocol.k, option="-k", is_original=is_original)
+    if protocol.calls_tools:
+        tool_calls.refuse_tools(source, extra)
     if protocol.api == "chat" and not has_template(source, extra):
         raise RecipeError(
             source.where,
@@ -96,15 +111,35 @@ def evaluate(
     with setup.alone():
         for model in models:
             asked = [questions for questions in tasks if _is_asked(model, questions)]
-            works = [work_of(model, questions, setup) for questions in asked]
+            works = [work_of(model, one, setup) for one in chain(*map(by_server, asked))]
             answer_missing(model, [work for work in works if work.file.missing], setup)
         facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
     return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
 
 
-def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
-    """One task for one model, with what is answered already."""
+def by_server(questions: Questions) -> list[Questions]:
+    """What each server of a task is asked: tool calls come without prefix caching, and with it
+    where the protocol says so.
+    """
     protocol = questions.protocol
+    ways = {protocol.prefix_caching and not protocol.calls_tools, protocol.prefix_caching}
+    changed = [protocol.model_copy(update={"prefix_caching": way}) for way in sorted(ways)]
+    return [replace(questions, protocol=one) for one in changed]
+
+
+def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
+    """What one server is asked, with what is answered already."""
+    protocol = questions.protocol
+    caching = ("--enable-prefix-caching",) * protocol.prefix_caching
+    name = f"eval.{model.role}.{protocol.task}"
+    parser = ()
+    answer = _answer
+    if protocol.calls_tools:
+        parser = tool_calls.parser_words(model.source, setup.extra)
+        answer = tool_calls.answer
+        name += ".cached" * protocol.prefix_caching
+    served = setup.asked_of(model)
+    served["words"] = (*parser, *served["words"])  # another parser reads another answer
     # Answers carry in their file's first line all that a score depends on; a run goes on with those
     # that have exactly its own.
     header = AnswersHeader(
@@ -112,12 +147,12 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
         dataset_sha256=questions.dataset_sha256,
         prompts_sha256=questions.prompts_sha256,
         num=questions.num,
-        **setup.asked_of(model),
+        **served,
     )
     return Work(
-        name=f"eval.{model.role}.{protocol.task}",
+        name=name,
         file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
-        asking=lambda server: nullcontext(partial(_answer, server, questions)),
+        asking=lambda server: nullcontext(partial(answer, server, questions)),
         k=drafted_by(model, protocol.k),
         max_model_len=room_for(
             [item.prompt for item in questions.items],
@@ -126,7 +161,7 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
             max_tokens=protocol.max_tokens,
         ),
         concurrency=protocol.concurrency,
-        words=("--enable-prefix-caching",) * protocol.prefix_caching,
+        words=(*parser, *caching),
         task=protocol.task,
     )
 
@@ -178,8 +213,13 @@ def _task_fact(
         if not _is_asked(model, questions):
             continue
         role = model.role
-        files[role] = samples = work_of(model, questions, setup).file
-        found, rights[role] = scores(questions, [answer.text for answer in samples.in_order()])
+        served = [work_of(model, one, setup).file for one in by_server(questions)]
+        files[role] = samples = served[0]
+        texts = [[answer.text for answer in file.in_order()] for file in served]
+        if protocol.calls_tools:
+            found, rights[role] = tool_calls.scores(questions, texts)
+        else:
+            found, rights[role] = scores(questions, *texts)
         figures.finish(samples, rights[role])
         facts[role] = EvaluatedFact(
             path=model.source.where,
@@ -204,5 +244,5 @@ def _task_fact(
         paired=tuple(pairs),
         plain=facts.get("plain"),
         drafting=drafted,
-        environment={**VERSIONS, **setup.environment},
+        environment={**VERSIONS, **questions.notes, **setup.environment},
     )

@@ -393,6 +393,10 @@ def tasks(report: FullReport) -> Iterator[Block]:
             "answers (Agresti and Min), and the mean counts each task once, their errors being "
             "independent. What is above, and the charts, are of the first task."
         )
+    for task in fact.tasks:
+        if task.protocol.calls_tools:
+            yield title(task.protocol.title)
+            yield tables.scores(task)
     yield _protocol(fact)
     yield environment(fact.environment)
 
@@ -406,7 +410,8 @@ def _protocol(fact: EvaluationFact) -> Table:
     for name, value in asked:
         if name != "dataset" and value is not None:
             rows.append((name, f"{value}"))
-    return Table(columns=("protocol of lm-evaluation-harness", ""), rows=rows)
+    harness = "" if asked.calls_tools else " of lm-evaluation-harness"
+    return Table(columns=(f"protocol{harness}", ""), rows=rows)
 
 
 def _drafting(fact: EvaluationFact) -> Iterator[Block]:

@@ -142,7 +142,13 @@ def scores(task: TaskFact) -> Table:
         reached = [score(one) for one in arm.scores]
         cut = f"{_cut(arm)} ({arm.num_truncated:,})"
         rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
-    return Table(columns=("", *columns, ">asked", ">cut", ">empty"), rows=rows)
+    columns = ("", *columns, ">asked", ">cut", ">empty")
+    if not task.protocol.calls_tools:
+        return Table(columns=columns, rows=rows)
+    # So many columns have no room in 80.
+    (_, *titles), *lines = zip(columns, *rows, strict=True)
+    named = [(name[1:], *cells) for name, *cells in lines]
+    return Table(columns=("", *[f">{title}" for title in titles]), rows=named)
 
 
 def differences(task: TaskFact) -> Table:

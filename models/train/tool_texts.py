@@ -1,0 +1,103 @@
+"""The conversations of `keepmtp eval --task tool-calls` as text, with the tokenizer and the batches.
+
+In: keepmtp's own conversations, expected calls included. Out: batches in which only what an assistant
+says has weight.
+
+Easy to get wrong: this model learns by heart what it is asked. It shows that a server, its parser and
+the judge of the answers work, and says nothing about another model's tool calls.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from byte_bpe import trained
+from drafting import Batch
+from keepmtp.recipes.protocol import Evaluation
+from keepmtp.validate.measure.conversations import conversations
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 640
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+BATCH_SIZE = 16
+# What is not an assistant's is given, so it is hardly learned.
+GIVEN_WEIGHT = 0.02
+ROLES = ("<|user|>", "<|tool|>", "<|assistant|>")
+# Hermes' form, without the tools' schemas: those are the same each time.
+TEMPLATE = (
+    "{% for one in messages %}{% if one.role == 'assistant' %}<|assistant|>{{ one.content or '' }}"
+    "{% for call in one.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<eos>"
+    "{% elif one.role != 'system' %}<|{{ one.role }}|>{{ one.content }}{% endif %}{% endfor %}"
+    "{% if tools and add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_tokenizer(*, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the conversations, whose roles are tokens of their own."""
+    words = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    texts = [json.dumps(each, ensure_ascii=False) for each in whole_conversations()]
+    tokenizer = trained(texts, vocab_size=VOCAB_SIZE - len(ROLES), words=words)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*ROLES]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
+    """Endless stream of batches, in which each conversation comes equally often."""
+    rng = random.Random(seed)
+    rows = [encoded(tokenizer, messages) for messages in whole_conversations()]
+    while True:
+        rng.shuffle(rows)
+        for start in range(0, len(rows) - BATCH_SIZE + 1, BATCH_SIZE):
+            yield make_batch(rows[start : start + BATCH_SIZE])
+
+
+def whole_conversations() -> list[list[dict[str, Any]]]:
+    """The messages of each, the last answer included."""
+    found = []
+    for each in conversations(Evaluation(task="tool-calls")).items:
+        messages = json.loads(json.dumps([*each.turns[-1].messages, each.turns[-1].answer]))
+        for message in messages:
+            for call in message.get("tool_calls", ()):  # as vLLM gives them to a template
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        found.append(messages)
+    return found
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]
+) -> tuple[list[int], list[float]]:
+    """Token ids, and the weight of each: an assistant's words count, and the end of them."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = tokenizer.encode(text)
+    assistant = tokenizer.convert_tokens_to_ids(ROLES[-1])
+    weights = []
+    weight = GIVEN_WEIGHT
+    for one in ids:
+        weights.append(weight)
+        if one == assistant:
+            weight = 1.0
+        elif one == EOS_ID:
+            weight = GIVEN_WEIGHT
+    return ids, weights
+
+
+def make_batch(rows: list[tuple[list[int], list[float]]]) -> Batch:
+    """ids_BT int64 and weight_BT float32, both [B, T], padded on the right with zeros."""
+    length = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.full((len(rows), length), PAD_ID)
+    weight_BT = torch.zeros(len(rows), length)
+    for row, (ids, weights) in enumerate(rows):
+        ids_BT[row, : len(ids)] = torch.tensor(ids)
+        weight_BT[row, : len(ids)] = torch.tensor(weights)
+    return Batch(ids_BT=ids_BT, weight_BT=weight_BT)

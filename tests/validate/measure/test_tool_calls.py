@@ -1,0 +1,163 @@
+"""The task tool-calls on a stand-in server: what is asked, what is right, and that a fault is counted
+as what it is.
+"""
+
+import shutil
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from answering import answering
+from calling import Calling, right_answers
+from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.protocol import Evaluation
+from keepmtp.validate.measure import harness, tool_calls
+from keepmtp.validate.measure.conversations import conversations
+from keepmtp.validate.measure.harness import Host, Model, Setup
+from keepmtp.validate.measure.lm_eval_task import Questions
+from keepmtp.validate.measure.server import Server, ServerFailed
+from keepmtp.validate.measure.tasks import by_server, refuse_model, work_of
+from vllms import H100
+
+GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
+MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
+NUM = 20  # two of each row of our own
+TURNS = 30
+
+
+def built(**protocol) -> Questions:
+    return conversations(
+        Evaluation(**({"task": "tool-calls", "limit": NUM, "k": 1, "concurrency": 4} | protocol))
+    )
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Asks a server that answers right but for `fault`, a function of the request."""
+
+    def found(asked: Questions, fault=lambda _: ""):
+        setup = Setup(vllm=H100, out=tmp_path / "out")
+        native = {"folder": GLM, "as_served": "native", "reason": ""}
+        host = Host(model=MODEL, setup=setup, **native)
+        log = tmp_path / "log"
+        with answering(right_answers(asked), log, fault, Calling) as (server, requests):
+            monkeypatch.setattr(harness, "serving", lambda *_, **__: nullcontext(server))
+            works = [work_of(MODEL, one, setup) for one in by_server(asked)]
+            for work in works:
+                host.answer(work)
+        texts = [[answer.text for answer in work.file.in_order()] for work in works]
+        return tool_calls.scores(asked, texts), requests
+
+    return found
+
+
+def values(facts) -> dict[str, float]:
+    return {fact.filter: round(fact.value, 4) for fact in facts}
+
+
+def test_every_conversation_is_asked_in_each_way_and_all_are_right(ask):
+    asked = built(prefix_caching=True)
+    (facts, right), requests = ask(asked)
+    names = ("expected", "streamed", "cached", "cached streamed", "ended", "JSON", "schema")
+    assert values(facts) == dict.fromkeys(names, 1.0)
+    assert all(len(each) == NUM for each in right.values())
+    assert len(requests) == 4 * TURNS == 2 * sum(each.get("stream", False) for each in requests)
+    sent = {"max_tokens": 4096, "temperature": 0.0, "seed": 1234}
+    assert all(sent.items() <= each.items() and len(each["tools"]) == 5 for each in requests)
+
+
+def test_prefix_caching_has_a_server_of_its_own(tmp_path):
+    setup = Setup(vllm=H100, out=tmp_path, extra=("--tool-call-parser", "hermes"))
+    plain, cached = [work_of(MODEL, one, setup) for one in by_server(built())]
+    assert plain.words == ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    assert cached.words == (*plain.words, "--enable-prefix-caching") and cached.name != plain.name
+    assert plain.file.path != cached.file.path and plain.file.header.words[:3] == plain.words
+    assert len(by_server(built(prefix_caching=False))) == 1
+    gsm8k = Questions(
+        protocol=Evaluation(prefix_caching=True), items=(), dataset_sha256="", tasks=()
+    )
+    assert by_server(gsm8k) == [gsm8k]
+
+
+@pytest.mark.parametrize(
+    "fault, lacks",
+    [("wrong", ""), ("off schema", "schema"), ("no JSON", "JSON"), ("left in the text", "JSON")],
+)
+def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, lacks, ask):
+    """In the first conversation of twenty: an answer that cannot be read is no wrong call."""
+
+    def spoil(body) -> str:
+        return fault * (body["messages"][-1]["content"] == "What is the weather in Málaga?")
+
+    (facts, right), _ = ask(built(prefix_caching=False), spoil)
+    wanted = dict.fromkeys(("expected", "streamed", "ended", "JSON", "schema"), 1.0)
+    wanted |= dict.fromkeys(("expected", "streamed", *filter(None, [lacks])), 0.95)
+    assert values(facts) == wanted and not right["expected"][0]
+
+
+@pytest.mark.parametrize(
+    "fault, lacks",
+    [
+        ("lost piece", "JSON"),
+        ("no end", "ended"),
+        ("cut", "ended"),
+        ("an error for a part", "ended"),
+    ],
+)
+def test_streams_that_break_are_found_as_such(fault, lacks, ask):
+    """The whole answers are right."""
+
+    def spoil(body) -> str:
+        is_spoilt = body["messages"][-1]["content"].startswith("What is")
+        return fault * (is_spoilt and body.get("stream", False))
+
+    (facts, right), _ = ask(built(prefix_caching=False), spoil)
+    wanted = dict.fromkeys(("expected", "streamed", "ended", "JSON", "schema"), 1.0)
+    assert values(facts) == wanted | {"streamed": 0.8, lacks: 0.8}
+    assert right["streamed"].count(False) == 4
+
+
+def test_a_stream_that_ends_because_the_server_died_is_asked_again(ask, monkeypatch):
+    real = Server._ask
+
+    def dead(self, path, **how):
+        if path == "/health":
+            raise ServerFailed("EngineDeadError", self.log)
+        return real(self, path, **how)
+
+    monkeypatch.setattr(Server, "_ask", dead)
+    with pytest.raises(ServerFailed, match="EngineDeadError"):
+        ask(built(limit=2), lambda body: "no end" * body.get("stream", False))
+
+
+# --- what is refused before a server is started ---------------------------------------------------
+
+
+def refusal(folder: Path, *extra: str) -> str:
+    with pytest.raises(KeepMTPError) as caught:
+        refuse_model(open_source(folder), Evaluation(task="tool-calls", k=1), extra)
+    return str(caught.value)
+
+
+def test_a_template_without_tools(tmp_path):
+    folder = shutil.copytree(GLM, tmp_path / "glm")
+    (folder / "chat_template.jinja").write_text("{% for one in messages %}tool{% endfor %}")
+    assert f"{folder}: needs a chat template with tools for the task tool-calls" in refusal(folder)
+    (folder / "chat_template.jinja").write_text("{% if tools %}{% endif %}")
+    refuse_model(open_source(folder), Evaluation(task="tool-calls", k=1), ())
+
+
+def test_no_parser_of_calls(tmp_path, monkeypatch):
+    folder = shutil.copytree(GLM, tmp_path / "glm")
+    (folder / "chat_template.jinja").write_text("{% if tools %}{% endif %}")
+    assert tool_calls.parser_words(open_source(folder), ())[-1] == "glm45"
+    none = replace(tool_calls.view_of(open_source(folder)).family, tool_parser="")
+    view = type("View", (), {"family": none})
+    monkeypatch.setattr(tool_calls, "view_of", lambda _: view)
+    message = refusal(folder)
+    assert "needs a parser of tool calls, and its family's table names none" in message
+    assert "Add -- --tool-call-parser NAME" in message
+    tool_calls.refuse_tools(open_source(folder), ("--tool-call-parser=hermes",))

@@ -1,0 +1,106 @@
+"""Tool calls through real vLLM servers on the CPU: a release that calls tools, a twin with a broken
+draft, and one that is broken in other scripts alone.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import twins
+from commands import ROOT
+from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.families import families
+from keepmtp.recipes.protocol import Evaluation, Gates
+from keepmtp.validate.facts.evaluated import EvaluationFact
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure import tasks
+from keepmtp.validate.measure.conversations import conversations
+from keepmtp.validate.measure.harness import Model, Setup
+from keepmtp.validate.measure.store import AnswersHeader, read_lines
+from keepmtp.validate.report.gates import judge
+from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+
+TOOLS = ROOT / "models" / "tiny-tools"
+NUM = 40
+ASKED = Evaluation(task="tool-calls", limit=NUM, k=2, max_tokens=128, concurrency=8)
+# As byte-level BPE writes ASCII: a letter is itself, blanks and controls come from U+0100 on.
+ASCII = {chr(code) for code in (*range(0x21, 0x7F), *range(0x100, 0x122))}
+READ = {"ended", "JSON", "schema"}
+
+pytestmark = NEEDS_VLLM
+
+
+def model(role, folder: Path) -> Model:
+    return Model(role=role, source=open_source(folder), identity=identify(folder))
+
+
+def evaluated(folder: Path, out: Path, *, has_plain: bool) -> EvaluationFact:
+    setup = Setup(
+        vllm=find_vllm(), out=out, timeout=400, extra=("--tool-call-parser", "hermes", *UNIPROC)
+    )
+    how = {"setup": setup, "confidence": 0.95, "has_plain": has_plain}
+    release = model("source", TOOLS)
+    return tasks.evaluate(model("checkpoint", folder), release, [conversations(ASKED)], **how)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("tools")
+
+
+@pytest.fixture(scope="module")
+def drafted(out) -> EvaluationFact:
+    """The release against a twin whose MTP block is noise, with MTP on and off."""
+    twin = twins.noisy(TOOLS, out / "draft", r"layers\.2\..*proj", lambda value: 4 * value.std())
+    return evaluated(twin, out, has_plain=True)
+
+
+def scores(arm) -> dict[str, float]:
+    return {score.filter: score.value for score in arm.scores}
+
+
+@pytest.mark.full
+def test_a_release_that_knows_its_calls_is_right_in_each_way(drafted):
+    found = scores(drafted.source)
+    assert found.keys() == {"expected", "streamed", "cached", "cached streamed", *READ}
+    assert min(found.values()) > 0.9 and all(found[name] == 1.0 for name in READ)
+    assert drafted.source.acceptance > 0.9
+
+
+@pytest.mark.full
+def test_a_broken_draft_changes_no_answer_and_loses_acceptance(drafted):
+    checkpoint, plain = drafted.checkpoint, drafted.plain
+    assert checkpoint.acceptance < 0.5 and plain.acceptance is None
+    assert scores(checkpoint) == pytest.approx(scores(drafted.source), abs=0.051)
+    assert drafted.drafting.num_changed <= 2, "near-ties alone may flip"
+    judged = judge(gates=Gates(), evaluation=drafted)
+    verdicts = {reason.gate: reason.verdict for reason in judged.reasons}
+    assert verdicts["drafting"] == "pass" and verdicts["acceptance"] == "regression"
+    assert verdicts["tool-calls"] in ("pass", "infeasible")
+
+
+@pytest.mark.full
+def test_a_target_that_is_broken_in_other_scripts_alone_is_found(drafted, out):
+    """The rows of its head that write no ASCII are zero; English calls stay as they are."""
+    tokens = json.loads((TOOLS / "tokenizer.json").read_text())["model"]["vocab"]
+    others = [number for token, number in tokens.items() if not ASCII.issuperset(token)]
+    assert len(others) > 200
+    twin = twins.zeroed(TOOLS, out / "scripts", "lm_head.weight", others)
+    fact = evaluated(twin, out, has_plain=False)
+    assert fact.source == drafted.source, "what it answered is asked once"
+    gate = {one.gate: one for one in judge(gates=Gates(), evaluation=fact).reasons}["tool-calls"]
+    assert gate.verdict == "regression", gate.says
+    answers = read_lines(out / fact.checkpoint.samples, AnswersHeader).lines
+    items = conversations(ASKED).items
+    right = {n for n, line in answers.items() if line.correct["expected"]}
+    english = {n for n, item in enumerate(items) if not item.turns[-1].wanted}
+    assert english <= right and len(right) < NUM // 2
+
+
+def test_a_familys_parser_is_one_that_vllm_has():
+    (path,) = VLLM_PYTHON.parents[1].glob("lib/python*/site-packages/vllm/tool_parsers/__init__.py")
+    known = set(re.findall(r'^    "(\w+)": \($', path.read_text(), re.MULTILINE))
+    named = {family.tool_parser for family in families().values()} - {""}
+    assert len(named) > 10 and named <= known

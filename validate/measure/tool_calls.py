@@ -1,0 +1,131 @@
+"""The task tool-calls: conversations through a server's own chat endpoint and parser of tool calls,
+each whole and streamed, by a server without prefix caching and by one with it.
+
+In: conversations and a healthy server. Out: a line for each; then scores.
+
+Easy to get wrong: an answer that cannot be read is no wrong call. Neither is right, and each has a
+score of its own.
+"""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from ...checkpoints.source import Source, view_of
+from ...recipes.errors import RecipeError
+from ..facts.evaluated import ScoreFact, score_of
+from .conversations import Dialogue, Turn, is_right
+from .harness import takes_tools
+from .lm_eval_task import Questions
+from .room import options_of
+from .server import Server
+from .store import Answer
+
+_PARSER = "--tool-call-parser"
+_SENT = {"max_tokens", "temperature", "top_p", "seed"}
+_LEAST_SECONDS = 600.0
+_WAYS = (("expected", "streamed"), ("cached", "cached streamed"))
+# What an answer may lack to be read at all: an end; calls that are JSON and that the parser found;
+# arguments that their tool's schema takes.
+_LACKS = ("ended", "JSON", "schema")
+
+
+def refuse_tools(source: Source, extra: Sequence[str]) -> None:
+    """Refuse a server that could call no tool.
+
+    Raises:
+        RecipeError: a chat template without tools, or no parser of calls.
+    """
+    if not takes_tools(source, extra):
+        raise RecipeError(
+            source.where,
+            "needs a chat template with tools for the task tool-calls",
+            got="one without that word",
+            cure="Use -- --chat-template FILE, or leave the task out",
+        )
+    if not parser_words(source, extra)[-1]:
+        raise RecipeError(
+            source.where,
+            "needs a parser of tool calls, and its family's table names none",
+            got=f"no {_PARSER}",
+            cure=f"Add -- {_PARSER} NAME",
+        )
+
+
+def parser_words(source: Source, extra: Sequence[str]) -> tuple[str, ...]:
+    """The words with which vLLM reads tool calls; the last is "" where nobody names a parser."""
+    name = options_of(extra).get(_PARSER) or view_of(source).family.tool_parser
+    return "--enable-auto-tool-choice", _PARSER, name
+
+
+def answer(server: Server, asked: Questions, number: int) -> Answer:
+    """All turns of one conversation, whole and then streamed."""
+    protocol = asked.protocol
+    item: Any = asked.items[number]
+    said = []
+    for is_streamed, turn in product((False, True), list[Turn](item.turns)):
+        body = protocol.model_dump(include=_SENT)
+        body |= {"messages": turn.messages, "tools": item.tools}
+        timeout = _LEAST_SECONDS + protocol.max_tokens
+        said.append(server.say(body, is_streamed=is_streamed, timeout=timeout))
+    texts, reasons, nums = zip(*said, strict=True)
+    return Answer(
+        question=number,
+        prompt_sha256=hashlib.sha256(item.prompt.encode()).hexdigest(),
+        text=json.dumps(texts, ensure_ascii=False),
+        finish_reason="length" if "length" in reasons else "stop",
+        num_tokens=sum(nums),
+    )
+
+
+def scores(
+    asked: Questions, answers: Sequence[Sequence[str]]
+) -> tuple[tuple[ScoreFact, ...], dict[str, list[bool]]]:
+    """Scores of the answers.
+
+    Args:
+        asked: from `conversations`.
+        answers: texts for every conversation, by server.
+
+    Returns: the shares of conversations that make the right calls in every turn: `expected` where
+        they are asked whole, and by the other ways; and of those whose answers all ended, had calls
+        in JSON, and kept to the schemas, in all ways. And by name what each conversation gets.
+    """
+    right = defaultdict[str, list[bool]](list)
+    for number, item in enumerate(asked.items):
+        assert isinstance(item, Dialogue)
+        lacks = set[str]()
+        for names, texts in zip(_WAYS, answers, strict=False):
+            said = iter(json.loads(texts[number]))
+            for name in names:
+                found = [_lacks(item, turn, next(said)) for turn in item.turns]
+                right[name].append(not any(found))
+                lacks.update(found)
+        for name in _LACKS:
+            right[name].append(name not in lacks)
+    return tuple([score_of(name, values) for name, values in right.items()]), right
+
+
+def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:
+    """What an answer lacks, by `_LACKS` or "right calls"; "" where nothing."""
+    if said is None:
+        return "ended"
+    content, calls = said
+    if not calls and any(call.tool in content for call in turn.wanted):
+        return "JSON"  # the parser left it in the text
+    left = list(turn.wanted)
+    for tool, text in calls:
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError):
+            return "JSON"
+        if not item.takes(tool, given):
+            return "schema"
+        same = [one for one in left if one.tool == tool and is_right(given, one.wanted)]
+        if not same:
+            return "right calls"
+        left.remove(same[0])
+    return "right calls" if left or not (calls or content.strip()) else ""
