@@ -414,6 +414,8 @@ class Family:
         method: what vLLM calls this way of drafting (`--speculative-config`).
         dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
             such draft.
+        parsers: what vLLM calls the parser of its tool calls, and that of its thoughts, where all
+            releases have the same (vllm/tool_parsers, vllm/reasoning).
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
@@ -454,4 +456,5 @@ class Family:
     no_backbone: str = ""
     method: Literal["mtp", "dspark"] = "mtp"
     dspark: "Family | None" = None
+    parsers: tuple[str, ...] = ()
     notes: str = ""
