@@ -114,6 +114,7 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     yield ""
     if value["gpus"]:
         yield from _fits(value, needs.machine)
+        yield ""
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
@@ -146,16 +147,15 @@ def _fits(value: Json, machine: str) -> Iterator[RenderableType]:
     title = f"room in {value['gpus']} x {machine}, served"
     if not value["fits"]:
         yield f"{title}: not counted for this attention"
-        yield ""
         return
     rows = []
     for fit in value["fits"]:
         sizes = [size_in_words(fit[key]) for key in ("weights", "cache", "target", "draft")]
         rows.append([str(fit["drafts"]), *sizes, f"{fit['longest']:,}", f"{fit['sequences']:,.1f}"])
     columns = (">drafts", ">weights", ">cache", ">KV a token", ">KV of draft", ">longest")
-    yield table(title, (*columns, f">at once of {fit['length']:,}"), rows)
+    at_once = f">at once of {value['fits'][0]['length']:,}"
+    yield table(title, (*columns, at_once), rows)
     yield f"Assumed: {ASSUMED}."
-    yield ""
 
 
 def _entries(config: Json) -> Iterator[str]:

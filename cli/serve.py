@@ -73,7 +73,7 @@ def serve(
     from ..validate.measure import cures as curing
     from ..validate.measure import foreground
     from ..validate.measure.room import options_of, tensor_parallel_size
-    from ..validate.measure.serve_line import refuse_settings
+    from ..validate.measure.serve_line import refuse_pipeline, refuse_settings
     from . import serving
 
     extra = tuple(context.args)
@@ -107,6 +107,7 @@ def serve(
     if line := curing.told(cures, version):
         tell(line)
     best = serving.chosen_k(opened, k, checked.data.facts.num_mtp_layers, device)
+    refuse_pipeline(opened, best.k, extra, version)
     if gpus:
         from .. import api
 

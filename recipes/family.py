@@ -416,6 +416,8 @@ class Family:
             such draft.
         parsers: what vLLM calls the parser of its tool calls, and that of its thoughts, where all
             releases have the same (vllm/tool_parsers, vllm/reasoning).
+        pipeline: versions of vLLM that draft with a pipeline's stages, also where the block has no
+            embedding.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
@@ -457,4 +459,5 @@ class Family:
     method: Literal["mtp", "dspark"] = "mtp"
     dspark: "Family | None" = None
     parsers: tuple[str, ...] = ()
+    pipeline: str = ">=0.30"
     notes: str = ""

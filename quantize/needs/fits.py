@@ -1,11 +1,12 @@
 """What a server has room for once the weights are on its GPUs: the longest sequence, and how many,
 by the number of drafts.
 
-In: a family's view of a config.json, the bytes of target and draft, a GPU's memory. Out: a `Fit` for
-each number of drafts.
+In: a family's view of a config.json, the bytes of target and draft, a GPU's memory. Out: a `Fit`
+for each number of drafts.
 
-Easy to get wrong: a block has the same bytes in every group of layers. So a draft of one layer takes
-a layer's bytes from each group, and a block of attention is as large as a state of linear attention.
+Easy to get wrong: a block has the same bytes in every group of layers. So a draft of one layer
+takes a layer's bytes from each group, and a block of attention is as large as a state of linear
+attention.
 
 Source: vLLM 0.32.0 v1/core/kv_cache_utils.py, v1/kv_cache_interface.py, platforms/interface.py
 (_align_hybrid_block_size), layers/mamba/mamba_utils.py; tests/vllm/test_caches.py compares both.
@@ -30,21 +31,21 @@ OWN_BYTES = 4 * 2**30
 ASSUMED = f"vLLM needs {size_in_words(OWN_BYTES)} more for activations, CUDA graphs and libraries"
 USUAL_TOKENS = 32768
 IN_FLIGHT = 2 * 8192
-"""Tokens of two batches, whose blocks are not freed: a server's own size of them on an H100 or H200,
-vLLM 0.32.0 engine/arg_utils.py.
+"""Tokens of two batches, whose blocks are not freed yet: a server's own size of them on an H100 or
+H200, vLLM 0.32.0 engine/arg_utils.py.
 """
 _KINDS = {
-    1: "sliding", "sliding_attention": "sliding",
+    "1": "sliding", "sliding_attention": "sliding",
     "M": "linear", "mamba": "linear", "linear_attention": "linear",
     "-": "", "E": "", "mlp": "", "moe": "",
 }  # fmt: skip
 _KEYS = ("hybrid_override_pattern", "layers_block_type", "hybrid_layer_pattern", "layer_types")
-# What says how large a state of linear attention is: its heads, their width, the rows of a state, how
-# many keys have as many, the kernel of the convolution; the bytes of a number; and how many states of
-# a prompt are kept.
+# What says how large a state of linear attention is: its heads, their width, the rows of a state,
+# how many keys have as many, the kernel of the convolution; the bytes of a number; and how many
+# states of a prompt are kept.
 _STATES = (
-    (("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim", "linear_num_key_heads",
-      "linear_conv_kernel_dim"), 2, 0),
+    (("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim",
+      "linear_num_key_heads", "linear_conv_kernel_dim"), 2, 0),
     (("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), 4, 1),
     (("num_heads", "head_dim", "head_dim", "num_heads", "short_conv_kernel_size"), 4, 1),
     (("num_attention_heads", "head_dim", "head_dim", "num_attention_heads",
@@ -203,13 +204,13 @@ def caches(
     """
     config = view.text_config
     kinds = Counter(_kinds(view))
-    full = _attention(config, tp, width, block)
+    full = _attention(view, tp, width, block)
     own = {key.removeprefix("swa_"): config[key] for key in config if key.startswith("swa_")}
-    window = view.number("sliding_window")
-    sliding = replace(_attention({**config, **own}, tp, width, block), window=window)
+    sliding = _attention(_with(view, own), tp, width, block)
+    sliding = replace(sliding, window=view.number("sliding_window"))
     state = full
     if kinds["linear"]:
-        state = _state(config, full, tp, drafts)
+        state = _state(view, full, tp, drafts)
         full = replace(state, states=0)
     target = [full] * (kinds["full"] * _attentions(view))
     target += [sliding] * kinds["sliding"] + [state] * kinds["linear"]
@@ -230,13 +231,16 @@ def _is_counted(view: FamilyView) -> bool:
     """Whether its attention is grouped-query, sliding, linear, or latent, also with an indexer in
     each layer or in those that config.json names.
     """
-    config = view.text_config
     kinds = {*_kinds(view)}
-    is_latent = "kv_lora_rank" in config
+    is_latent = bool(view.number("kv_lora_rank"))
+    if not _attentions(view) or not _attention(view, 1, 2, 1).num_bytes:
+        return False
     if _has_indexer(view):
-        skips = config.get("index_topk_pattern") or config.get("index_topk_freq", 1) != 1
+        skips = view.text_config.get("index_topk_pattern") or view.number("index_topk_freq") > 1
         return is_latent and kinds == {"full"} and not skips
-    return bool(_attentions(view)) and not (is_latent and "sliding" in kinds)
+    if "linear" in kinds:
+        return _state_sizes(view) is not None
+    return not (is_latent and "sliding" in kinds)
 
 
 def _attentions(view: FamilyView) -> int:
@@ -251,44 +255,58 @@ def _has_indexer(view: FamilyView) -> bool:
 
 def _kinds(view: FamilyView) -> list[str]:
     """What each layer has: full, sliding or linear attention, or none."""
-    config = view.text_config
-    named = next(filter(None, map(config.get, _KEYS)), [0] * view.num_layers)
-    kinds = [_KINDS.get(kind, "full") for kind in named[: view.num_layers]]
-    every = config.get("full_attention_interval") or 1
-    for index in range(view.num_layers):
+    named = next(filter(None, map(view.text_config.get, _KEYS)), "0" * view.num_layers)
+    kinds = [_KINDS.get(str(kind), "full") for kind in named[: view.num_layers]]
+    every = view.number("full_attention_interval") or 1
+    for index in range(len(kinds)):
         if index in view.linear_layers or (index + 1) % every:
             kinds[index] = "linear"
     return kinds
 
 
-def _attention(config: Raw, tp: int, width: int, block: int) -> Cache:
+def _with(view: FamilyView, own: Raw) -> FamilyView:
+    """With other keys of config.json."""
+    return FamilyView(view.family, {**view.text_config, **own})
+
+
+def _attention(view: FamilyView, tp: int, width: int, block: int) -> Cache:
     """A layer that keeps keys and values of every token, or one vector for both."""
-    if "kv_lora_rank" in config:
-        a_token = (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * width
-        if "index_topk" in config:
-            block = 64
-            if width == 1:  # fp8_ds_mla has scales, and what is rotated in BF16
-                a_token = 656
-    else:
-        heads = config.get("num_key_value_heads") or config["num_attention_groups"]
-        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        a_token = max(1, heads // tp) * (size + config.get("v_head_dim", size)) * width
+    a_token = (view.number("kv_lora_rank") + view.number("qk_rope_head_dim")) * width
+    if not view.number("kv_lora_rank"):
+        heads = view.number("num_key_value_heads", "num_attention_groups")
+        queries = view.number("num_attention_heads") or 1
+        size = view.number("head_dim") or view.number("hidden_size") // queries
+        a_token = max(1, heads // tp) * (size + (view.number("v_head_dim") or size)) * width
+    elif view.number("index_topk"):
+        block = 64
+        if width == 1:  # fp8_ds_mla has scales, and what is rotated in BF16
+            a_token = 656
     return Cache(tokens=block, num_bytes=block * a_token)
 
 
-def _state(config: Raw, full: Cache, tp: int, drafts: int) -> Cache:
+def _state_sizes(view: FamilyView) -> tuple[tuple[int, ...], int, int] | None:
+    """The row of _STATES whose keys config.json has, with what it says."""
+    inner = _with(view, view.text_config.get("linear_attn_config") or {})
+    for keys, width, kept in _STATES:
+        sizes = tuple([inner.number(key) for key in keys])
+        if all(sizes):
+            return sizes, width, kept
+    return None
+
+
+def _state(view: FamilyView, full: Cache, tp: int, drafts: int) -> Cache:
     """A layer of linear attention, in the smallest block of attention that holds a state."""
-    sizes = {**config, **(config.get("linear_attn_config") or {})}
-    keys, width, kept = next(row for row in _STATES if {*row[0]} <= sizes.keys())
-    heads, size, rows, *conv = [sizes[key] for key in keys]
-    if sizes.get("mamba_ssm_dtype") == "float32":
+    found = _state_sizes(view)
+    assert found is not None, "only what is counted is asked"
+    (heads, size, rows, *conv), width, kept = found
+    if view.text_config.get("mamba_ssm_dtype") == "float32":
         width = 4
     num_bytes = heads * size * rows * width
     if conv:
         groups, kernel = conv
         num_bytes += (heads * size + 2 * groups * rows) * (kernel - 1 + drafts) * 2
     step = full.tokens
-    if "kv_lora_rank" in config:
+    if view.number("kv_lora_rank"):
         step = 128
     a_token = full.num_bytes // full.tokens
     tokens = step * ceil(num_bytes / tp / (step * a_token))

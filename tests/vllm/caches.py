@@ -1,12 +1,12 @@
-"""Runs in vLLM's environment: what vLLM's own classes and functions say of a KV cache, on a pretended
-GPU that has any number of bytes for it.
+"""Runs in vLLM's environment: what vLLM's own classes and functions say of a KV cache, for a cache of any
+number of bytes.
 
-    python caches.py SITE_OF_IN_VLLM GPU < JOBS
+    python caches.py FOLDER_OF_IN_VLLM GPU < JOBS
 
-A job is a line of JSON: a folder with config.json, `tp`, `k`, `length` of a request in tokens, `num_bytes` for
-the cache, and further arguments of the engine. Its answer is a line: each layer's bytes for one block, its
-tokens, and how many tokens and requests vLLM has room for. Each job has a process of its own: a process
-group cannot be made twice.
+A job is a line of JSON: a `folder` with config.json, `tp`, `k`, the `length` of a request in tokens, `num_bytes`
+for the cache, and `further` arguments of the engine. An answer is a line: tokens and requests for which vLLM has
+room, its groups, and the bytes of a layer's block of target and draft. Each job has a process of its own: process
+groups cannot be made twice.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ from typing import Any
 
 
 def _answer(job: Any) -> dict[str, Any]:
+    import torch
     from dryload import stages, world
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -29,18 +30,11 @@ def _answer(job: Any) -> dict[str, Any]:
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
     from vllm.v1.worker.worker_base import WorkerBase
 
-    import torch
-
     with open(f"{job.folder}/config.json") as file:
-        declared = json.load(file)
-    stages._know_config(declared)
-    stages._leave_out_tokenizers(declared)
-    speculative = None
-    if job.k:
-        speculative = {"method": job.method, "num_speculative_tokens": job.k}
+        stages._know_config(json.load(file))
     config = EngineArgs(
         model=job.folder,
-        speculative_config=speculative,
+        speculative_config={"method": "mtp", "num_speculative_tokens": job.k} if job.k else None,
         enforce_eager=True,
         max_model_len=job.length,
         skip_tokenizer_init=True,
@@ -55,23 +49,15 @@ def _answer(job: Any) -> dict[str, Any]:
     for model in models:
         with set_default_torch_dtype(model.dtype), torch.device("meta"):
             initialize_model(config, model_config=model)
-        if model is models[0]:
-            target = set(config.compilation_config.static_forward_context)
     current_platform.update_block_size_for_backend(config)
     register_all_kvcache_specs(config)
     specs = get_kv_cache_spec(config)
-    layouts = WorkerBase.get_supported_kv_cache_layouts(types.SimpleNamespace(vllm_config=config))
+    worker: Any = types.SimpleNamespace(vllm_config=config)
+    layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
     resolve_kv_cache_layout(config, [layouts], list(specs.values()))
-    layers = []
-    for name, spec in specs.items():
-        window = getattr(spec, "sliding_window", None)
-        row = (name in target, type(spec).__name__, spec.block_size, spec.page_size_bytes, window)
-        layers.append(row)
     (cache,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [job.num_bytes])
     tokens, requests = kv_cache_utils.get_kv_cache_capacity(config, cache)
-    in_flight = config.max_in_flight_tokens
-    return {"layers": layers, "blocks": cache.num_blocks, "groups": len(cache.kv_cache_groups), "tokens": tokens, "requests": requests,
-            "in_flight": in_flight, "layout": config.cache_config.kv_cache_layout}
+    return {"tokens": tokens, "requests": requests, "in_flight": config.max_in_flight_tokens}
 
 
 def main() -> None:
@@ -79,7 +65,9 @@ def main() -> None:
     package, gpu_name = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    spec = importlib.util.spec_from_file_location("dryload", f"{package}/__init__.py", submodule_search_locations=[package])
+    spec = importlib.util.spec_from_file_location(
+        "dryload", f"{package}/__init__.py", submodule_search_locations=[package]
+    )
     assert spec and spec.loader
     module = sys.modules["dryload"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -93,9 +81,8 @@ def main() -> None:
             try:
                 answer = _answer(job)
             except Exception as error:  # noqa: BLE001  vLLM may raise anything, and the test shows it
-                answer = {"error": f"{type(error).__name__}: {error}"[:600]}
-            answers.write(json.dumps({"job": vars(job), **answer}, default=str) + "\n")
-            answers.flush()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(answer, default=str) + "\n")
             os._exit(0)
         os.wait()
 

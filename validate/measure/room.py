@@ -118,9 +118,8 @@ def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Fit]:
     gpus = _known_gpus(vllm)
     if not gpus or {*_PIPELINE, *_ELSEWHERE} & options.keys():
         return []
-    sizes = [options[name] for name in _TENSOR if name in options]
     memory = int(min([gpu.memory_gib for gpu in gpus]) * 2**30)
-    return room_on(source, memory, int(sizes[0]) if sizes else 1, options)
+    return room_on(source, memory, _number(options, *_TENSOR) or 1, options)
 
 
 def room_on(
@@ -130,7 +129,8 @@ def room_on(
     options = options or {}
     runtime = RuntimeView.of(source)
     given = runtime.given
-    in_config = given.raw.get("kv_cache_scheme") or (given.nested or given.raw).get("kv_cache_quant_algo")
+    words = given.nested or given.raw
+    in_config = given.raw.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")
     asked = options.get("--kv-cache-dtype", "auto")
     is_fp8 = asked.startswith("fp8") or (asked == "auto" and bool(in_config))
     return fits(
@@ -138,10 +138,16 @@ def room_on(
         weights_of(runtime.view, source.entries.values()),
         memory,
         tp=tp,
-        length=int(options.get("--max-model-len", 0)),
+        length=_number(options, "--max-model-len"),
         share=float(options.get("--gpu-memory-utilization") or SHARE),
         width=2 - is_fp8,
     )
+
+
+def _number(options: Mapping[str, str], *names: str) -> int:
+    """A whole number among options; 0 where there is none."""
+    given = [options[name] for name in names if options.get(name, "").isdigit()]
+    return int(next(iter(given), 0))
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:

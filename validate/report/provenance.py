@@ -137,9 +137,7 @@ def parser_words(family: Family) -> str:
     if not family.parsers:
         return ""
     tools, thoughts = family.parsers
-    return (
-        f"`--enable-auto-tool-choice --tool-call-parser {tools} --reasoning-parser {thoughts}`"
-    )
+    return f"`--enable-auto-tool-choice --tool-call-parser {tools} --reasoning-parser {thoughts}`"
 
 
 def sampling_of(checkpoint: Source) -> str:
