@@ -233,7 +233,7 @@ def _is_counted(view: FamilyView) -> bool:
     """
     kinds = {*_kinds(view)}
     is_latent = bool(view.number("kv_lora_rank"))
-    if not _attentions(view) or not _attention(view, 1, 2, 1).num_bytes:
+    if "full" not in kinds or not _attentions(view) or not _attention(view, 1, 2, 1).num_bytes:
         return False
     if _has_indexer(view):
         skips = view.text_config.get("index_topk_pattern") or view.number("index_topk_freq") > 1
