@@ -55,8 +55,10 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
         _, memory = card_of(gpu_memory)
     elif here:
         memory = int(here[0].memory_gib * 2**30)
-    value = plan_json(made) | _room(made, memory)
-    tables.answer(value | {"needs": needs}, _parts(made, value, needs), as_json=as_json)
+    value = plan_json(made)
+    room = _room(made, memory)
+    parts = _parts(made, value, needs, room)
+    tables.answer(value | {"needs": asdict(needs) | room}, parts, as_json=as_json)
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
@@ -74,7 +76,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     tables.answer({"source": unchosen.source.where, "variants": rows}, parts, as_json=as_json)
 
 
-def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
+def _parts(made: Plan, value: Json, needs: Needs, room: Json) -> Iterator[RenderableType]:
     """For people: what `plan_json` says, and what only they read."""
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
     yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(value["groups"]))
@@ -112,8 +114,8 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     yield ""
     yield from lines(needs)
     yield ""
-    if value["gpus"]:
-        yield from _fits(value, needs.machine)
+    if room["gpus"]:
+        yield from _fits(room, needs.machine)
         yield ""
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
@@ -142,18 +144,18 @@ def _room(made: Plan, memory: int) -> Json:
     return {"gpus": memory and size, "fits": [asdict(fit) for fit in rows]}
 
 
-def _fits(value: Json, machine: str) -> Iterator[RenderableType]:
+def _fits(room: Json, machine: str) -> Iterator[RenderableType]:
     """What there is room for, by the number of drafts."""
-    title = f"room in {value['gpus']} x {machine}, served"
-    if not value["fits"]:
+    title = f"room in {room['gpus']} x {machine}, served"
+    if not room["fits"]:
         yield f"{title}: not counted for this attention"
         return
     rows = []
-    for fit in value["fits"]:
+    for fit in room["fits"]:
         sizes = [size_in_words(fit[key]) for key in ("weights", "cache", "target", "draft")]
         rows.append([str(fit["drafts"]), *sizes, f"{fit['longest']:,}", f"{fit['sequences']:,.1f}"])
     columns = (">drafts", ">weights", ">cache", ">KV a token", ">KV of draft", ">longest")
-    at_once = f">at once of {value['fits'][0]['length']:,}"
+    at_once = f">at once of {room['fits'][0]['length']:,}"
     yield table(title, (*columns, at_once), rows)
     yield f"Assumed: {ASSUMED}."
 
