@@ -73,7 +73,7 @@ def serve(
     from ..validate.measure import cures as curing
     from ..validate.measure import foreground
     from ..validate.measure.room import options_of, tensor_parallel_size
-    from ..validate.measure.serve_line import refuse_pipeline, refuse_settings
+    from ..validate.measure.serve_line import refuse_settings
     from . import serving
 
     extra = tuple(context.args)
@@ -107,7 +107,6 @@ def serve(
     if line := curing.told(cures, version):
         tell(line)
     best = serving.chosen_k(opened, k, checked.data.facts.num_mtp_layers, device)
-    refuse_pipeline(opened, best.k, extra, version)
     if gpus:
         from .. import api
 
@@ -125,8 +124,7 @@ def serve(
             serving.refuse_errors(path, loaded)
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
-    if vllm:
-        serving.tell_room(opened, best.k, vllm, extra)
+    serving.tell_room(opened, best.k, vllm, extra)
     if dry_run:
         serving.print_commands(opened, best, extra, cures, as_json=as_json)
         return

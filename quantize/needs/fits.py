@@ -1,7 +1,7 @@
 """What a server has room for once the weights are on its GPUs: the longest sequence, and how many,
 by the number of drafts.
 
-In: a family's view of a config.json, the bytes of target and draft, a GPU's memory. Out: a `Fit`
+In: a family's view of a config.json, the bytes of target and draft, a GPU's memory. Out: a `Room`
 for each number of drafts.
 
 Easy to get wrong: a block has the same bytes in every group of layers. So a draft of one layer
@@ -35,23 +35,47 @@ IN_FLIGHT = 2 * 8192
 H200, vLLM 0.32.0 engine/arg_utils.py.
 """
 _KINDS = {
-    "1": "sliding", "sliding_attention": "sliding",
-    "M": "linear", "mamba": "linear", "linear_attention": "linear",
-    "-": "", "E": "", "mlp": "", "moe": "",
-}  # fmt: skip
+    "1": "sliding",
+    "sliding_attention": "sliding",
+    "M": "linear",
+    "mamba": "linear",
+    "linear_attention": "linear",
+    "-": "",
+    "E": "",
+    "mlp": "",
+    "moe": "",
+}
 _KEYS = ("hybrid_override_pattern", "layers_block_type", "hybrid_layer_pattern", "layer_types")
 # What says how large a state of linear attention is: its heads, their width, the rows of a state,
 # how many keys have as many, the kernel of the convolution; the bytes of a number; and how many
 # states of a prompt are kept.
 _STATES = (
-    (("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim",
-      "linear_num_key_heads", "linear_conv_kernel_dim"), 2, 0),
+    (
+        (
+            "linear_num_value_heads",
+            "linear_value_head_dim",
+            "linear_key_head_dim",
+            "linear_num_key_heads",
+            "linear_conv_kernel_dim",
+        ),
+        2,
+        0,
+    ),
     (("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"), 4, 1),
     (("num_heads", "head_dim", "head_dim", "num_heads", "short_conv_kernel_size"), 4, 1),
-    (("num_attention_heads", "head_dim", "head_dim", "num_attention_heads",
-      "short_conv_kernel_size"), 4, 0),
+    (
+        (
+            "num_attention_heads",
+            "head_dim",
+            "head_dim",
+            "num_attention_heads",
+            "short_conv_kernel_size",
+        ),
+        4,
+        0,
+    ),
     (("num_attention_heads", "head_dim", "head_dim"), 2, 0),
-)  # fmt: skip
+)
 
 
 @frozen
@@ -71,7 +95,7 @@ class Cache:
 
 
 @frozen
-class Fit:
+class Room:
     """What there is room for.
 
     Attributes:
@@ -116,7 +140,7 @@ def fits(
     length: int = 0,
     share: float = SHARE,
     width: int = 2,
-) -> list[Fit]:
+) -> list[Room]:
     """For no draft to MOST_DRAFTS; nothing where that is not counted.
 
     Args:
@@ -140,7 +164,7 @@ def fits(
         needed = ceil(sum(weights[: 1 + bool(drafts)]) / tp)
         left = max(0, int(share * memory) - OWN_BYTES - needed)
         counts = range(1, most + 1)
-        fit = Fit(
+        fit = Room(
             drafts=drafts,
             weights=needed,
             cache=left,
@@ -154,7 +178,7 @@ def fits(
     return found
 
 
-def in_words(found: Sequence[Fit], drafts: int) -> str:
+def in_words(found: Sequence[Room], drafts: int) -> str:
     """What there is room for, drafting so many tokens a step."""
     fit = found[min(drafts, MOST_DRAFTS)]
     return (

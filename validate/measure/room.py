@@ -15,7 +15,7 @@ from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.files import remove_left
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
-from ...quantize.needs.fits import SHARE, Fit, fits, weights_of
+from ...quantize.needs.fits import SHARE, Room, fits, weights_of
 from ...recipes.errors import RecipeError, VLLMError
 from ..facts.vllm_env import GPU, VLLM
 from .bf16_copy import refuse_full_disk, why_no_kernel
@@ -110,7 +110,7 @@ def least_gpus(source: Source, memory_bytes: int, num_bytes: int | None = None) 
     return _fewest(source, SHARE * memory_bytes / 2**30, _SIZES[-1], num_bytes)
 
 
-def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Fit]:
+def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Room]:
     """What this machine's GPUs have room for, by the number of drafts; nothing where that is not
     known.
     """
@@ -124,7 +124,7 @@ def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Fit]:
 
 def room_on(
     source: Source, memory: int, tp: int, options: Mapping[str, str] | None = None
-) -> list[Fit]:
+) -> list[Room]:
     """The same of so many GPUs with so many bytes each."""
     options = options or {}
     runtime = RuntimeView.of(source)
