@@ -16,6 +16,8 @@ from rich.text import Text
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..checkpoints.source import Source, donor_files
+from ..quantize.needs.cards import card_of
+from ..quantize.needs.fits import ASSUMED, fits, weights_of
 from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
@@ -32,6 +34,7 @@ from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..validate.facts.vllm_env import gpus_here
+from ..validate.measure.room import least_gpus
 from ..validate.measure.serve_line import method_words, serve_words
 from ..validate.report.provenance import gpus_of
 from . import tables
@@ -46,9 +49,17 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
     """Print a plan and what it needs, here or with such GPUs, and for people also what would stop
     the run.
     """
-    needs = needs_of(made, machine_of(gpu_memory, here=gpus_here()))
+    here = gpus_here()
+    needs = needs_of(made, machine_of(gpu_memory, here=here))
+    memory = 0
+    if gpu_memory:
+        _, memory = card_of(gpu_memory)
+    elif here:
+        memory = int(here[0].memory_gib * 2**30)
     value = plan_json(made)
-    tables.answer(value | {"needs": needs}, _parts(made, value, needs), as_json=as_json)
+    room = _room(made, memory)
+    parts = _parts(made, value, needs, room)
+    tables.answer(value | {"needs": asdict(needs) | room}, parts, as_json=as_json)
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
@@ -66,7 +77,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     tables.answer({"source": unchosen.source.where, "variants": rows}, parts, as_json=as_json)
 
 
-def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
+def _parts(made: Plan, value: Json, needs: Needs, room: Json) -> Iterator[RenderableType]:
     """For people: what `plan_json` says, and what only they read."""
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
     yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(value["groups"]))
@@ -104,6 +115,9 @@ def _parts(made: Plan, value: Json, needs: Needs) -> Iterator[RenderableType]:
     yield ""
     yield from lines(needs)
     yield ""
+    if room["gpus"]:
+        yield from _fits(room, needs.machine)
+        yield ""
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refusals(made):
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
@@ -117,6 +131,34 @@ def _steps(reads: list[Json]) -> RenderableType:
         rows.append([str(step["drafts"]), *sizes, f"{step['heads'] / step['total']:.0%}"])
     columns = (">drafts", ">backbone", ">MTP", ">heads", ">all", ">heads/all")
     return table("weights that a step reads, for one token", columns, rows)
+
+
+def _room(made: Plan, memory: int) -> Json:
+    """On how few GPUs the weights fit, and what they have room for besides."""
+    size = least_gpus(made.source, memory, made.num_bytes_after)
+    rows = []
+    if memory and size:
+        outputs = [made.on_disk(output) for tensor in made.tensors for output in tensor.outputs]
+        weights = weights_of(made.view, outputs)
+        width = 1 if made.recipe.kv_cache else 2
+        rows = fits(made.view, weights, memory, tp=size, width=width)
+    return {"gpus": memory and size, "fits": [asdict(fit) for fit in rows]}
+
+
+def _fits(room: Json, machine: str) -> Iterator[RenderableType]:
+    """What there is room for, by the number of drafts."""
+    title = f"room in {room['gpus']} x {machine}, served"
+    if not room["fits"]:
+        yield f"{title}: not counted for this attention"
+        return
+    rows = []
+    for fit in room["fits"]:
+        sizes = [size_in_words(fit[key]) for key in ("weights", "cache", "target", "draft")]
+        rows.append([str(fit["drafts"]), *sizes, f"{fit['longest']:,}", f"{fit['sequences']:,.1f}"])
+    columns = (">drafts", ">weights", ">cache", ">KV a token", ">KV of draft", ">longest")
+    at_once = f">at once of {room['fits'][0]['length']:,}"
+    yield table(title, (*columns, at_once), rows)
+    yield f"Assumed: {ASSUMED}."
 
 
 def _entries(config: Json) -> Iterator[str]:

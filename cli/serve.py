@@ -124,6 +124,7 @@ def serve(
             serving.refuse_errors(path, loaded)
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
+    serving.tell_room(opened, best.k, vllm, extra)
     if dry_run:
         serving.print_commands(opened, best, extra, cures, as_json=as_json)
         return

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from .. import api
 from ..checkpoints.source import Source
+from ..quantize.needs.fits import ASSUMED, in_words
 from ..recipes.errors import GateError, RecipeError, VLLMError
 from ..recipes.extras import missing
+from ..recipes.runtimes.vllm import NEWEST
 from ..validate.check.check import Checked
 from ..validate.facts.findings import errors_of
 from ..validate.facts.vllm_env import TESTED, VLLM
@@ -22,8 +24,13 @@ from ..validate.measure.bf16_copy import why_no_kernel
 from ..validate.measure.cures import switched_on
 from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
 from ..validate.measure.harness import refuse_drafts
-from ..validate.measure.room import refuse_full_gpus
-from ..validate.measure.serve_line import docker_words, method_words, serve_words
+from ..validate.measure.room import options_of, refuse_full_gpus, room_here
+from ..validate.measure.serve_line import (
+    docker_words,
+    method_words,
+    refuse_pipeline,
+    serve_words,
+)
 from ..validate.measure.server import last_error
 from ..validate.report.best_k import BestK, best_k
 from . import exits
@@ -98,6 +105,23 @@ def run(
         reads = f"`{command('check', opened.where)} --values` reads the draft's tensors"
         tell(f"warning: {life.doubt}: {reads}, `{command('serve-check', opened.where)}` compares")
     return life
+
+
+def tell_room(opened: Source, k: int, vllm: VLLM | None, extra: Sequence[str]) -> None:
+    """Say what the GPUs have room for besides the weights, where that is counted.
+
+    Raises:
+        RecipeError: a pipeline's stages, over which this vLLM cannot draft.
+    """
+    refuse_pipeline(opened, k, extra, vllm.version if vllm else NEWEST)
+    found = room_here(opened, vllm, extra) if vllm else []
+    if not found:
+        return
+    tell(f"room, counted: {in_words(found, k)}. Assumed: {ASSUMED}")
+    longest = found[min(k, len(found) - 1)].longest
+    takes = opened.text_config.get("max_position_embeddings", 0)
+    if longest < takes and "--max-model-len" not in options_of(extra):
+        tell(f"warning: vLLM may refuse {takes:,} tokens: add `-- --max-model-len {longest}`")
 
 
 def checked_errors(path: str) -> Checked:

@@ -414,8 +414,12 @@ class Family:
         method: what vLLM calls this way of drafting (`--speculative-config`).
         tool_parser: vLLM's name for what reads tool calls (`--tool-call-parser`; 0.32.0
             tool_parsers/__init__.py); "" where it has none for all releases of the family.
+        reasoning_parser: that for what reads thoughts (`--reasoning-parser`; 0.32.0
+            reasoning/__init__.py).
         dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
             such draft.
+        pipeline: versions of vLLM that draft with a pipeline's stages, also where the block has no
+            embedding.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
@@ -456,5 +460,7 @@ class Family:
     no_backbone: str = ""
     method: Literal["mtp", "dspark"] = "mtp"
     tool_parser: str = ""
+    reasoning_parser: str = ""
     dspark: "Family | None" = None
+    pipeline: str = ">=0.30"
     notes: str = ""

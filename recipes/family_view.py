@@ -436,17 +436,17 @@ class FamilyView:
 
     def _rows_of(self, part: Part, index: int) -> dict[str, Row]:
         """The rows of the layer with this index on disk, by path."""
-        if part == "backbone" and index in self._linear_layers:
+        if part == "backbone" and index in self.linear_layers:
             return self._rows["linear"]
         return self._rows[part]
 
     @property
     def has_linear_attention(self) -> bool:
         """Whether a layer has linear attention, whose state is no cache of keys and values."""
-        return bool(self._linear_layers)
+        return bool(self.linear_layers)
 
     @cached_property
-    def _linear_layers(self) -> frozenset[int]:
+    def linear_layers(self) -> frozenset[int]:
         """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list
         (counted from 1).
         """

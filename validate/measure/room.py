@@ -11,15 +11,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.files import remove_left
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
+from ...quantize.needs.fits import SHARE, Room, fits, weights_of
 from ...recipes.errors import RecipeError, VLLMError
 from ..facts.vllm_env import GPU, VLLM
 from .bf16_copy import refuse_full_disk, why_no_kernel
 
-# Source: vLLM 0.32.0 config/cache.py (gpu_memory_utilization).
-_SHARE = 0.92
 # With one of these words, weights are kept elsewhere, or on more machines than this one, or not
 # split by ranks alone.
 _ELSEWHERE = {
@@ -107,7 +107,47 @@ def least_gpus(source: Source, memory_bytes: int, num_bytes: int | None = None) 
     """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16
     are too few. `num_bytes` of weights, where they will be other than the source's.
     """
-    return _fewest(source, _SHARE * memory_bytes / 2**30, _SIZES[-1], num_bytes)
+    return _fewest(source, SHARE * memory_bytes / 2**30, _SIZES[-1], num_bytes)
+
+
+def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Room]:
+    """What this machine's GPUs have room for, by the number of drafts; nothing where that is not
+    known.
+    """
+    options = options_of(extra)
+    gpus = _known_gpus(vllm)
+    if not gpus or {*_PIPELINE, *_ELSEWHERE} & options.keys():
+        return []
+    memory = int(min([gpu.memory_gib for gpu in gpus]) * 2**30)
+    return room_on(source, memory, _number(options, *_TENSOR) or 1, options)
+
+
+def room_on(
+    source: Source, memory: int, tp: int, options: Mapping[str, str] | None = None
+) -> list[Room]:
+    """The same of so many GPUs with so many bytes each."""
+    options = options or {}
+    runtime = RuntimeView.of(source)
+    given = runtime.given
+    words = given.nested or given.raw
+    in_config = given.raw.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")
+    asked = options.get("--kv-cache-dtype", "auto")
+    is_fp8 = asked.startswith("fp8") or (asked == "auto" and bool(in_config))
+    return fits(
+        runtime.view,
+        weights_of(runtime.view, source.entries.values()),
+        memory,
+        tp=tp,
+        length=_number(options, "--max-model-len"),
+        share=float(options.get("--gpu-memory-utilization") or SHARE),
+        width=2 - is_fp8,
+    )
+
+
+def _number(options: Mapping[str, str], *names: str) -> int:
+    """A whole number among options; 0 where there is none."""
+    given = [options[name] for name in names if options.get(name, "").isdigit()]
+    return int(next(iter(given), 0))
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:
@@ -158,7 +198,7 @@ def _fewest(source: Source, usable: float, most: int, num_bytes: int | None = No
 def _usable(gpus: Sequence[GPU], options: Mapping[str, str]) -> float:
     """What vLLM may take of each of these GPUs, in GiB."""
     # It takes a share of each GPU's whole memory, not of what is free.
-    share = float(options.get("--gpu-memory-utilization") or _SHARE)
+    share = float(options.get("--gpu-memory-utilization") or SHARE)
     return min([min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus])
 
 

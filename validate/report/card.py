@@ -24,21 +24,25 @@ from ...checkpoints.files import complete, partial_path, refuse_strange, remove,
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
-from ...checkpoints.source import open_source
+from ...checkpoints.source import Source, open_source
+from ...quantize.needs.fits import ASSUMED, in_words
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
+from ...recipes.families import find_view
 from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
+from ..measure.room import room_on
 from ..measure.serve_line import method_words
 from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
+from .best_k import best_k_of_report
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
 from .drafted import counts_bench
-from .provenance import gpus_of, groups_of, is_chat, recipe_text
+from .provenance import gpus_of, groups_of, is_chat, parser_words, recipe_text, sampling_of
 
 FILES = (
     README,
@@ -212,6 +216,9 @@ def _facts(
         # A speed that is not the checkpoint's has no place on its card.
         if what != "speed" or (report.bench and counts_bench(report.bench)):
             plots[what] = chart
+    gpus = gpus_of(opened)
+    view = find_view(opened.config, opened.where, opened.entries)
+    chat = is_chat(opened)
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -223,13 +230,25 @@ def _facts(
         metadata=metadata_of(
             opened, front, license_id=license_id, base_model=base.name, where=where
         ),
-        is_chat=is_chat(opened),
-        gpus=gpus_of(opened),
+        is_chat=chat,
+        gpus=gpus,
         drafting=method_words(opened),
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
         plots=plots,
+        room=_room(opened, report, gpus),
+        parsers=parser_words(view.family) if chat else "",
+        sampling=sampling_of(opened),
     )
+
+
+def _room(opened: Source, report: FullReport, gpus: Sequence[tuple[int, str, int]]) -> str:
+    """On the fewest GPUs, with as many drafts as the card serves with."""
+    for number, name, memory in gpus[-1:]:
+        if found := room_on(opened, memory * 10**9, number):
+            says = in_words(found, best_k_of_report(report).k)
+            return f"on {number} x {name} {says}: counted, not tried; {ASSUMED}"
+    return ""
 
 
 def _files(facts: CardFacts) -> dict[str, bytes]:

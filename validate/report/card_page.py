@@ -26,8 +26,9 @@ from .best_k import BestK, best_k_of_report
 from .charts import Chart
 from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
-from .numbers import counted
+from .numbers import counted, nats, percent
 from .provenance import ModuleGroup
+from .tables import wanted_filter
 
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
@@ -62,6 +63,9 @@ class CardFacts:
         drafting: what vLLM needs besides k to draft.
         cures: that the report's vLLM needs.
         cured: each cure, with the versions that need it.
+        room: what GPUs have room for besides the weights.
+        parsers: words for the server that read tool calls and thoughts.
+        sampling: how the release wants to be asked.
     """
 
     name: str
@@ -78,6 +82,9 @@ class CardFacts:
     drafting: tuple[str, ...] = ()
     cures: tuple[str, ...] = ()
     cured: tuple[str, ...] = ()
+    room: str = ""
+    parsers: str = ""
+    sampling: str = ""
 
     @property
     def model(self) -> str:
@@ -219,12 +226,39 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
     how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
     rows.append(("GPUs", f"{fewest}: {how}"))
+    rows += [(name, says) for name, says in _wanted(facts) if says]
     versions = versions_in_short(report.dry) or "no other version was tried"
     rows.append(("vLLM", f"{report.vllm}; {versions}"))
     license_id = facts.metadata.license_name or facts.metadata.license
     unstated = "not stated here; that of the base model applies"
     rows.append(("License", license_id or unstated))
     yield Table(columns=("", ""), rows=rows)
+
+
+def _wanted(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    """What readers of other cards look for, each "" where nobody knows it."""
+    yield "Room", facts.room
+    yield "Parsers", facts.parsers
+    yield "Sampling", facts.sampling
+    tried = []
+    scores = []
+    if evaluation := facts.report.evaluation:
+        wanted = wanted_filter(facts.report)
+        for task in evaluation.by_task:
+            name = task.judged_filter(wanted)
+            said = f"{task.protocol.title} {percent(task.checkpoint.score(name).value)}"
+            if task.source:
+                said += f" (source {percent(task.source.score(name).value)})"
+            scores.append(said)
+        most = max(task.protocol.max_tokens for task in evaluation.by_task)
+        tried.append(f"answers of at most {most:,} tokens")
+    divergence = ""
+    if closeness := facts.report.closeness:
+        tried.append(f"texts of at most {closeness.window:,} tokens")
+        divergence = f"{nats(closeness.divergence)} a token from the source, as served"
+    yield "Context tried", "; ".join(tried)
+    yield "Scores", "; ".join(scores)
+    yield "Divergence", divergence
 
 
 def _parts(report: FullReport) -> list[Any]:

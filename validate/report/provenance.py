@@ -17,6 +17,7 @@ from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source, small_file, small_object
 from ...quantize.needs.cards import CARDS
 from ...recipes.errors import CheckpointError
+from ...recipes.family import Family
 from ...recipes.frozen import frozen
 from ..measure.room import least_gpus
 
@@ -24,6 +25,7 @@ from ..measure.room import least_gpus
 # its bytes.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MOST_GPUS = 8
 _Group = tuple[str, str]
 
@@ -126,6 +128,25 @@ def is_chat(checkpoint: Source) -> bool:
     if tokenizer and tokenizer.get("chat_template"):
         return True
     return any(small_file(checkpoint, name) for name in _TEMPLATES)
+
+
+def parser_words(family: Family) -> str:
+    """The words with which a server reads the family's tool calls and thoughts."""
+    words = []
+    if family.tool_parser:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", family.tool_parser]
+    if family.reasoning_parser:
+        words += ["--reasoning-parser", family.reasoning_parser]
+    if not words:
+        return ""
+    return f"`{' '.join(words)}`"
+
+
+def sampling_of(checkpoint: Source) -> str:
+    """How its generation_config.json samples, which vLLM does by itself."""
+    config = small_object(checkpoint, "generation_config.json") or {}
+    said = [f"{key} {config[key]}" for key in _SAMPLING if isinstance(config.get(key), int | float)]
+    return ", ".join(said)
 
 
 def gpus_of(checkpoint: Source, num_bytes: int | None = None) -> tuple[tuple[int, str, int], ...]:

@@ -13,9 +13,15 @@ import pytest
 from commands import ROOT, keepmtp
 from keepmtp.checkpoints import files
 from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.serving import tell_room
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.facts.vllm_env import GPU, VLLM, find_vllm, gpus_here
-from keepmtp.validate.measure.room import options_of, refuse_no_room, tensor_parallel_size
+from keepmtp.validate.measure.room import (
+    options_of,
+    refuse_no_room,
+    room_here,
+    tensor_parallel_size,
+)
 from stub_vllm import stub_vllm
 
 GLM = "models/tiny-glm4-moe"  # 6.1 MiB, 4 heads
@@ -172,3 +178,29 @@ def test_another_vllm_is_named(monkeypatch, tmp_path):
     done = keepmtp(command, status=0)
     assert "vLLM 0.99.1: keepmtp's rules were read from 0.29.0 to" in done.stderr
     assert json.loads(done.stdout)["environment"]["vllm"] == "0.99.1"
+
+
+def test_room_on_this_machines_gpus(cuda, capsys):
+    vllm = with_gpus(cuda, 2, mib=80 << 10)
+    plain, drafted, *_ = room_here(SOURCE, vllm, ())
+    assert (plain.longest, plain.length) == (2048, 2048) and 0 < drafted.sequences < plain.sequences
+    assert room_here(SOURCE, vllm, ["-tp", "2"])[0].weights * 2 == plain.weights
+    assert room_here(SOURCE, vllm, ["--gpu-memory-utilization=0.5"])[0].cache < plain.cache
+    assert room_here(SOURCE, vllm, ["--max-model-len", "128k"])[0].length == 2048
+    for words in ("-pp 2", "--cpu-offload-gb 1"):
+        assert room_here(SOURCE, vllm, words.split()) == []
+    assert room_here(SOURCE, replace(vllm, build="cpu"), ()) == []
+    tell_room(SOURCE, 1, vllm, ())
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("room, counted: 2,048 tokens in one sequence, or ")
+        and "warning" not in said
+    )
+    assert "Assumed: vLLM needs 4.0 GiB more for activations" in said
+    small = with_gpus(cuda, 1, mib=(4 << 10) / 0.92 + 9)
+    tell_room(SOURCE, 1, small, ())
+    assert (
+        "warning: vLLM may refuse 2,048 tokens: add `-- --max-model-len " in capsys.readouterr().err
+    )
+    tell_room(SOURCE, 1, small, ["--max-model-len", "64"])
+    assert "warning" not in capsys.readouterr().err

@@ -32,9 +32,11 @@ from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
+from keepmtp.recipes.families import families
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.schema import TextsOfMix
 from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.facts.evaluated import TaskFact
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -54,7 +56,14 @@ from keepmtp.validate.report.card_page import MAX_COLUMNS, CardFacts, Metadata, 
 from keepmtp.validate.report.charts import Chart
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.markdown import Code, Table, code, inline, markdown
-from keepmtp.validate.report.provenance import gpus_of, groups_of, is_chat, recipe_text
+from keepmtp.validate.report.provenance import (
+    gpus_of,
+    groups_of,
+    is_chat,
+    parser_words,
+    recipe_text,
+    sampling_of,
+)
 from markdown_it import MarkdownIt
 from printed import printed
 
@@ -826,3 +835,42 @@ def test_code_and_quotes():
     assert inline("one ` alone") == "one \\` alone" and code("a`b") == "`a'b`" and code("") == ""
     block = Code(text="a\n```\nb\n", language="yaml")
     assert markdown([block]) == "````yaml\na\n```\nb\n````\n"
+
+
+# --- its head -------------------------------------------------------------------------------------
+
+
+def test_what_there_is_room_for(made):
+    (row,) = re.findall(
+        r"^\| Room \| (.*) \|$", (card.card_folder(made) / "README.md").read_text(), re.MULTILINE
+    )
+    assert row.startswith("on 1 x 4090 2,048 tokens in one sequence, or ")
+    assert row.endswith(
+        "not tried; vLLM needs 4.0 GiB more for activations, CUDA graphs and libraries"
+    )
+
+
+def test_how_the_release_wants_to_be_asked(made, tmp_path):
+    shutil.copytree(made, tmp_path / "m")
+    assert sampling_of(open_source(tmp_path / "m")) == ""
+    says = {"temperature": 0.6, "top_p": 0.95, "top_k": "x<script>", "do_sample": True}
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(says))
+    assert sampling_of(open_source(tmp_path / "m")) == "temperature 0.6, top_p 0.95"
+    known = parser_words(families()["glm4_moe"])
+    assert known == "`--enable-auto-tool-choice --tool-call-parser glm45 --reasoning-parser glm45`"
+    assert parser_words(families()["mimo"]) == ""
+    text = card_of(made, whole(), parsers=known, sampling="temperature 0.6")
+    assert f"| Parsers | {known} |" in text and "| Sampling | temperature 0.6 |" in text
+    assert "| Scores | gsm8k " in text and "| Divergence |" not in text
+
+
+def test_every_task_has_its_score_in_the_head(made):
+    report = whole()
+    assert report.evaluation
+    protocol = report.evaluation.protocol.model_copy(update={"task": "ifeval"})
+    fields = {name: getattr(report.evaluation, name) for name in TaskFact.model_fields}
+    other = TaskFact(**fields | {"protocol": protocol})
+    evaluation = report.evaluation.model_copy(update={"tasks": (other,)})
+    text = card_of(made, report.model_copy(update={"evaluation": evaluation}))
+    (row,) = re.findall(r"^\| Scores \| (.*) \|$", text, re.MULTILINE)
+    assert re.fullmatch(r"gsm8k [\d.]+ % \(source .*\); ifeval [\d.]+ % \(source .*\)", row)

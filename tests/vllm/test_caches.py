@@ -1,0 +1,118 @@
+"""How many requests a server has room for: by keepmtp's count, by vLLM's own functions on a pretended GPU, and by
+the log of a server on a CPU.
+"""
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import releases
+from commands import ROOT, captured
+from keepmtp.quantize.needs.fits import Cache, caches, sequences
+from keepmtp.recipes.families import find_view
+from keepmtp.validate.facts.dry_load import GPU
+from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QUIET, QWEN, VLLM_PYTHON
+
+pytestmark = NEEDS_VLLM
+# Every kind of attention that is counted, at full size: grouped-query; latent, also two of them in a layer and with
+# an indexer in all layers or in some; sliding windows, also with other heads; and linear attention of five kinds.
+MODELS = (
+    *("glm-4.7", "ernie-4.5-21b", "deepseek-r1", "glm-4.7-flash", "longcat-flash-chat"),
+    *("deepseek-v3.2", "hy4-preview", "k-exaone-236b", "exaone-4.5-33b", "mimo-v2.5"),
+    *("qwen3.5-27b", "qwen3-next-80b", "nemotron-3-super", "ring-2.5-1t", "ling-3.0-flash"),
+    "kimi-k3-mtp",
+)
+NUM_BYTES = 64 << 30
+LENGTH = 32768
+
+
+def jobs_of(folder: Path) -> list[dict[str, Any]]:
+    """Each model without drafts and with two; and split over four GPUs, or with an FP8 cache."""
+    jobs = []
+    for model in MODELS:
+        config, _ = releases.source_layout(model, size="full")
+        (folder / model).mkdir()
+        (folder / model / "config.json").write_text(json.dumps(config))
+        for tp, k, further in (
+            (1, 0, {}),
+            (1, 2, {}),
+            (4, 1, {}),
+            (1, 1, {"kv_cache_dtype": "fp8"}),
+        ):
+            # The draft of EXAONE has a cache in BF16, whatever is asked for: vLLM's groups are of one layer then.
+            if further and "exaone" in model:
+                continue
+            place = {"folder": str(folder / model), "tp": tp, "k": k, "further": further}
+            jobs.append({**place, "length": LENGTH, "num_bytes": NUM_BYTES})
+    return jobs
+
+
+def counted(job: dict[str, Any], in_flight: int) -> float:
+    """keepmtp's count."""
+    config = json.loads(Path(job["folder"], "config.json").read_text())
+    view = find_view(config, job["folder"])
+    target, draft = caches(view, job["k"], tp=job["tp"], width=1 if job["further"] else 2)
+    return sequences(target + draft, job["num_bytes"], job["length"], in_flight)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gpu", ["sm90"])
+def test_as_many_requests_as_vllm_counts(gpu: GPU, tmp_path):
+    jobs = jobs_of(tmp_path)
+    script = ROOT / "tests" / "vllm" / "caches.py"
+    environment = os.environ | QUIET | {"VLLM_CACHE_ROOT": str(tmp_path)}
+    done = captured(
+        [VLLM_PYTHON, "-P", script, ROOT / "validate" / "dryload" / "in_vllm", gpu],
+        input="\n".join(map(json.dumps, jobs)) + "\n",
+        env=environment,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(jobs), done.stderr[-3000:]
+    for job, answer in zip(jobs, answers, strict=True):
+        assert "error" not in answer, (job, answer)
+        # A backend for latent attention in FP8 has blocks of 32 or 64 tokens in place of 16, so the last block of
+        # a request or of the cache is another: one in 2,048.
+        close = 1 / 1024 if job["further"] else 1e-9
+        assert counted(job, answer["in_flight"]) == pytest.approx(answer["requests"], rel=close), (
+            job
+        )
+
+
+def with_state_of_cpu(layers: list[Cache], k: int) -> list[Cache]:
+    """On a CPU vLLM keeps no state of a prefix, so one for each token of a step."""
+    return [replace(layer, states=1 + k) if layer.states else layer for layer in layers]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model, block", [(GLM, 128), (QWEN, 128), ("glm-4.7-flash", 16)])
+def test_as_many_requests_as_a_server_says(model, block, tmp_path):
+    """With a cache of 1 GiB, MTP on and off: the same to the digits that vLLM prints."""
+    folder = model
+    if isinstance(model, str):
+        made = releases.source_layout(model, size="tiny")
+        folder = releases.write_checkpoint(tmp_path / model, *made, num_shards=1, data="random")
+    config = json.loads((folder / "config.json").read_text())
+    config["mamba_ssm_dtype"] = "float32"  # which vLLM chooses on a CPU
+    view = find_view(config, folder)
+    for k in (0, 1):
+        program = (
+            "import sys, json; from vllm import LLM; "
+            "LLM(sys.argv[1], speculative_config=json.loads(sys.argv[2]), dtype='bfloat16', max_model_len=512, "
+            "enable_prefix_caching=False, enforce_eager=True, skip_tokenizer_init=True)"
+        )
+        drafting = {"method": "mtp", "num_speculative_tokens": k} if k else None
+        path = {"PYTHONPATH": str(PLUGIN / "stubs"), "VLLM_LOGGING_LEVEL": "INFO"}
+        words = [VLLM_PYTHON, "-c", program, folder, json.dumps(drafting)]
+        done = captured(words, env=os.environ | QUIET | path, cwd=tmp_path)
+        log = done.stdout + done.stderr
+        found = re.search(r"KV cache size: ([\d,]+) tokens, Maximum concurrency .*: ([\d.]+)x", log)
+        assert found, log[-3000:]
+        target, draft = caches(view, k, block=block)
+        layers = with_state_of_cpu(target + draft, k)
+        number = sequences(layers, 1 << 30, 512)
+        assert int(512 * number) == int(found[1].replace(",", "")), (k, found[0])
+        assert f"{number:.2f}" == found[2], (k, found[0])
