@@ -3,7 +3,6 @@ draft, and one that is broken in other scripts alone.
 """
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import twins
 from commands import ROOT
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.families import families
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -20,7 +18,7 @@ from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import AnswersHeader, read_lines
 from keepmtp.validate.report.gates import judge
-from real_vllm import NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, UNIPROC
 
 TOOLS = ROOT / "models" / "tiny-tools"
 NUM = 40
@@ -97,10 +95,3 @@ def test_a_target_that_is_broken_in_other_scripts_alone_is_found(drafted, out):
     right = {n for n, line in answers.items() if line.correct["expected"]}
     english = {n for n, item in enumerate(items) if not item.turns[-1].wanted}
     assert english <= right and len(right) < NUM // 2
-
-
-def test_a_familys_parser_is_one_that_vllm_has():
-    (path,) = VLLM_PYTHON.parents[1].glob("lib/python*/site-packages/vllm/tool_parsers/__init__.py")
-    known = set(re.findall(r'^    "(\w+)": \($', path.read_text(), re.MULTILINE))
-    named = {family.tool_parser for family in families().values()} - {""}
-    assert len(named) > 10 and named <= known
