@@ -76,6 +76,8 @@ class ModelOptions:
             default: the recipe's, else ultrachat-256x2048.
         changes: Of a checkpoint as MODEL, change this group alone; may be repeated. GROUP is a
             module group, `mtp`, `kv_cache` or `format`. All else stays as it is, byte for byte.
+        draft_for: Write the MTP block alone, as a draft of its own for this finished checkpoint: a
+            folder or a Hub id. Its config decides in which form vLLM builds the draft.
         requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.
@@ -88,6 +90,7 @@ class ModelOptions:
     calibration: str | None = None
     mtp_source: str | None = None
     changes: SetOption = None
+    draft_for: str | None = None
     requantize: bool = False
     trust_remote_code: bool = False
 

@@ -23,12 +23,13 @@ from ..validate.measure.cures import switched_on
 from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
 from ..validate.measure.harness import refuse_drafts
 from ..validate.measure.room import refuse_full_gpus
-from ..validate.measure.serve_line import docker_words, method_words, serve_words
+from ..validate.measure.serve_line import docker_words, method_words, separate_draft, serve_words
 from ..validate.measure.server import last_error
 from ..validate.report.best_k import BestK, best_k
 from . import exits
 from .findings import with_path
-from .progress import downloaded
+from .options import chosen_gpus
+from .progress import downloaded, spinner
 from .serve import Listening
 from .tables import answer, tell
 
@@ -100,15 +101,27 @@ def run(
     return life
 
 
-def checked_errors(path: str) -> Checked:
-    """The checkpoint, which has no error.
+def draft_at(source: Source, *, is_served: bool) -> tuple[str, ...]:
+    """The words that name a draft of its own: its folder, or its repository where another machine
+    may serve it.
+    """
+    if is_served:
+        source = downloaded(source)
+    place = source.where
+    if source.folder is not None:
+        place = str(source.folder.absolute())
+    return separate_draft(place)
+
+
+def checked_errors(path: str, draft: str = "") -> Checked:
+    """The checkpoint, which has no error; with its draft, where that has a checkpoint of its own.
 
     Raises:
         GateError: the check has an error; or, where the packages that read values are there, a
             scale is wrong.
         KeepMTPError: there is nothing to judge.
     """
-    (checked,) = api.check_all([path])
+    (checked,) = api.check_all([path], draft=draft)
     refuse_errors(path, checked)
     if Path(path).is_dir() and not missing("quantize"):
         from ..validate.check.values import with_values  # imports torch
@@ -118,6 +131,29 @@ def checked_errors(path: str) -> Checked:
     if warnings := len(checked.data.findings):
         tell(f"check: no errors, warnings: {warnings}: `{command('check', path)}` has them")
     return checked
+
+
+def refuse_unloadable(
+    path: str, gpus: Sequence[str], *, draft: str, tp: int, k: int, has_cures: bool
+) -> None:
+    """Let vLLM's loaders judge it, on pretended GPUs.
+
+    Raises:
+        GateError: it has an error, which no cure mends.
+    """
+    with spinner() as doing:
+        (loaded,) = api.check_all(
+            [path],
+            gpus=chosen_gpus(gpus),
+            tps=[tp],
+            num_drafts=max(1, k),
+            draft=draft,
+            progress=doing,
+        )
+    # What a cure mends is no reason to refuse.
+    loads = loaded.data.dry
+    if not (has_cures and loads and all(load.ok or load.cures for load in loads)):
+        refuse_errors(path, loaded)
 
 
 def command(verb: str, path: str) -> str:

@@ -6,7 +6,13 @@ import shlex
 import pytest
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.measure.harness import ks_up_to
-from keepmtp.validate.measure.serve_line import draft_words, refuse_settings
+from keepmtp.validate.measure.serve_line import (
+    docker_words,
+    draft_words,
+    refuse_settings,
+    separate_draft,
+    serve_words,
+)
 from keepmtp.validate.measure.server import refuse_words
 
 
@@ -80,3 +86,13 @@ def test_a_setting_of_drafting_must_be_one_that_the_version_takes(setting, versi
 def test_a_lossy_way_of_drafting_is_not_measured(words):
     with pytest.raises(RecipeError, match=r"eval: must measure .* got fly, .* Leave rejection_"):
         refuse_words("eval", words)
+
+
+def test_a_draft_of_its_own():
+    """It is named in the speculative config; a container sees its folder."""
+    words = serve_words("org/target", 2, *separate_draft("org/draft"))
+    assert json.loads(words[-1])["model"] == "org/draft"
+    line = shlex.join(docker_words("/data/t", 2, *separate_draft("/data/d"), version="0.32.0"))
+    assert "-v /data/d:/draft:ro vllm/vllm-openai" in line and '"model":"/draft"}' in line
+    hub = docker_words("org/target", 2, *separate_draft("org/draft"), version="0.32.0")
+    assert json.loads(hub[-1])["model"] == "org/draft" and "/draft:ro" not in shlex.join(hub)
