@@ -108,6 +108,7 @@ def plan(
     mtp_source: str | None = None,
     requantize: bool = False,
     changes: Sequence[str] | None = None,
+    draft_for: str | None = None,
     trust_remote_code: bool = False,
     **choices: Unpack[ModelChoices],
 ) -> "Plan":
@@ -122,6 +123,8 @@ def plan(
             recipe's.
         requantize: weights that a tool has quantized may be rounded again, into another scheme.
         changes: groups of a checkpoint, each as `GROUP=VALUE`; all else stays as it is.
+        draft_for: folder or Hub id of a finished checkpoint; the plan is of the MTP block alone, as
+            a draft for it.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
         choices: see `ModelChoices`.
 
@@ -137,6 +140,7 @@ def plan(
         mtp_source=mtp_source,
         requantize=requantize,
         changes=changes,
+        draft_for=draft_for,
         trust_remote_code=trust_remote_code,
         **cast("dict[str, str | None]", choices),
     )
@@ -270,11 +274,15 @@ def check_all(
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
     from .validate.check.check import examine
+    from .validate.check.pair import opened_draft, with_draft
 
     paths = [str(place) for place in places]
     if not gpus:
         for path in paths:
-            yield _with_commands(examine(path, runtimes=runtimes))
+            checked = examine(path, runtimes=runtimes)
+            if draft and checked.source is not None:
+                checked = with_draft(checked, opened_draft(draft))
+            yield _with_commands(checked)
         return
     from .validate.dryload.check_on import check_on
     from .validate.dryload.versions import had_vllms

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from .checkpoints.dialects.runtime_view import RuntimeView
 from .checkpoints.donors import with_donors
 from .checkpoints.files import partial_path
 from .checkpoints.mtp_source import has_mtp, with_mtp_of
@@ -34,7 +35,8 @@ from .checkpoints.source import Source, download, open_source, uncollected
 from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
 from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint
-from .quantize.plan.choices import choices_of, refuse_budget
+from .quantize.plan.choices import choices_of, found_text, refuse_budget
+from .quantize.plan.draft_alone import draft_as_written, recipe_of_draft
 from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
 from .quantize.run.progress import SILENT, RunProgress
 from .quantize.write.output import claim, is_finished, publish, refuse_output, tidy
@@ -44,7 +46,8 @@ from .recipes.find import find_recipe, read_recipe
 from .recipes.frozen import Advance, Json, frozen
 from .recipes.model_file import find_path, flat_text
 from .recipes.schema import AUTO, Recipe, validated
-from .validate.check.check import examine
+from .validate.check.check import Checked, examine
+from .validate.check.pair import of_draft
 from .validate.facts.results import CheckData
 from .validate.facts.vllm_env import gpus_here
 
@@ -77,6 +80,7 @@ def plan_for(
     mtp_source: str | None = None,
     requantize: bool = False,
     changes: Sequence[str] | None = None,
+    draft_for: str | None = None,
     trust_remote_code: bool = False,
     **choices: str | None,
 ) -> tuple[Plan, str]:
@@ -89,6 +93,7 @@ def plan_for(
         mtp_source: another place of the MTP block than the recipe's, for a release that has none.
         requantize: what a tool has quantized may be rounded again.
         changes: `GROUP=VALUE`, for groups of a checkpoint that does not stay as it is.
+        draft_for: a finished checkpoint; the MTP block alone becomes a draft for it.
         trust_remote_code: the checkpoint's own Python may run.
         choices: scheme, mtp and calibration; see `find_recipe`.
 
@@ -96,6 +101,8 @@ def plan_for(
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     word = model_word(model)
+    if draft_for is not None and not word.is_recipe:
+        changes, choices = _of_block_alone(changes, choices)
     if word.is_recipe:
         _refuse_changes(word.name, changes)
         recipe, text = _named(word.name, mtp_source, requantize=requantize, **choices)
@@ -116,7 +123,24 @@ def plan_for(
         recipe, text, opened = recipe_of_checkpoint(
             word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
         )
-    return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+    if draft_for is None:
+        return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+    target = open_source(draft_for)
+    recipe = recipe_of_draft(recipe, RuntimeView.of(target))
+    made = make_plan(recipe, opened, trust_remote_code=trust_remote_code)
+    made = replace(made, target=target)
+    _passed(examine(draft_as_written(made), source=opened), made, "the draft that would be written")
+    return made, found_text(recipe)
+
+
+def _of_block_alone(
+    changes: Sequence[str] | None, choices: dict[str, str | None]
+) -> tuple[list[str], dict[str, str | None]]:
+    """What is said of a checkpoint whose block alone is wanted, as changes of the whole."""
+    if changes:
+        rule = "has a word for the block alone, by --mtp"
+        raise RecipeError("--draft-for", rule, got=f"--set {changes[0]}", cure="Leave --set out")
+    return [f"mtp={choices.get('mtp') or 'source'}"], {**choices, "mtp": None}
 
 
 def recipe_for(
@@ -126,6 +150,7 @@ def recipe_for(
     mtp_source: str | None = None,
     requantize: bool = False,
     changes: Sequence[str] | None = None,
+    draft_for: str | None = None,
     **choices: str | None,
 ) -> Recipe:
     """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
@@ -134,6 +159,18 @@ def recipe_for(
         RecipeError, CheckpointError: as `plan_for`.
     """
     word = model_word(model)
+    if draft_for is not None:
+        made, _ = plan_for(
+            model,
+            source=source,
+            mtp_source=mtp_source,
+            requantize=requantize,
+            changes=changes,
+            draft_for=draft_for,
+            trust_remote_code=False,  # no plan of a block alone runs it
+            **choices,
+        )
+        return made.recipe
     if word.is_recipe:
         _refuse_changes(word.name, changes)
         return _named(word.name, mtp_source, requantize=requantize, **choices)[0]
@@ -323,9 +360,10 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     local = (progress.download or download)(plan.source)
     if local is plan.source:
         return plan
-    plan = plan_before_measuring(
+    again = plan_before_measuring(
         plan.recipe, local, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
     )
+    plan = replace(again, target=plan.target)
     # What was downloaded may have taken the room of the output.
     refuse_output(plan, out, calibration=None if plan.needs_batches else "")
     return plan
@@ -371,18 +409,30 @@ def _checked(
     folder: Path, plan: Plan, *, reads: bool = False, progress: RunProgress = SILENT
 ) -> CheckData:
     """The static check, and that of the values where this process reads them."""
-    checked = examine(folder, source=plan.source)
-    if not checked.data.ok:
-        first = checked.data.findings[0]
-        raise GateError(
-            folder,
-            "the written checkpoint must pass its own check",
-            got=f"{first.where} {first.says}",
-            cure=first.cure,
-        )
+    checked = _passed(examine(folder, source=plan.source), plan, folder)
     if not reads:
         return checked.data
     from .validate.check.values import refuse_broken_values  # imports torch
 
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)
     return checked.data.model_copy(update={"findings": findings})
+
+
+def _passed(checked: Checked, plan: Plan, where: object) -> Checked:
+    """The static check of an output; of a draft alone, with its target.
+
+    Raises:
+        GateError: an error.
+    """
+    if checked.runtime is not None and plan.is_draft_alone:
+        target = plan.target and RuntimeView.of(plan.target)
+        checked = checked.with_findings(*of_draft(checked, target))
+    if not checked.data.ok:
+        first = checked.data.findings[0]
+        raise GateError(
+            where,
+            "the written checkpoint must pass its own check",
+            got=f"{first.where} {first.says}",
+            cure=first.cure,
+        )
+    return checked

@@ -66,6 +66,7 @@ class Source:
         donors: group -> the checkpoint that its tensors are from, where it is another one.
         replaced: the tensors that they take the place of.
         changed: small files of a checkpoint as it would be; None for one that is left out.
+        num_unread: tensors that nobody reads, where only a part of a checkpoint is wanted.
     """
 
     where: str
@@ -83,6 +84,7 @@ class Source:
     donors: Mapping[str, "Source"] = field(default_factory=dict)
     replaced: Mapping[HFName, Entry] = field(default_factory=dict)
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
+    num_unread: int = 0
 
     @property
     def others(self) -> "dict[str, Source]":
@@ -213,6 +215,12 @@ def download(source: Source, *, bars: type[Any] | None = None) -> Source:
     if source.folder is not None:
         return source
     named = map(escape, (*source.companions, *source.code))
+    if source.num_unread:  # the index names files that nobody wants
+        tensors = (*source.entries.values(), *source.unindexed.values())
+        files = {entry.file for entry in tensors if not entry.file.startswith(MTP_FILES)}
+        folder = _fetched(source, bars, *map(escape, files), *REWRITTEN, *named)
+        stamped = (*files, "config.json", *source.companions, *source.code)
+        return replace(source, folder=folder, states=states_of(folder, stamped))
     folder = _fetched(source, bars, "*.safetensors", *REWRITTEN, *named)
     return replace(_open_folder(folder, source.where), revision=source.revision)
 

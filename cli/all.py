@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..quantize.run.child import Child, environment
+from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from .exits import TOO_LITTLE
 from .options import (
@@ -82,6 +83,10 @@ def everything(
     refuse_stray_words("all", extra)
     refuse_words("all", extra)
     refuse_no_id(base_model)
+    if choices.draft_for is not None:
+        cure = "Use `keepmtp quantize`, and `keepmtp serve TARGET --draft OUT`"
+        rule = "measures what is served alone"
+        raise RecipeError("keepmtp all", rule, got=f"--draft-for {choices.draft_for}", cure=cure)
     chosen_gpus(gpus or ())
     recipe = choices.recipe()
     out = out or pipeline.default_out(recipe)

@@ -64,12 +64,12 @@ class ServerOptions:
                 raise RecipeError("--runtime", must, got=word, cure=cure)
         servers = [server for server in RULES_OF if server in asked]
         if self.static_only:
-            return {"runtimes": servers}
+            return {"runtimes": servers, "draft": self.draft}
         if not self.gpus:
-            if self.tps or self.k != 1 or self.draft or self.versions:
-                rule = "--tp, -k, --draft and --vllm need a GPU to pretend"
+            if self.tps or self.k != 1 or self.versions:
+                rule = "--tp, -k and --vllm need a GPU to pretend"
                 raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
-            return {"runtimes": servers}
+            return {"runtimes": servers, "draft": self.draft}
         if "vllm" not in servers:
             got = f"--runtime {servers[0]} alone"
             cure = "Add --runtime vllm"

@@ -78,6 +78,8 @@ class ModelOptions:
             module group, `mtp`, `kv_cache` or `format`. `from:DONOR` takes the group as another
             build of the model has it, a folder or a Hub id. All else stays as it is, byte for
             byte.
+        draft_for: Write the MTP block alone, as a draft of its own for this finished checkpoint: a
+            folder or a Hub id. Its config decides in which form vLLM builds the draft.
         requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.
@@ -90,6 +92,7 @@ class ModelOptions:
     calibration: str | None = None
     mtp_source: str | None = None
     changes: SetOption = None
+    draft_for: str | None = None
     requantize: bool = False
     trust_remote_code: bool = False
 

@@ -35,7 +35,7 @@ from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.room import least_gpus
-from ..validate.measure.serve_line import method_words, serve_words
+from ..validate.measure.serve_line import method_words, separate_draft, serve_words
 from ..validate.report.provenance import gpus_of
 from . import tables
 from .tables import by_reason, counted, in_words, table
@@ -176,7 +176,10 @@ def _entries(config: Json) -> Iterator[str]:
 
 def _served_by(made: Plan) -> Iterator[str]:
     """The servers, and vLLM's kernel for each scheme on each GPU."""
-    yield f"served by: vLLM {minor(NEWEST)}, {config_of(made).line}"
+    line = config_of(made).line
+    if made.is_draft_alone:
+        line = "with its target"
+    yield f"served by: vLLM {minor(NEWEST)}, {line}"
     used = {(tensor.scheme, tensor.role == "experts") for tensor in made.tensors if tensor.scheme}
     kernels = KERNELS["kernels"]
     for scheme, is_routed in sorted(used):
@@ -215,7 +218,9 @@ def totals(plan: Plan) -> str:
     )
     if other is not None:
         line += f" of {other.where} ({other.revision})"
-    if plan.served is not None:
+    if plan.is_draft_alone:
+        line += f"; the block alone: {counted(plan.source.num_unread, 'other tensor')} left out"
+    elif plan.served is not None:
         links = [shard for shard in plan.shards if shard.is_link]
         stays = size_in_words(plan.num_bytes_staying)
         line += f"; {stays} stay byte for byte, {len(links)} of {len(plan.shards)} shards as links"
@@ -228,7 +233,11 @@ def totals(plan: Plan) -> str:
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
     words = method_words(plan.source)
-    command = shlex.join(serve_words(str(folder), max(1, plan.view.usual_k), *words))
+    served = str(folder)
+    if plan.is_draft_alone:
+        words = (*words, *separate_draft(served))
+        served = plan.target.where if plan.target else "TARGET"
+    command = shlex.join(serve_words(served, max(1, plan.view.usual_k), *words))
     forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
     block = ", ".join(sorted(forms))
     size = size_in_words(plan.num_bytes_after)

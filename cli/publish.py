@@ -6,10 +6,13 @@ exactly those files.
 
 import os
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
@@ -20,7 +23,7 @@ from .tables import ERR, answer, counted, in_words, table, tell
 
 if TYPE_CHECKING:
     from ..validate.publish.hub import Remote
-    from ..validate.publish.upload import Published
+    from ..validate.publish.upload import FileState, Parcel, Published
 
 
 def publish(
@@ -42,6 +45,9 @@ def publish(
     Then sizes and hashes are compared with the Hub's: what is there is what was measured. A run
     that was interrupted is continued by the same command. The token is HF_TOKEN or that of `hf auth
     login`.
+
+    To the repository that it was made from, only what has changed is sent: one commit, as a pull
+    request, unless that repository has moved on. --update writes to its main branch instead.
 
     Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything
     else.
@@ -71,10 +77,10 @@ def publish(
     tell(f"folder {os.path.realpath(path)}")
     tell(f"repository {url}")
     publishing.ready_report(path)
+    made_from = publishing.commit_to_change(path, repo, update=update)
     token = get_token()
     if token is None and not dry_run:
-        cure = "Set HF_TOKEN, or run `hf auth login`"
-        raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+        raise _no_token()
     # What was public once cannot be taken back. It is asked before hours of hashing.
     if public and not dry_run and not yes:
         _confirm(f"{repo} would be public")
@@ -90,38 +96,66 @@ def publish(
         if token:
             hub.sign_in()
             before = hub.look(repo)
-            found = publishing.compare(parcel, before)
-            is_public = before is not None and not before.is_private
             there = _there(before)
             tell(f"on the Hub  {there}")
-        files = []
-        rows = []
-        for name, local in parcel.files.items():
-            state = found.get(name, "not asked")
-            file = {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
-            files.append(file | {"on_the_hub": state})
-            rows.append((name, size_in_words(local.num_bytes), state))
+            is_public = before is not None and not before.is_private
+            found = publishing.compared(parcel, before, made_from)
+        changed = publishing.to_send(parcel, found, made_from)
+        num_bytes = sum(parcel.files[name].num_bytes for name in changed)
+        files = _files(parcel, found)
         value = {"repo": repo, "files": files}
         if not token or dry_run:
             others = publishing.named(found, "other")
             value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
-            files_there = table("would be sent", ("file", ">size", "on the Hub"), rows)
-            answer(value, [files_there, in_words(without(value, "files"))], as_json=as_json)
+            if made_from:
+                value["proposed"] = {"files": changed, "bytes": num_bytes}
+            answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
             return
-        if not update:
+        if not update and not made_from:
             publishing.refuse_overwriting(repo, found)
-        tell(f"to send     {len(files)} files, {size_in_words(parcel.num_bytes)}")
+        tell(f"to send     {len(changed)} files, {size_in_words(num_bytes)}")
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
-            read = "so what is sent can be read on a branch before it is checked"
-            _confirm(f"{repo} is public, {read}")
-        done = publishing.publish(
-            parcel, hub, repo, public=public, update=update, may_be_public=is_public
-        )
+            _may_be_read(repo)
+        how = {"public": public, "update": update, "may_be_public": is_public}
+        send = partial(publishing.publish, **how)
+        if made_from:
+            send = partial(publishing.propose, made_from=made_from)
+        done = send(parcel, hub, repo)
     value |= {"url": url, **_done(done)}
-    said = Text.assemble(("published", "green"), f" {in_words(without(value, 'files'))}")
+    said = Text.assemble((done.verb, "green"), f" {_rest(value)}")
     answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
+
+
+def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
+    files = []
+    for name, local in parcel.files.items():
+        file = {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
+        files.append(file | {"on_the_hub": found.get(name, "not asked")})
+    return files
+
+
+def _no_token() -> RecipeError:
+    cure = "Set HF_TOKEN, or run `hf auth login`"
+    return RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+
+
+def _would_be_sent(files: list[Json]) -> RenderableType:
+    rows = []
+    for file in files:
+        rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
+    return table("would be sent", ("file", ">size", "on the Hub"), rows)
+
+
+def _rest(value: Json) -> str:
+    return in_words(without(value, "files"))
+
+
+def _may_be_read(repo: str) -> None:
+    """Ask before files go to a repository that everybody reads."""
+    read = "so what is sent can be read on a branch before it is checked"
+    _confirm(f"{repo} is public, {read}")
 
 
 def _confirm(what: str) -> None:
@@ -145,6 +179,7 @@ def _there(before: "Remote | None") -> str:
 
 def _done(done: "Published") -> Json:
     return {
+        **({"pull_request": done.pull_request} if done.pull_request else {}),
         "commit": done.commit,
         "private": done.is_private,
         "uploaded_bytes": done.num_bytes,

@@ -70,6 +70,9 @@ def quantize(
 
     Example: `keepmtp quantize /data/dense-FP8 --set experts=from:ORG/NVFP4 --set mtp=from:ORG/BF16`
 
+    Example: `keepmtp quantize glm-4.7 --draft-for /data/somebodys-NVFP4 --mtp bf16 --out
+    /data/GLM-4.7-draft`
+
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source
     /data/GLM-4.7`
 

@@ -14,8 +14,7 @@ import typer
 
 from ..recipes.errors import VLLMError
 from ..recipes.frozen import frozen
-from .options import GpusOption, JsonOption, K, chosen_gpus, chosen_vllm, refuse_stray_words
-from .progress import spinner
+from .options import GpusOption, JsonOption, K, chosen_vllm, refuse_stray_words
 from .tables import answer, tell
 
 
@@ -41,6 +40,7 @@ def serve(
     path: str,
     server: Listening,
     k: Annotated[int | None, typer.Option(*K, min=0)] = None,
+    draft: str = "",
     gpus: GpusOption = None,
     dry_run: bool = False,
     as_json: JsonOption = False,
@@ -66,6 +66,7 @@ def serve(
         path: Checkpoint to serve: a folder or a Hub id.
         k: Tokens drafted a step; 0: none. Default: what was measured best, else the number of
             MTP layers.
+        draft: The draft's own checkpoint, where it has one: a folder or a Hub id.
         gpus: Let vLLM's loaders judge it first, on a pretended GPU from sm80 to sm120.
         dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
@@ -73,7 +74,7 @@ def serve(
     from ..validate.measure import cures as curing
     from ..validate.measure import foreground
     from ..validate.measure.room import options_of, tensor_parallel_size
-    from ..validate.measure.serve_line import refuse_settings
+    from ..validate.measure.serve_line import refuse_pipeline, refuse_settings
     from . import serving
 
     extra = tuple(context.args)
@@ -85,8 +86,13 @@ def serve(
     # hour.
     if not dry_run:
         foreground.refuse_taken(address)
-    checked = serving.checked_errors(path)
+    checked = serving.checked_errors(path, draft)
     opened = checked.readable()
+    drafting = opened
+    num_mtp_layers = checked.data.facts.num_mtp_layers
+    if checked.draft is not None:
+        drafting = checked.draft.source
+        num_mtp_layers = checked.draft.view.num_mtp_layers
     vllm = None
     try:
         vllm = chosen_vllm()
@@ -106,25 +112,16 @@ def serve(
     cures = curing.switched_on(opened, version)
     if line := curing.told(cures, version):
         tell(line)
-    best = serving.chosen_k(opened, k, checked.data.facts.num_mtp_layers, device)
+    best = serving.chosen_k(drafting, k, num_mtp_layers, device)
     if gpus:
-        from .. import api
-
-        with spinner() as doing:
-            (loaded,) = api.check_all(
-                [path],
-                gpus=chosen_gpus(gpus),
-                tps=[size],
-                num_drafts=max(1, best.k),
-                progress=doing,
-            )
-        # What a cure mends is no reason to refuse.
-        loads = loaded.data.dry
-        if not (cures and loads and all(load.ok or load.cures for load in loads)):
-            serving.refuse_errors(path, loaded)
+        serving.refuse_unloadable(path, gpus, draft=draft, tp=size, k=best.k, has_cures=bool(cures))
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
-    serving.tell_room(opened, best.k, vllm, extra)
+    refuse_pipeline(drafting, best.k, extra, version)
+    if draft:
+        extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
+    elif vllm:
+        serving.tell_room(opened, best.k, vllm, extra)
     if dry_run:
         serving.print_commands(opened, best, extra, cures, as_json=as_json)
         return

@@ -16,7 +16,6 @@ from ..checkpoints.source import Source
 from ..quantize.needs.fits import ASSUMED, in_words
 from ..recipes.errors import GateError, RecipeError, VLLMError
 from ..recipes.extras import missing
-from ..recipes.runtimes.vllm import NEWEST
 from ..validate.check.check import Checked
 from ..validate.facts.findings import errors_of
 from ..validate.facts.vllm_env import TESTED, VLLM
@@ -25,17 +24,13 @@ from ..validate.measure.cures import switched_on
 from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
 from ..validate.measure.harness import refuse_drafts
 from ..validate.measure.room import options_of, refuse_full_gpus, room_here
-from ..validate.measure.serve_line import (
-    docker_words,
-    method_words,
-    refuse_pipeline,
-    serve_words,
-)
+from ..validate.measure.serve_line import docker_words, method_words, separate_draft, serve_words
 from ..validate.measure.server import last_error
 from ..validate.report.best_k import BestK, best_k
 from . import exits
 from .findings import with_path
-from .progress import downloaded
+from .options import chosen_gpus
+from .progress import downloaded, spinner
 from .serve import Listening
 from .tables import answer, tell
 
@@ -107,32 +102,39 @@ def run(
     return life
 
 
-def tell_room(opened: Source, k: int, vllm: VLLM | None, extra: Sequence[str]) -> None:
-    """Say what the GPUs have room for besides the weights, where that is counted.
-
-    Raises:
-        RecipeError: a pipeline's stages, over which this vLLM cannot draft.
-    """
-    refuse_pipeline(opened, k, extra, vllm.version if vllm else NEWEST)
-    found = room_here(opened, vllm, extra) if vllm else []
+def tell_room(opened: Source, k: int, vllm: VLLM, extra: Sequence[str]) -> None:
+    """Say what the GPUs have room for besides the weights, where that is counted."""
+    found = room_here(opened, vllm, extra)
     if not found:
         return
     tell(f"room, counted: {in_words(found, k)}. Assumed: {ASSUMED}")
     longest = found[min(k, len(found) - 1)].longest
     takes = opened.text_config.get("max_position_embeddings", 0)
     if longest < takes and "--max-model-len" not in options_of(extra):
-        tell(f"warning: vLLM may refuse {takes:,} tokens: add `-- --max-model-len {longest}`")
+        tell(f"{takes:,} tokens of context do not fit: add `-- --max-model-len {longest}`")
 
 
-def checked_errors(path: str) -> Checked:
-    """The checkpoint, which has no error.
+def draft_at(source: Source, *, is_served: bool) -> tuple[str, ...]:
+    """The words that name a draft of its own: its folder, or its repository where another machine
+    may serve it.
+    """
+    if is_served:
+        source = downloaded(source)
+    place = source.where
+    if source.folder is not None:
+        place = str(source.folder.absolute())
+    return separate_draft(place)
+
+
+def checked_errors(path: str, draft: str = "") -> Checked:
+    """The checkpoint, which has no error; with its draft, where that has a checkpoint of its own.
 
     Raises:
         GateError: the check has an error; or, where the packages that read values are there, a
             scale is wrong.
         KeepMTPError: there is nothing to judge.
     """
-    (checked,) = api.check_all([path])
+    (checked,) = api.check_all([path], draft=draft)
     refuse_errors(path, checked)
     if Path(path).is_dir() and not missing("quantize"):
         from ..validate.check.values import with_values  # imports torch
@@ -142,6 +144,29 @@ def checked_errors(path: str) -> Checked:
     if warnings := len(checked.data.findings):
         tell(f"check: no errors, warnings: {warnings}: `{command('check', path)}` has them")
     return checked
+
+
+def refuse_unloadable(
+    path: str, gpus: Sequence[str], *, draft: str, tp: int, k: int, has_cures: bool
+) -> None:
+    """Let vLLM's loaders judge it, on pretended GPUs.
+
+    Raises:
+        GateError: it has an error, which no cure mends.
+    """
+    with spinner() as doing:
+        (loaded,) = api.check_all(
+            [path],
+            gpus=chosen_gpus(gpus),
+            tps=[tp],
+            num_drafts=max(1, k),
+            draft=draft,
+            progress=doing,
+        )
+    # What a cure mends is no reason to refuse.
+    loads = loaded.data.dry
+    if not (has_cures and loads and all(load.ok or load.cures for load in loads)):
+        refuse_errors(path, loaded)
 
 
 def command(verb: str, path: str) -> str:

@@ -88,7 +88,8 @@ class Row:
         interleaved: the rows of q, k and v in it, where they are not in the order that vLLM
             computes with.
         is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other
-            drafts get the target's once they are loaded.
+            drafts get the target's once they are loaded. For a module of the backbone: the draft
+            loads it too, for itself.
         joins: a second module of vLLM's that loads the same tensors: one for all layers of the
             block, which the quantization config is asked about by this name.
         table_scale: for a part of a table whose rows are looked up: path of the one scale that all

@@ -386,6 +386,12 @@ class RuntimeView(StoredView):
         places = {key: self.view.place(name) for key, name in names.items()}
         return {key: place for key, place in places.items() if place is not None}
 
+    @property
+    def is_draft_alone(self) -> bool:
+        """Whether it has MTP layers and no decoder layer."""
+        held = {place.part for place in self.placed.values() if place.layer is not None}
+        return held == {"mtp"}
+
     @cached_property
     def modules(self) -> tuple[Module, ...]:
         """Every runtime module with weights on disk, where it is known what vLLM builds."""

@@ -83,11 +83,18 @@ class Plan:
     file_stem: str = "model"
     # What a server has of the source and of its donors, where they are finished checkpoints.
     origins: Origins = field(default_factory=dict)
+    # The checkpoint that a server drafts for with it, where it is a draft alone.
+    target: Source | None = None
 
     @property
     def served(self) -> RuntimeView | None:
         """What a server has of the source; None for a release."""
         return self.origins.get("")
+
+    @property
+    def is_draft_alone(self) -> bool:
+        """Whether the backbone stays out."""
+        return not self.recipe.backbone and self.view.num_layers > 0
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -222,7 +229,7 @@ class Plan:
         sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
         first files.
         """
-        if self.served is not None:
+        if self.served is not None and not self.is_draft_alone:
             return tuple(_shards_of_source(self))
         files = list[list[Unit]]()
         part = ""
@@ -353,14 +360,22 @@ def make_plan(
             cure="Choose another MODEL, or copy this recipe and change its family",
         )
     view = FamilyView(family=family, config=source.config, names=source.entries)
+    is_draft_alone = not recipe.backbone and view.num_layers > 0
+    whole = source
+    if is_draft_alone:
+        source = replace(source, entries=_read_by_draft(source, view))
     entries = with_separate_mtp(source, view)
     origins = origins_of(source, view)
     decisions = Decisions(recipe, source, view, origins)
     tensors = decided(decisions, entries.values())
     refuse_tables(recipe, view, tensors)
-    _refuse_lost_layers(view, source, tensors)
+    if not is_draft_alone:
+        _refuse_lost_layers(view, source, tensors)
     refuse_missing_mtp(view, source, [tensor.name for tensor in tensors])
     tensors += added_aliases(view, entries)
+    if is_draft_alone:
+        tensors = _without_origins(tensors)
+        source = _read_alone(whole, tensors)
     _refuse_unmatched(decisions, tensors)
     refuse_unservable(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
@@ -376,6 +391,38 @@ def make_plan(
         trust_remote_code=trust_remote_code,
         origins=origins,
     )
+
+
+def _read_by_draft(source: Source, view: FamilyView) -> dict[HFName, Entry]:
+    """The tensors of the block, what a draft reads of the backbone, and the origins of copies."""
+    origins = {alias.source for alias in view.family.aliases}
+    entries = dict[HFName, Entry]()
+    for name, entry in source.entries.items():
+        place = view.place(name)
+        is_read = place is not None and (
+            place.part == "mtp" or place.row.is_drafts_own or place.role == "embedding"
+        )
+        if is_read or name in origins:
+            entries[name] = entry
+    return entries
+
+
+def _without_origins(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
+    """Without an embedding that the block has a copy of, and without the target's head."""
+    kept = [tensor for tensor in tensors if tensor.part == "mtp" or tensor.role != "head"]
+    has_copy = any(tensor.part == "mtp" and tensor.role == "embedding" for tensor in kept)
+    if has_copy:
+        kept = [tensor for tensor in kept if tensor.part == "mtp" or tensor.role != "embedding"]
+    return kept
+
+
+def _read_alone(source: Source, tensors: Iterable[TensorPlan]) -> Source:
+    """The source with the tensors that these are made from, and no others."""
+    read = set(chain(*[tensor.inputs for tensor in tensors]))
+    entries = {name: entry for name, entry in source.entries.items() if name in read}
+    unindexed = {name: entry for name, entry in source.unindexed.items() if name in read}
+    num_unread = source.num_unread + len(source.entries) - len(entries)
+    return replace(source, entries=entries, unindexed=unindexed, num_unread=num_unread)
 
 
 def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:

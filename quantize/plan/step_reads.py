@@ -47,7 +47,7 @@ class StepReads:
 
 def step_reads(plan: Plan) -> list[StepReads]:
     """For no draft to MOST_DRAFTS; without a backbone or an MTP block, nothing."""
-    if not plan.view.num_layers or not plan.mtp:
+    if not plan.view.num_layers or not plan.mtp or plan.is_draft_alone:
         return []
     head = _num_bytes(plan, "backbone", {None}, of_head=True)
     if not head:  # tied: the rows of the embedding are the head

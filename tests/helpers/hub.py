@@ -541,8 +541,12 @@ class _Handler(BaseHTTPRequestHandler):
                     )
                 case other:
                     return self._say(400, {"error": f"{other} is never sent by keepmtp"})
-        url = f"{self.hub.endpoint}/{repo}"
-        self._say(200, {"success": True, "commitOid": found.add(files, revision), "commitUrl": url})
+        told = {"success": True, "commitUrl": f"{self.hub.endpoint}/{repo}"}
+        if "create_pr=1" in self.query:
+            number = sum(name.startswith("refs/pr/") for name in found.branches) + 1
+            revision = f"refs/pr/{number}"
+            told["pullRequestUrl"] = f"{told['commitUrl']}/discussions/{number}"
+        self._say(200, told | {"commitOid": found.add(files, revision)})
 
     def _settings(self, body: bytes, *, repo: str) -> None:
         self.hub.repos[repo].private = json.loads(body)["visibility"] == "private"

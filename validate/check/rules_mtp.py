@@ -27,6 +27,7 @@ from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
 
+ALONE = "draft-alone"
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
@@ -155,7 +156,13 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     layers = _layers(runtime)
     held = {index for part, index in layers if part == "backbone"}
     depth = 1 + max(held, default=-1)
-    for index in sorted({*range(view.num_layers)} - held):
+    lost = sorted({*range(view.num_layers)} - held)
+    if lost and runtime.is_draft_alone:
+        where = f"{view.disk_stem('backbone', 0)}*"
+        says = "no file has a decoder layer: it is a draft alone, which is no model to serve"
+        yield objection(ALONE, where, says, "Check it as the --draft of its target")
+        lost = []
+    for index in lost:
         cure = _DOWNLOAD
         if index >= depth:
             cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"

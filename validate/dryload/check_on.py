@@ -24,6 +24,7 @@ from ...recipes.frozen import Say, silent
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
 from ..check.check import VLLM_ALONE, Checked, examine
+from ..check.pair import opened_draft, with_draft
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, by_whom, listed, places
 from ..facts.findings import Finding, Objection, by_cause, errors_of
 from ..facts.vllm_env import VLLM
@@ -77,9 +78,7 @@ def check_on(
         separate = None
         draft_folder = None
         if draft:
-            separate = examine(draft, vllm=rules)
-            if separate.refusal is not None:
-                raise separate.refusal.at("--draft")
+            separate = opened_draft(draft, vllm=rules)
             draft_folder = stack.enter_context(headers_of(separate.readable()))
         for path in paths:
             progress(f"{path}: static check")
@@ -90,7 +89,7 @@ def check_on(
             if source is None or (not draft and is_dspark and checked.runtime is None):
                 yield checked
                 continue
-            if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
+            if checked.runtime is not None and checked.runtime.is_draft_alone:
                 cure = f"Check the target: `keepmtp check TARGET --draft {shlex.quote(path)}`"
                 rule = "a draft is loaded beside its target"
                 yield checked._replace(refusal=RecipeError(path, rule, got="no target", cure=cure))
@@ -102,9 +101,7 @@ def check_on(
             k = 0 if has_none else num_drafts
             if separate is not None:
                 # With a draft's own checkpoint the target needs no family's table.
-                static = [each for each in checked.data.findings if each not in family]
-                checked = checked.with_findings(*static, *separate.data.findings)
-                checked = checked._replace(draft=separate.runtime)
+                checked = with_draft(checked, separate)
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=k, method=checked.method, draft=draft_folder)
                 cases = [(replace(job, tp=tp), checked) for tp in tps]

@@ -8,6 +8,7 @@ Easy to get wrong: vLLM takes drafting as keepmtp's own JSON or as the user's wo
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from ... import __version__
@@ -23,6 +24,7 @@ _KEY = "--speculative-config."
 _LOSSY = "fly"
 _IMAGE = "vllm/vllm-openai"
 _IN_IMAGE = "/model"
+_DRAFT_IN_IMAGE = "/draft"
 _DOCKER = ("docker", "run", "--gpus", "all")
 _SHARED = ("-p", "8000:8000", "--ipc=host")  # the processes of one server share memory
 _DOWNLOADS = (
@@ -110,6 +112,11 @@ def method_words(source: Source) -> tuple[str, ...]:
     return ()
 
 
+def separate_draft(place: str) -> tuple[str, ...]:
+    """What a target needs besides k whose draft has a checkpoint of its own."""
+    return f"{_KEY}model", place
+
+
 def draft_words(k: int, further: Sequence[str] = ()) -> tuple[str, ...]:
     """The option that drafts `k` tokens a step, none for 0, as the further words have it; and
     these words.
@@ -161,6 +168,12 @@ def docker_words(
         image = (*mount, "--entrypoint", "sh", *image, *shell)
     mounts = _DOWNLOADS
     served = (model,)
+    settings, others = draft_settings(further)
+    draft = settings.get("model", "")
+    if Path(draft).is_absolute():
+        image = ("-v", f"{draft}:{_DRAFT_IN_IMAGE}:ro", *image)
+        settings = {**settings, "model": _DRAFT_IN_IMAGE}
+        further = (*others, *chain(*[(_KEY + key, value) for key, value in settings.items()]))
     if Path(model).is_absolute():
         mounts = ("-v", f"{model}:{_IN_IMAGE}:ro")
         served = (_IN_IMAGE, "--served-model-name", Path(model).name)

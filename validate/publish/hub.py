@@ -187,6 +187,28 @@ class Hub:
         )
         return self._ask(repo, lambda: send().oid, is_long=True)
 
+    def propose(self, repo: str, folder: Path, *, parent: str, message: str) -> tuple[str, str]:
+        """Offer a folder's files, on top of the commit `parent`, as one commit of a pull request;
+        returns the commit and the page of the request.
+
+        Raises:
+            HubError: the Hub refuses. It is asked once: a second answer would be a second request.
+        """
+        send = partial(
+            self._api.upload_folder,
+            repo_id=repo,
+            folder_path=folder,
+            parent_commit=parent,
+            commit_message=message,
+            create_pr=True,
+        )
+
+        def ask() -> tuple[str, str]:
+            made = send()
+            return made.oid, str(made.pr_url)
+
+        return self._ask(repo, ask, is_long=True, waits=())
+
     def merge(
         self,
         repo: str,
@@ -209,17 +231,25 @@ class Hub:
         """Let everybody read it, or nobody but its owners."""
         self._ask(repo, lambda: self._api.update_repo_settings(repo, private=is_private))
 
-    def _ask(self, repo: str, call: Callable[[], T], *, is_long: bool = False) -> T:
+    def _ask(
+        self,
+        repo: str,
+        call: Callable[[], T],
+        *,
+        is_long: bool = False,
+        waits: Sequence[int] = WAITS_SECONDS,
+    ) -> T:
         """The value of `call`, tried again while the fault is one that passes.
 
         Args:
             is_long: it sends files, and may take as long as bytes arrive.
+            waits: seconds before each other attempt.
         """
         # huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in
         # whoami-v2, repos/create, listings, settings, nor in each commit. To do it here is safe,
         # because a commit holds only what is missing.
         PATIENCE.silences = 0
-        for wait in (*WAITS_SECONDS, None):
+        for wait in (*waits, None):
             if not is_long:
                 PATIENCE.until = time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
             try:

@@ -13,7 +13,8 @@ its own files.
 import hashlib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -199,6 +200,7 @@ class Published:
         commit: that was compared and checked.
         kept: files that were there already.
         others: files there that are not of the parcel.
+        pull_request: the page of a request, where it is only proposed.
     """
 
     commit: str
@@ -206,6 +208,12 @@ class Published:
     num_bytes: int
     kept: list[str]
     others: list[str]
+    pull_request: str = ""
+
+    @property
+    def verb(self) -> str:
+        """What was done with them."""
+        return "proposed" if self.pull_request else "published"
 
 
 def check_name(repo: str) -> None:
@@ -262,6 +270,115 @@ def refuse_overwriting(repo: str, found: Mapping[str, FileState]) -> None:
         )
 
 
+def commit_to_change(folder: Path, repo: str, *, update: bool) -> str:
+    """The commit of a repository that the checkpoint in a folder was made from; "" where it was
+    made from something else, or its main branch is to be written.
+    """
+    source = card.recorded(folder).source
+    if not update and source.name.lower() == repo.lower() and source.revision != "local":
+        return source.revision
+    return ""
+
+
+def propose(parcel: Parcel, hub: Hub, repo: str, *, made_from: str) -> Published:
+    """Offer what has changed to the repository that the checkpoint was made from, as one commit of
+    a pull request, and compare what arrived.
+
+    Args:
+        parcel: from `prepare`.
+        hub: signed in.
+        repo: holds everything that has not changed.
+        made_from: its commit that the checkpoint was made from.
+
+    Raises:
+        RecipeError: the repository has moved on, or nothing has changed.
+        GateError: what the request holds is not what was sent.
+        HubError: the Hub refuses, or does not answer.
+    """
+    before = _must_be_there(hub, repo)
+    found = refuse_other_commit(parcel, before, made_from)
+    missing = named(found, "new", "differs")
+    others = named(found, "other")
+    variant = card.recorded(parcel.folder).recipe.variant
+    message = f"{variant}: {len(missing)} files, by keepmtp {parcel.report.keepmtp}"
+    with _linked(parcel, missing) as folder:
+        commit, page = hub.propose(repo, folder, parent=made_from, message=message)
+    verify(parcel, _must_be_there(hub, repo, commit), others=others)
+    return Published(
+        commit=commit,
+        is_private=before.is_private,
+        num_bytes=sum(parcel.files[name].num_bytes for name in missing),
+        kept=named(found, "same"),
+        others=others,
+        pull_request=page,
+    )
+
+
+def compared(parcel: Parcel, there: Remote | None, made_from: str) -> dict[str, FileState]:
+    """`compare`, or `refuse_other_commit` where the parcel was made from what is there."""
+    if made_from and there is not None:
+        return refuse_other_commit(parcel, there, made_from)
+    return compare(parcel, there)
+
+
+def to_send(parcel: Parcel, found: Mapping[str, FileState], made_from: str) -> list[str]:
+    """The files that would be sent: all of a parcel, or what has changed since it was made."""
+    if made_from:
+        return named(found, "new", "differs")
+    return list(parcel.files)
+
+
+def refuse_other_commit(parcel: Parcel, there: Remote, made_from: str) -> dict[str, FileState]:
+    """What would change in a repository, if it is as it was when the checkpoint was made from it.
+
+    Raises:
+        RecipeError: it has moved on, would keep weights of before, or nothing would change.
+    """
+    if there.commit != made_from:
+        raise RecipeError(
+            there.repo,
+            f"must be at commit {made_from}, which the checkpoint was made from",
+            got=f"commit {there.commit}",
+            cure="Make the checkpoint again from what it holds now",
+        )
+    found = compare(parcel, there)
+    _refuse_other_weights(there.repo, named(found, "other"))
+    if not named(found, "new", "differs"):
+        raise RecipeError(
+            there.repo, "must lack something", got="every byte", cure="Nothing is left to do"
+        )
+    return found
+
+
+def _refuse_other_weights(repo: str, others: Sequence[str]) -> None:
+    strange = [name for name in others if name.endswith(_WEIGHTS)]
+    if strange:
+        raise RecipeError(
+            repo,
+            "must hold no weights of another checkpoint: a server would read them",
+            got=listed(strange),
+            cure="Delete them there first",
+        )
+
+
+@contextmanager
+def _linked(parcel: Parcel, names: Sequence[str]) -> Iterator[Path]:
+    """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
+    with (
+        held(parcel.folder.resolve(), "only one run may publish a checkpoint"),
+        ScratchFolder("keepmtp-publish-") as folder,
+    ):
+        for name in names:
+            path = folder / name
+            local = parcel.files[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if local.content is None:
+                path.symlink_to(local.path.resolve())
+            else:
+                path.write_bytes(local.content)
+        yield folder
+
+
 def publish(
     parcel: Parcel,
     hub: Hub,
@@ -301,14 +418,7 @@ def publish(
         refuse_overwriting(repo, found)
     missing = named(found, "new", "differs")
     others = named(found, "other")
-    strange = [name for name in others if name.endswith(_WEIGHTS)]
-    if strange:
-        raise RecipeError(
-            repo,
-            "must hold no weights of another checkpoint: a server would read them",
-            got=listed(strange),
-            cure="Delete them there first",
-        )
+    _refuse_other_weights(repo, others)
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
     branch = "main"
     commit = before.commit
@@ -318,19 +428,7 @@ def publish(
             branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
             hub.create_branch(repo, branch, commit=commit)
             commit = _must_be_there(hub, repo, branch).commit
-        # One folder with exactly these files: links to those of the checkpoint, and the card's own.
-        with (
-            held(parcel.folder.resolve(), "only one run may publish a checkpoint"),
-            ScratchFolder("keepmtp-publish-") as folder,
-        ):
-            for name in missing:
-                path = folder / name
-                local = parcel.files[name]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if local.content is None:
-                    path.symlink_to(local.path.resolve())
-                else:
-                    path.write_bytes(local.content)
+        with _linked(parcel, missing) as folder:
             commit = hub.upload(repo, folder, branch=branch, parent=commit, message=message)
     there = _must_be_there(hub, repo, commit)
     # A file's time of change proves nothing: what the Hub has received is compared with the

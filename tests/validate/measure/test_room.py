@@ -200,7 +200,7 @@ def test_room_on_this_machines_gpus(cuda, capsys):
     small = with_gpus(cuda, 1, mib=(4 << 10) / 0.92 + 9)
     tell_room(SOURCE, 1, small, ())
     assert (
-        "warning: vLLM may refuse 2,048 tokens: add `-- --max-model-len " in capsys.readouterr().err
+        "2,048 tokens of context do not fit: add `-- --max-model-len " in capsys.readouterr().err
     )
     tell_room(SOURCE, 1, small, ["--max-model-len", "64"])
     assert "warning" not in capsys.readouterr().err

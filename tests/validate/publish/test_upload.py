@@ -561,3 +561,76 @@ def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
     table = publish_here("--dry-run").out
     assert SHARD in table and "differs" in table and "other_files notes" in table
     assert nothing_sent(hub)
+
+
+# --- A pull request to the repository that it was made from ---------------------------------------
+
+
+@pytest.fixture
+def changed(hub, folder) -> Path:
+    """The checkpoint as one that was made from the repository, where a shard is another."""
+    edit_json(folder / "keepmtp.json", ("source", "name"), REPO)
+    edit_json(folder / "keepmtp.json", ("source", "revision"), FIRST_COMMIT)
+    measured_again(folder)
+    before = folder.parent / "before"
+    shutil.copytree(folder, before)
+    flip(before / SHARD)
+    (before / "keepmtp.json").unlink()
+    (before / "notes.txt").write_text("the owner's")
+    assert hub.mirror(REPO, before) == FIRST_COMMIT
+    return folder
+
+
+def edit_json(path: Path, place: tuple[str, str], value: str) -> None:
+    told = json.loads(path.read_text())
+    told[place[0]][place[1]] = value
+    path.write_text(json.dumps(told))
+
+
+def test_what_has_changed_is_proposed(publish_here, hub, changed):
+    planned = json.loads(publish_here("--dry-run", "--json").out)["proposed"]
+    assert {SHARD, "keepmtp.json", "README.md"} <= {*planned["files"]} and nothing_sent(hub)
+    assert "config.json" not in planned["files"]
+    publish_here(code=2, says="going public must be confirmed")
+    told = json.loads(publish_here("--yes", "--json").out)
+    repo = hub.repos[REPO]
+    assert told["pull_request"] == f"{hub.endpoint}/{REPO}/discussions/1"
+    assert told["uploaded_bytes"] == planned["bytes"] and told["other_files"] == ["notes.txt"]
+    assert repo.head == FIRST_COMMIT, "the owner decides"
+    proposed = repo.at("refs/pr/1")
+    now = repo.at("main")
+    assert {name for name in proposed if proposed[name] != now.get(name)} == {*planned["files"]}
+    assert proposed[SHARD].sha256 == file_sha256(changed / SHARD)
+    shards = [path for path in changed.glob("*.safetensors") if put(hub, path)]
+    assert shards == [changed / SHARD], "what has not changed is not uploaded"
+
+
+def test_a_repository_that_has_moved_on_is_not_proposed_to(publish_here, hub, changed):
+    hub.commit(REPO, {"notes.txt": b"newer"})
+    for more in (["--dry-run"], ["--yes"]):
+        publish_here(*more, code=2, says=f"must be at commit {FIRST_COMMIT}, which the checkpoint")
+    assert nothing_sent(hub)
+
+
+def test_a_repository_that_moves_on_meanwhile_refuses(publish_here, hub, changed):
+    repo = hub.repos[REPO]
+    hub.faults = [Fault("POST .*/commit/main", before=lambda: hub.commit(REPO, {"a.txt": b"a"}))]
+    publish_here("--yes", code=2, says="nobody else may write to it meanwhile; got 412")
+    assert [*repo.branches] == ["main"]
+
+
+def test_a_request_that_holds_other_bytes_is_told(publish_here, hub, changed):
+    hub.spoil(SHARD)
+    publish_here("--yes", code=1, says=f"got {SHARD} has another size or hash there")
+
+
+def test_nothing_is_proposed_twice(publish_here, hub, changed):
+    """Once the owner has taken it, the repository has moved on; a file that stays is no change."""
+    for place in (changed, card.card_folder(changed)):
+        for path in place.rglob("*"):
+            if path.is_file():
+                name = path.relative_to(place).as_posix()
+                hub.repos[REPO].commits[0][name] = hub.store(path.read_bytes())
+    for name, content in card.verified_files(changed, repository=REPO).items():
+        hub.repos[REPO].commits[0][name] = hub.store(content)
+    publish_here("--yes", code=2, says="must lack something; got every byte")

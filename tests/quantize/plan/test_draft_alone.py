@@ -1,0 +1,111 @@
+"""A draft of its own: which tensors it has, in whose dialect, and what is refused before a byte is
+written.
+"""
+
+from dataclasses import replace
+
+import pytest
+from checkpoint_files import write, write_single
+from commands import refused
+from good import ours, released
+from keepmtp.checkpoints.source import open_source
+from keepmtp.pipeline import plan_for, quantize, recipe_for
+from keepmtp.quantize.plan.draft_alone import draft_as_written
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.recipes.errors import GateError, RecipeError
+from keepmtp.recipes.schema import validated
+from keepmtp.validate.check.check import check
+from real_vllm import GLM
+
+
+def names_of(plan) -> list[str]:
+    return sorted(output.name for shard in plan.shards for output in shard.outputs)
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("model", ["glm-4.7", "mimo-7b"])
+def test_the_block_alone(model, format, tmp_path):
+    """The tensors that a whole output has for the block, and one embedding."""
+    release = write(tmp_path / "release", released(model))
+    target = ours(model, "NVFP4A16", "NVFP4A16", format=format)
+    place = write(tmp_path / "target", target)
+    plan, text = plan_for(str(release), draft_for=str(place), mtp="NVFP4A16")
+    assert plan.is_draft_alone and plan.recipe.format == format and "backbone: {}" in text
+    view = plan.view
+    block = [name for name in target.tensors if view.is_mtp(name)]
+    others = [name for name in names_of(plan) if name not in block]
+    assert {*block} <= {*names_of(plan)} and others in ([], ["model.embed_tokens.weight"])
+    roles = [tensor.role for tensor in plan.tensors if tensor.role == "embedding"]
+    assert len(roles) == 1 and plan.source.num_unread > len(names_of(plan)) / 10
+    # Its recipe makes the same plan, without a word about the target.
+    again = make_plan(validated(plan.recipe.model_dump(), "again"), open_source(str(release)))
+    assert names_of(again) == names_of(plan)
+    words = {"draft_for": str(place), "mtp": "NVFP4A16"}
+    assert recipe_for(str(release), **words) == plan.recipe
+
+
+def test_of_a_finished_checkpoint(tmp_path):
+    """A packed block keeps its bytes; a shard that holds the backbone too is no link."""
+    target = write_single(tmp_path / "target", ours("mimo-7b", "FP8_DYNAMIC", "FP8_DYNAMIC"))
+    plan, _ = plan_for(str(target), draft_for=str(target))
+    assert all(plan.stays(tensor) for tensor in plan.tensors)
+    assert not any(shard.is_link for shard in plan.shards)
+    assert len(names_of(plan)) < len(open_source(target).entries) / 2
+
+
+def test_as_written(tmp_path):
+    release = str(write(tmp_path / "release", released("glm-4.7")))
+    plan, _ = plan_for(release, draft_for=release, mtp="bf16")
+    source = draft_as_written(plan)
+    assert sorted(source.entries) == names_of(plan)
+    assert source.config["num_hidden_layers"] == 3, "the block's number in the names"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"mtp": "NVFP4"}, "Use NVFP4A16"),
+        ({"mtp": "auto"}, "has no backbone that could give it batches; got auto"),
+        ({"mtp": "tuned"}, "mtp_tuned must be given"),
+        ({"changes": ["attention=bf16"]}, "by --mtp; got --set attention=bf16"),
+        ({"scheme": "fp8"}, "--scheme: is for the whole checkpoint"),
+    ],
+)
+def test_bad_words(words, says, tmp_path):
+    release = str(write(tmp_path / "release", released("glm-4.7")))
+    with pytest.raises(RecipeError) as caught:
+        plan_for(release, draft_for=release, **words)
+    assert says in str(caught.value)
+
+
+def test_another_form_than_the_target_builds(tmp_path):
+    """The target's quantization config decides; the sentence names tensor and word."""
+    release = str(write(tmp_path / "release", released("glm-4.7")))
+    target = write(tmp_path / "target", ours("glm-4.7", "FP8_DYNAMIC", "FP8_DYNAMIC"))
+    with pytest.raises(GateError, match=r"model\.layers\.3\..* plain .*: --mtp FP8_DYNAMIC"):
+        plan_for(release, draft_for=str(target), mtp="bf16")
+    plan, _ = plan_for(release, draft_for=str(target), mtp="FP8_DYNAMIC")
+    assert replace(plan, target=None).is_draft_alone
+
+
+def test_of_a_repository_only_the_blocks_files_are_downloaded(serve_hub, tmp_path, monkeypatch):
+    """And the output has the bytes of one that is made from the folder, also when repeated."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    requests = serve_hub(GLM)
+    bytes_of = []
+    for number, model in enumerate(("org/model", str(GLM))):
+        plan, text = plan_for(model, draft_for=str(GLM), mtp="bf16")
+        out = tmp_path / f"draft{number}"
+        for was_there in (False, True):
+            assert quantize(plan, text, out=out).was_there == was_there
+        bytes_of.append((out / plan.shards[0].file).read_bytes())
+        assert check(out).findings[0].rule == "draft-alone"
+    assert bytes_of[0] == bytes_of[1]
+    whole = [line.split()[1] for line in requests if "bytes=0-" not in line]
+    shards = {line.rpartition("/")[2] for line in whole if line.endswith(".safetensors")}
+    assert shards == {"model-00002-of-00002.safetensors"}
+
+
+def test_all_measures_no_draft_alone():
+    refused(f"all {GLM} --draft-for {GLM}", says="measures what is served alone; got --draft-for")

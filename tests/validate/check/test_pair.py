@@ -1,0 +1,92 @@
+"""A target with a draft of its own: what is found of the two, and not of either alone."""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_files import Checkpoint, lose, write
+from good import ours, released
+from keepmtp import api
+from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.pair import of_draft, with_draft
+
+BACKBONE = r"model\.layers\.[0-2]\..*|model\.norm.*|lm_head.*"
+
+
+def draft_of(checkpoint: Checkpoint) -> Checkpoint:
+    """The block alone, with the embedding."""
+    checkpoint.take(BACKBONE)
+    return checkpoint
+
+
+def found(tmp_path: Path, target: Checkpoint, draft: Checkpoint) -> list[tuple[str, str, str]]:
+    place = write(tmp_path / "target", target)
+    own = write(tmp_path / "draft", draft)
+    (checked,) = api.check_all([place], draft=str(own))
+    return [(each.rule, each.where, f"{each.says} {each.cure}") for each in checked.data.findings]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "FP8_DYNAMIC"])
+def test_good_pair(scheme, tmp_path):
+    """A target that lost its block is good with it."""
+    target = ours("glm-4.7", "FP8_DYNAMIC", scheme)
+    target.take(r"model\.layers\.3\..*")
+    assert found(tmp_path, target, draft_of(ours("glm-4.7", "FP8_DYNAMIC", scheme))) == []
+    alone = check(tmp_path / "target")
+    assert "mtp-missing" in [each.rule for each in alone.findings], "it is not, alone"
+
+
+def test_objections(tmp_path):
+    target = released("glm-4.7")
+    draft = draft_of(released("glm-4.7"))
+    draft.config |= {"hidden_size": 4096, "vocab_size": 7}
+    rows = found(tmp_path, target, draft)
+    assert [rule for rule, *_ in rows] == ["pair", "pair"]
+    assert "draft/config.json: hidden_size" in rows[0][1] and "is 4096, and " in rows[0][2]
+
+
+def test_objections_to_another_family(tmp_path):
+    rows = found(tmp_path, released("mimo-7b"), draft_of(released("glm-4.7")))
+    assert ("pair", "family is glm4_moe, and mimo in the target") in [
+        (rule, says.partition(":")[0]) for rule, _, says in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "lost", "severity"),
+    [
+        ("mimo-7b", r"model\.embed_tokens\.weight", "warning"),
+        ("dots3-note-prev", r".*mtp.*embed_tokens\.weight|model\.embed_tokens\.weight", "error"),
+    ],
+)
+def test_embedding(model, lost, severity, tmp_path):
+    """With one pipeline stage most drafts get the target's; one keeps its own."""
+    own = write(tmp_path / "target", released(model))
+    draft = released(model)
+    lose(lost)(draft)
+    checked = examine(write(tmp_path / "draft", draft))
+    (finding,) = [each for each in of_draft(checked, examine(own).runtime) if "draft" in each.rule]
+    assert finding.rule == "draft-embedding" and finding.severity == severity
+    assert finding.where.endswith("embed_tokens.weight")
+
+
+def test_as_the_target_builds(tmp_path):
+    """Plain in a draft, packed by the target's config: the draft's own config is not read."""
+    rows = found(
+        tmp_path, ours("glm-4.7", "FP8_DYNAMIC", "FP8_DYNAMIC"), draft_of(released("glm-4.7"))
+    )
+    assert {rule for rule, *_ in rows} == {"draft-form"}
+    assert rows[0][1].startswith("model.layers.3.") and rows[0][2].endswith("--mtp FP8_DYNAMIC")
+
+
+def test_a_class_that_reads_its_own_config(tmp_path):
+    target = ours("nemotron-3-super", "FP8_DYNAMIC")
+    draft = examine(
+        write(tmp_path / "draft", ours("nemotron-3-super", "FP8_DYNAMIC", "FP8_DYNAMIC"))
+    )
+    assert with_draft(examine(write(tmp_path / "target", target)), draft).data.ok
+
+
+def test_a_draft_alone_is_no_model(tmp_path):
+    own = write(tmp_path / "draft", draft_of(released("glm-4.7")))
+    (finding,) = check(own).findings
+    assert (finding.rule, finding.where) == ("draft-alone", "model.layers.0.*")

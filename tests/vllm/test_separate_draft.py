@@ -1,0 +1,128 @@
+"""A draft of its own, with its target: in vLLM's classes, and served."""
+
+import json
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoint_files import write
+from commands import free_port, keepmtp, started
+from good import ours, outputs_of, released
+from keepmtp.pipeline import plan_for
+from keepmtp.recipes.errors import GateError, RecipeError
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.pair import with_draft
+from keepmtp.validate.dryload.check_on import check_on, with_loads
+from keepmtp.validate.dryload.loader import Job
+from keepmtp.validate.facts.findings import Finding, errors_of
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.texts import PROMPTS
+from real_vllm import GLM, NEEDS_VLLM, QWEN, VLLM_PYTHON
+from survivors import until
+from wheel import stranger
+
+pytestmark = NEEDS_VLLM
+MODELS = ["glm-4.7", "glm-5", "deepseek-v3.1", "qwen3.5-27b", "mimo-7b", "nemotron-3-super"]
+MODELS += ["inkling", "hy3", "exaone-4.5-33b", "dots3-note-prev"]
+
+
+def made(place, model: str, mtp: str, format: str = "compressed-tensors"):
+    """A target, and the draft that a plan makes for it from the release."""
+    release = write(place / "release", released(model))
+    target = write(place / "target", ours(model, "NVFP4A16", mtp, format=format))
+    plan, _ = plan_for(str(release), draft_for=str(target), mtp=mtp, requantize=True)
+    return target, outputs_of(plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("mtp", ["bf16", "NVFP4A16"])
+def test_every_pair_loads(mtp, format, tmp_path, dry_loader):
+    pairs = {}
+    for model in MODELS:
+        try:
+            target, draft = made(tmp_path / model, model, mtp, format)
+        except RecipeError as refusal:
+            assert model in ("inkling", "deepseek-v3.1", "nemotron-3-super", "dots3-note-prev"), (
+                refusal
+            )
+            continue
+        pairs[model] = target, write(tmp_path / model / "draft", draft)
+    assert len(pairs) >= len(MODELS) - 4
+    jobs = [Job(folder=target, draft=draft) for target, draft in pairs.values()]
+    for account, (target, draft) in zip(
+        dry_loader("sm90").load_all(jobs), pairs.values(), strict=True
+    ):
+        checked = with_loads(with_draft(examine(target), examine(draft)), [account])
+        assert checked.data.ok, (target, checked.data.findings)
+        assert account.load.draft.num_written == account.load.draft.num_params > 5
+
+
+@pytest.mark.parametrize(
+    ("model", "lost"),
+    [
+        ("dots3-note-prev", r".*mtp.*embed_tokens\.weight"),
+        ("glm-4.7", r".*layers\.3\.eh_proj\.weight"),
+    ],
+)
+def test_a_lost_tensor_is_named(model, lost, tmp_path):
+    """An embedding that the draft keeps, and what every draft needs."""
+    target, draft = made(tmp_path, model, "bf16")
+    (name,) = draft.take(lost)
+    errors = errors_beside(target, write(tmp_path / "draft", draft))
+    found = {each.origin for each in errors if name.startswith(each.where)}
+    assert found == {"static", "dry"}, errors
+
+
+def test_another_width_is_named(tmp_path):
+    """By the static check the key, by vLLM a tensor."""
+    target, _ = made(tmp_path / "own", "glm-4.7", "bf16")
+    wide = str(write(tmp_path / "wide", released("glm-4.7", hidden_size=512)))
+    with pytest.raises(GateError, match="hidden_size is 512, and 256 in the target"):
+        plan_for(wide, draft_for=str(target), mtp="bf16")
+    plan, _ = plan_for(wide, draft_for=wide, mtp="bf16")
+    errors = errors_beside(target, write(tmp_path / "draft", outputs_of(plan)))
+    assert [each.rule for each in errors if each.origin == "static"] == ["pair"]
+    assert any("model.layers.3." in each.where for each in errors if each.origin == "dry"), errors
+
+
+def errors_beside(target: Path, draft: Path) -> list[Finding]:
+    """What the check and vLLM find of the two."""
+    (checked,) = check_on([str(target)], vllms=[find_vllm()], gpus=["sm90"], draft=str(draft))
+    return errors_of(checked.data.findings)
+
+
+def served(words: str, folder) -> dict:
+    """What a server accepted of its drafts."""
+    port = free_port()
+    log = folder / f"log{port}"
+    changes = {"VLLM_PYTHON": str(VLLM_PYTHON), "OMP_NUM_THREADS": "1"}
+    line = f"serve {words} -k 1 --port {port} --log {log} --json -- --max-model-len 512"
+    line += " --served-model-name own"
+    process = started(line, env=stranger(**changes))
+    until(
+        lambda: log.is_file() and "Application startup complete" in log.read_text(),
+        seconds=400,
+        pause=0.1,
+        by=process,
+    )
+    texts = []
+    for prompt in PROMPTS[:4]:
+        body = {"model": "own", "prompt": prompt, "max_tokens": 48, "temperature": 0.0}
+        reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120)
+        texts.append(reply.json()["choices"][0]["text"])
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return json.loads(out) | {"texts": texts}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("release", [GLM, QWEN], ids=lambda each: each.name)
+def test_a_server_drafts_as_with_the_targets_own_block(release, tmp_path):
+    keepmtp(f"quantize {release} --draft-for {release} --mtp bf16 --out {tmp_path}/draft")
+    own = served(f"{release}", tmp_path)
+    apart = served(f"{release} --draft {tmp_path}/draft", tmp_path)
+    assert own["drafts"] > 20 and apart["texts"] == own["texts"]
+    assert abs(apart["acceptance"] - own["acceptance"]) < 0.03
