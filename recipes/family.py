@@ -92,7 +92,7 @@ class Row:
         joins: a second module of vLLM's that loads the same tensors: one for all layers of the
             block, which the quantization config is asked about by this name.
         table_scale: for a part of a table whose rows are looked up: path of the one scale that all
-            parts share where they are stored in FP8.
+            parts share where they are stored in FP8, or of the table's own.
     """
 
     path: str
@@ -395,7 +395,7 @@ class Family:
             usual one.
         released_as: quant_method of its release, where that is one that tools write, too.
         fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"),
-            whatever the quantization config says.
+            whatever the quantization config says; "" where a table is always FP8.
         mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release),
             where they differ.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes

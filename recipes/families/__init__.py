@@ -67,6 +67,8 @@ def find_family(
     file, rule = f"{where}/config.json", "vLLM must have an MTP draft for the model"
     family = families(vllm).get(architecture) or families(vllm).get(model_type)
     is_dspark = has_dspark(config, names)
+    if family and family.method == "dspark":
+        return family
     if family and is_dspark and family.dspark:
         return family.dspark
     says = asked(vllm).refused.get(model_type, "")

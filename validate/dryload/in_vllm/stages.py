@@ -280,7 +280,7 @@ def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
     depends on them.
 
     Nemotron Omni's class asks for the numbers of three words; MiMo-V2.5's audio encoder loads a
-    folder of its own.
+    folder of its own; DeepSeek-V4.1 finds the rows of its n-gram tables by the tokens' texts.
     """
     architectures = " ".join(declared.get("architectures") or ())
     if "NemotronH_" in architectures:
@@ -292,6 +292,10 @@ def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
         from vllm.model_executor.models.mimo_audio import MimoAudioEncoder
 
         MimoAudioEncoder._load_audio_tokenizer = staticmethod(gpu.returns(None))
+    if "DeepseekV41" in architectures:
+        from vllm.models.deepseek_v41.nvidia import model
+
+        model.NgramHashState = gpu.returns(torch.nn.Module())
 
 
 def _share_v1(target: Any, draft: Any, config: Any) -> None:
