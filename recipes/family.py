@@ -411,6 +411,8 @@ class Family:
             not show it.
         no_backbone: why the backbone cannot be calibrated, where transformers would say it in words
             of its classes.
+        attention_backends: GPU -> the value of `--attention-backend` with which vLLM serves what is
+            not in the release's own form, where its own choice takes that form alone.
         method: what vLLM calls this way of drafting (`--speculative-config`).
         dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
             such draft.
@@ -452,6 +454,7 @@ class Family:
     built_as: str = ""
     no_fp8_cache: str = ""
     no_backbone: str = ""
+    attention_backends: Mapping[str, str] = field(default_factory=dict)
     method: Literal["mtp", "dspark"] = "mtp"
     dspark: "Family | None" = None
     notes: str = ""

@@ -63,8 +63,8 @@ class Part:
 
 
 class StagedLoad:
-    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py, and the
-    version of vLLM.
+    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py, the
+    version of vLLM, and the `attention` that it is served with, "" for vLLM's choice.
     """
 
     def __init__(self, job: Any, *, gpu: str):
@@ -91,6 +91,7 @@ class StagedLoad:
             "ok": failure is None,
             "failure": failure,
             "runner": self._runner,
+            "attention": self._job.attention,
             "seconds": round(time.perf_counter() - start, 2),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         }
@@ -235,6 +236,11 @@ def _engine_config(job: Any) -> Any:
     backend = None
     if job.tp > 1:
         backend = "mp"
+    attention: dict[str, Any] = {}
+    if job.attention:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        attention["attention_backend"] = AttentionBackendEnum[job.attention]
     return EngineArgs(
         model=job.folder,
         speculative_config=speculative,
@@ -243,6 +249,7 @@ def _engine_config(job: Any) -> Any:
         skip_tokenizer_init=True,
         tensor_parallel_size=job.tp,
         distributed_executor_backend=backend,
+        **attention,
     ).create_engine_config()
 
 
