@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import starmap
 from math import prod
 from pathlib import Path
 
@@ -141,6 +142,15 @@ def test_deepseek_v4_flash_is_what_others_count():
     assert view.num_layers == 43
     total = sum(parameters(tensors[name]) for name in backbone)
     assert total / 1e9 == pytest.approx(284, rel=0.002)
+
+
+def test_deepseek_v4_1_flash_is_what_others_count():
+    """96,085 tensors and 475.2 GiB in 48 shards (public listings of the release's headers)."""
+    view, tensors = view_of("dsv4.1-flash", "full")
+    assert len(tensors) == 96_085 and view.num_mtp_layers == 3
+    assert sum(starmap(num_bytes, tensors.values())) == 510_286_023_000
+    # The table has a place for each of them, also for those of one layer alone.
+    assert not [name for name in tensors if view.place(HFName(name)) is None]
 
 
 def parameters(spec: tuple[str, tuple[int, ...]]) -> int:
