@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 from checkpoint_files import Checkpoint, write
-from keepmtp.validate.dryload import check_on
 from keepmtp.recipes.family_view import language_config
+from keepmtp.validate.dryload import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU, LoadAccount
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
