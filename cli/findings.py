@@ -155,7 +155,8 @@ def _dry_loads(data: CheckData) -> Iterator[RenderableType]:
 
 
 def _dry_load(load: DryLoad, facts: CheckpointFacts) -> Iterator[str | Text]:
-    yield f"  {load.gpu} at TP {load.tp}"
+    option = f", with --attention-backend {load.attention}" if load.attention else ""
+    yield f"  {load.gpu} at TP {load.tp}{option}"
     if idle := facts.idle_mtp_layers(load.k):
         layers = counted(idle, "MTP layer")
         yield f"    not built at k={load.k}: {layers}; vLLM leaves their tensors alone"

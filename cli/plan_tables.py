@@ -190,6 +190,8 @@ def _served_by(made: Plan) -> Iterator[str]:
         picked = kernels.get(f"{made.recipe.format} {scheme}", kernels[scheme])
         for kernel, gpus in picked[layers].items():
             yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
+    for gpu, backend in made.view.family.attention_backends.items():
+        yield f"  on {gpu} with --attention-backend {backend}"
 
 
 def _fates(rows: list[Json]) -> Iterator[list[str] | None]:

@@ -93,7 +93,7 @@ class Row:
         joins: a second module of vLLM's that loads the same tensors: one for all layers of the
             block, which the quantization config is asked about by this name.
         table_scale: for a part of a table whose rows are looked up: path of the one scale that all
-            parts share where they are stored in FP8.
+            parts share where they are stored in FP8, or of the table's own.
     """
 
     path: str
@@ -396,7 +396,7 @@ class Family:
             usual one.
         released_as: quant_method of its release, where that is one that tools write, too.
         fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"),
-            whatever the quantization config says.
+            whatever the quantization config says; "" where a table is always FP8.
         mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release),
             where they differ.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes
@@ -412,6 +412,8 @@ class Family:
             not show it.
         no_backbone: why the backbone cannot be calibrated, where transformers would say it in words
             of its classes.
+        attention_backends: GPU -> the value of `--attention-backend` with which vLLM serves what is
+            not in the release's own form, where its own choice takes that form alone.
         method: what vLLM calls this way of drafting (`--speculative-config`).
         tool_parser: vLLM's name for what reads tool calls (`--tool-call-parser`; 0.32.0
             tool_parsers/__init__.py); "" where it has none for all releases of the family.
@@ -459,6 +461,7 @@ class Family:
     built_as: str = ""
     no_fp8_cache: str = ""
     no_backbone: str = ""
+    attention_backends: Mapping[str, str] = field(default_factory=dict)
     method: Literal["mtp", "dspark"] = "mtp"
     tool_parser: str = ""
     reasoning_parser: str = ""

@@ -16,9 +16,10 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...recipes.family import VLLMName
+from ...recipes.family_view import language_config
 from ...recipes.renamer import Renamer, family_of
 from ...recipes.runtimes import Runtime
 from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
@@ -33,6 +34,15 @@ _MXFP4_EXPERTS = registers(
     "weight",
     "weight_scale",
     group_size=32,
+    renames=MappingProxyType({_SCALE: "weight_scale"}),
+)
+# modelopt's MXFP8, whose loader repeats each scale for the 32 rows of its block.
+_MXFP8 = registers(
+    "fp8_block",
+    "weight",
+    "weight_scale",
+    block=(32, 32),
+    scale_ndim=2,
     renames=MappingProxyType({_SCALE: "weight_scale"}),
 )
 
@@ -105,13 +115,16 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     listed = given.ignored_layers or given.modules_to_not_convert or ()
     own_class = _own_class(config)
     linear = _built(given, own_class)
+    if own_class and given.weight_block_size == (32, 32) and _expert_dtype(config) == "fp4":
+        linear = _MXFP8
     found = Fp8(ignored=(), linear=linear, experts=linear, rename=rename)
     entries = tuple(map(found.reads, listed))
     found = found._replace(entries=entries, ignored=tuple(entry.read[0] for entry in entries))
     if not own_class:
         return found
-    found = found._replace(num_layers=config.get("num_hidden_layers") or 0, name=own_class)
-    if config.get("expert_dtype", "fp4") != "fp4":
+    text = language_config(config)
+    found = found._replace(num_layers=text.get("num_hidden_layers") or 0, name=own_class)
+    if _expert_dtype(config) != "fp4":
         return found
     # Experts are MXFP4 even if the config says blocks.
     if given.moe_quant_algo != "NVFP4":
@@ -148,6 +161,14 @@ def _own_class(config: Raw) -> str:
     """The servers' class for this model's FP8; "" for the usual one."""
     family = family_of(config)
     return family.fp8_class if family is not None else ""
+
+
+def _expert_dtype(config: Raw) -> Any:
+    """What vLLM finds first: DeepSeek-V4.1 says it in the quantization config."""
+    for holder in (config, language_config(config), config.get("quantization_config") or {}):
+        if "expert_dtype" in holder:
+            return holder["expert_dtype"]
+    return "fp4"
 
 
 def _built(given: Fp8Given, own_class: str) -> VLLMModule:

@@ -42,7 +42,7 @@ from .patterns import time_limit
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = re.compile(r"(?P<stem>.*?)\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<last>[^.]+)$")
-_MTP = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block)\.")
+_MTP = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_layers|mtp_block|mtp_dspark)\.")
 _FUSED = {**FUSED, "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 KINDS: Mapping[Role, Kind] = {"experts": "experts", "head": "head", "embedding": "embedding"}
 """What a server asks its quantization config for, by the group of a module; of all others for a

@@ -112,7 +112,7 @@ class Decisions:
             return self.other(weight.weight)
         word, reason = self._word(place, is_served=served is not None)
         if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
-            # A part of such a table has one scale with all other parts.
+            # A part of such a table has one scale with all other parts, or a row has its own.
             scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
             if scale not in self.source.entries:
                 raise CheckpointError(
@@ -121,8 +121,9 @@ class Decisions:
                     got="no such tensor",
                     cure="Check the download",
                 )
-            reason = "FP8 rows with one scale, which vLLM looks up as they are"
-            return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
+            reason = "FP8 rows, which vLLM looks up as they are"
+            kept = tuple(map(same_output, weight.parts.values()))
+            return _planned(weight, place, "keep", reason, kept)
         self._refuse_unreadable(weight, place)
         if place.row.interleaved:
             return self._separated(weight, place, reason)

@@ -67,6 +67,8 @@ def find_family(
     file, rule = f"{where}/config.json", "vLLM must have an MTP draft for the model"
     family = families(vllm).get(architecture) or families(vllm).get(model_type)
     is_dspark = has_dspark(config, names)
+    if family and family.method == "dspark":
+        return family
     if family and is_dspark and family.dspark:
         return family.dspark
     says = asked(vllm).refused.get(model_type, "")
@@ -116,8 +118,9 @@ def drafted_elsewhere(config: Raw, vllm: str) -> str:
 
 def _is_any_model(config: Raw, vllm: str) -> bool:
     """Whether vLLM drafts for a model that it has no class for, through transformers 5.20's MTP."""
-    has_count = bool(config.get("num_mtp_layers")) and "text_config" not in config
-    return has_count and asked(vllm).any_model
+    counts = load_shipped(FOLDER / "_any_model.yaml")
+    key = counts.get(config.get("model_type"), "num_mtp_layers")
+    return bool(config.get(key)) and "text_config" not in config and asked(vllm).any_model
 
 
 def _architecture(config: Raw) -> Any:

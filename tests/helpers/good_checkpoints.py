@@ -7,7 +7,7 @@ from functools import partial
 
 import releases
 from broken_by import changed, config, quantization, rename, tensor
-from checkpoint_files import ignoring, pack
+from checkpoint_files import ignoring, lose, pack
 from foreign_form import autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4
 from good import (
     flash_of_three_schemes,
@@ -27,6 +27,11 @@ GOOD = {f"released {model}": partial(released, model) for model in releases.MODE
     "dsv4 block": partial(ours, "dsv4-flash", "FP8_BLOCK", "source"),
     "dspark bf16": partial(ours, "dsv4-flash-0731", "NVFP4"),
     "dspark block": partial(ours, "dsv4-flash-0731", "FP8_BLOCK", "source"),
+    "v41 bf16": partial(ours, "dsv4.1-flash", "NVFP4A16"),
+    "v41 block": partial(ours, "dsv4.1-flash", "FP8_BLOCK", "FP8_BLOCK"),
+    "v41 without a confidence head": partial(
+        changed, partial(ours, "dsv4.1-flash", "W4A16_G32"), lose(r"mtp\.2\.confidence_head\..*")
+    ),
     # DeepSeek-V4-Flash with NVFP4 experts and FP8 attention, its regexes verbatim.
     "dsv4 published": partial(
         changed,

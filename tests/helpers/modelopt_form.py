@@ -120,7 +120,7 @@ def retell(checkpoint: Checkpoint) -> None:
             leaves["weight_scale_2"] = ("F32", leaves.pop("weight_global_scale")[1][:0])
             if "input_global_scale" in leaves:
                 leaves["input_scale"] = ("F32", leaves.pop("input_global_scale")[1][:0])
-        elif leaves.get("weight", ("",))[0] == "F8_E4M3":
+        elif leaves.get("weight", ("",))[0] == "F8_E4M3" and "scale" not in leaves:  # no table
             leaves["weight_scale"] = (
                 "F32",
                 _scale_shape(leaves["weight"][1], leaves["weight_scale"][1]),

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 from checkpoint_files import Checkpoint, write
+from keepmtp.recipes.family_view import language_config
 from keepmtp.validate.dryload import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU, LoadAccount
@@ -28,7 +29,7 @@ def dry_loaded(dry_loader, tmp_path_factory) -> Callable[..., dict[str, LoadAcco
         jobs = []
         for number, each in enumerate(made.values()):
             method = "mtp"
-            if "dspark_block_size" in each.config:
+            if "dspark_block_size" in language_config(each.config):
                 method = "dspark"
             jobs.append(Job(folder=write(place / str(number), each), method=method))
         return dict(zip(made, dry_loader(gpu).load_all(jobs), strict=True))

@@ -375,12 +375,17 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
         if built == "refused":
             where = name
         key = runtime.view.family.fp8_table_key
+        cure = (
+            f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", or nothing and '
+            f"add {name} to the modules that stay plain; with the table's own scale"
+        )
+        if not key:
+            cure = "Take the table and its scale from the release: vLLM has no other form of it"
         yield objection(
             "table",
             where,
             f"vLLM builds {name} {built}, and takes no table that is stored otherwise",
-            f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", or nothing and '
-            f"add {name} to the modules that stay plain; with the table's own scale",
+            cure,
             times=len(parts),
         )
 
@@ -389,8 +394,9 @@ def _table_built(runtime: RuntimeView, name: VLLMName) -> str:
     """How vLLM holds the table."""
     dialect = runtime.dialect
     has_nvfp4 = holds(">=0.33", runtime.vllm)
-    named = runtime.view.text_config.get(runtime.view.family.fp8_table_key)
-    if named == _FP8_TABLE:
+    key = runtime.view.family.fp8_table_key
+    named = runtime.view.text_config.get(key)
+    if not key or named == _FP8_TABLE:
         return "fp8"
     if named is not None and has_nvfp4:
         return {"nvfp4": "nvfp4"}.get(named, "refused")

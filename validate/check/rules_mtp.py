@@ -29,6 +29,7 @@ from .rules_kv import is_kv_scale
 
 ALONE = "draft-alone"
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_NUM_STAGE_EXPERTS_KEYS = ("dspark_n_routed_experts", *_NUM_EXPERTS_KEYS)  # of DSpark's stages
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _DIGITS = re.compile(r"[0-9]+")
@@ -239,15 +240,18 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2;
     M1.
     """
-    counts = [runtime.view.text_config.get(key) for key in _NUM_EXPERTS_KEYS]
-    expected = next((count for count in counts if isinstance(count, int)), 0)
-    if not expected:
-        return
-    lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
-    more = f"exists, but config.json counts {expected} experts: vLLM raises"
+    text = runtime.view.text_config
     cure = f"{_AGAIN}: shards of some experts were lost"
-    counted = {*range(expected)}
     for module in runtime.modules:
+        keys = _NUM_STAGE_EXPERTS_KEYS if module.part == "mtp" else _NUM_EXPERTS_KEYS
+        # A stage without a count of its own, or with none, has as many as the backbone.
+        counts = [text.get(key) for key in keys]
+        expected = next((count for count in counts if isinstance(count, int) and count), 0)
+        if not expected:
+            continue
+        lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
+        more = f"exists, but config.json counts {expected} experts: vLLM raises"
+        counted = {*range(expected)}
         held: dict[str, set[int]] = defaultdict(set)
         for place, weight in module.members:
             if place.row.stacked:

@@ -117,6 +117,7 @@ class DryLoad(Fact):
         ok: no error, neither vLLM's nor one in the account.
         num_errors: findings of this dry load that are errors.
         runner: vLLM's model runner, v1 or v2.
+        attention: the value of --attention-backend that it takes; "" for vLLM's own choice.
         seconds: of all stages together.
         peak_mib: of the process that loaded.
     """
@@ -134,6 +135,7 @@ class DryLoad(Fact):
     target: LoadedModel
     draft: LoadedModel
     runner: str = ""
+    attention: str = ""
     seconds: Figure = 0.0
     peak_mib: Count = 0
 

@@ -38,6 +38,9 @@ from ..model.hooks import hooked_before, modules_of
 from .activations import e4m3, through
 
 _SCALES = "served_cache_scales"
+# What attention modules call their cache; the first since transformers 5.24, which drops a cache
+# under the old name where it is given one under the new.
+_CACHES = ("cache", "past_key_values", "past_key_value")
 
 # Both [B, heads, T, D], as an attention module hands them to its cache.
 KeysValues = tuple[Tensor, Tensor]
@@ -137,7 +140,7 @@ def _between(
 
     def hand(module: Any, args: tuple, kwargs: dict) -> tuple:
         parameters = inspect.signature(module.forward).parameters
-        name = "past_key_value" if "past_key_value" in parameters else "past_key_values"
+        name = next(filter(parameters.__contains__, _CACHES), "past_key_values")
         return args, {**kwargs, name: _Between(changes[module], kwargs.get(name))}
 
     return hooked_before(dict.fromkeys(changes, hand), with_kwargs=True)

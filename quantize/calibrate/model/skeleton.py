@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -354,7 +355,7 @@ def on_meta(plan: Plan) -> PreTrainedModel:
         )
     try:
         model = _from_config(plan, is_foreign=is_foreign)
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
+    except (ValueError, KeyError, ImportError, AttributeError, StrictDataclassError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RecipeError(
             plan.source.where,

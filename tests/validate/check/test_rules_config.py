@@ -87,6 +87,12 @@ def test_quantization_configs_agree(case, tmp_path):
         config("dspark_target_layer_ids", None),
         where="config.json: dspark_target_layer_ids",
     ),
+    case(
+        "V4.1's without them",
+        "released dsv4.1-flash",
+        config("text_config/dspark_target_layer_ids", None),
+        where="config.json: dspark_target_layer_ids",
+    ),
 )
 def test_config_has_what_vllm_reads(case, tmp_path):
     assert_found(case, tmp_path)

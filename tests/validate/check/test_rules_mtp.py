@@ -80,6 +80,7 @@ FLASH = partial(ours, "dsv4-flash", "W4A16")
         where="model.layers.4.",
     ),
     case("a stage of DSpark lost", "dspark bf16", lose(r"mtp\.1\..*"), where="mtp.1.", among=True),
+    case("a stage of V4.1's lost", "v41 bf16", lose(r"mtp\.1\..*"), where="mtp.1.", among=True),
 )
 def test_promised_layers_exist(case, tmp_path):
     assert_found(case, tmp_path)
@@ -131,6 +132,13 @@ def test_files_are_indexed(case, tmp_path):
         "dspark block",
         lose(r"mtp\.2\.markov_head\.markov_w1\.weight"),
         where="mtp.2.markov_head.markov_w1",
+        among=True,
+    ),
+    case(
+        "V4.1's Markov head has names of its own",
+        "v41 block",
+        lose(r"mtp\.2\.markov_head\.embed\.weight"),
+        where="mtp.2.markov_head.embed",
         among=True,
     ),
 )

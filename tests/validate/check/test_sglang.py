@@ -29,6 +29,7 @@ LEFT_OUT = (
     "gemma-4-26b-assistant",
     "dsv4-flash-0731",
     "dsv4-pro-0813",
+    "dsv4.1-flash",
 )
 # Scheme, MTP block's scheme, dialect.
 FORMS = (

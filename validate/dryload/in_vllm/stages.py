@@ -63,8 +63,8 @@ class Part:
 
 
 class StagedLoad:
-    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py, and the
-    version of vLLM.
+    """The dry load of one job, stage by stage. A job has the fields of `Job` in loader.py, the
+    version of vLLM, and the `attention` that it is served with, "" for vLLM's choice.
     """
 
     def __init__(self, job: Any, *, gpu: str):
@@ -91,6 +91,7 @@ class StagedLoad:
             "ok": failure is None,
             "failure": failure,
             "runner": self._runner,
+            "attention": self._job.attention,
             "seconds": round(time.perf_counter() - start, 2),
             "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
         }
@@ -235,6 +236,11 @@ def _engine_config(job: Any) -> Any:
     backend = None
     if job.tp > 1:
         backend = "mp"
+    attention: dict[str, Any] = {}
+    if job.attention:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        attention["attention_backend"] = AttentionBackendEnum[job.attention]
     return EngineArgs(
         model=job.folder,
         speculative_config=speculative,
@@ -243,6 +249,7 @@ def _engine_config(job: Any) -> Any:
         skip_tokenizer_init=True,
         tensor_parallel_size=job.tp,
         distributed_executor_backend=backend,
+        **attention,
     ).create_engine_config()
 
 
@@ -280,7 +287,7 @@ def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
     depends on them.
 
     Nemotron Omni's class asks for the numbers of three words; MiMo-V2.5's audio encoder loads a
-    folder of its own.
+    folder of its own; DeepSeek-V4.1 finds the rows of its n-gram tables by the tokens' texts.
     """
     architectures = " ".join(declared.get("architectures") or ())
     if "NemotronH_" in architectures:
@@ -292,6 +299,10 @@ def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
         from vllm.model_executor.models.mimo_audio import MimoAudioEncoder
 
         MimoAudioEncoder._load_audio_tokenizer = staticmethod(gpu.returns(None))
+    if "DeepseekV41" in architectures:
+        from vllm.models.deepseek_v41.nvidia import model
+
+        model.NgramHashState = gpu.returns(torch.nn.Module())
 
 
 def _share_v1(target: Any, draft: Any, config: Any) -> None:
