@@ -13,6 +13,7 @@ is not among them, so vLLM refuses it.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from checkpoint_files import Checkpoint
@@ -133,8 +134,11 @@ def retell(checkpoint: Checkpoint) -> None:
 
 def said(plan: Plan) -> dict[str, Any]:
     """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
-    config, _ = modelopt_config(plan.view, named_modules(plan.view, matrices_of(plan)))
     schemes = {module.scheme for module in modules_of(plan)} - {""}
+    view = plan.view
+    if len(schemes) == 1:  # also where vLLM needs the algorithm of each module
+        view = replace(view, family=replace(view.family, modelopt_by_module=False))
+    config, _ = modelopt_config(view, named_modules(view, matrices_of(plan)))
     if len(schemes) == 1:
         config.pop("quantized_layers", None)
         config["quant_algo"] = ALGORITHMS[schemes.pop()]
