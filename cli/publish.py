@@ -78,6 +78,10 @@ def publish(
     tell(f"repository {url}")
     publishing.ready_report(path)
     made_from = publishing.commit_to_change(path, repo, update=update)
+    if made_from and public:
+        cure = "Leave it out, or add --update"
+        rule = "is for a repository of your own"
+        raise RecipeError("--public", rule, got=f"a pull request to {repo}", cure=cure)
     token = get_token()
     if token is None and not dry_run:
         raise _no_token()
@@ -107,7 +111,7 @@ def publish(
         if not token or dry_run:
             others = publishing.named(found, "other")
             value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
-            if made_from:
+            if made_from and found:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
             answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
             return

@@ -334,6 +334,11 @@ def refuse_other_commit(parcel: Parcel, there: Remote, made_from: str) -> dict[s
     Raises:
         RecipeError: it has moved on, would keep weights of before, or nothing would change.
     """
+    found = compare(parcel, there)
+    if not named(found, "new", "differs"):  # its owner may have taken it
+        raise RecipeError(
+            there.repo, "must lack something", got="every byte", cure="Nothing is left to do"
+        )
     if there.commit != made_from:
         raise RecipeError(
             there.repo,
@@ -341,23 +346,22 @@ def refuse_other_commit(parcel: Parcel, there: Remote, made_from: str) -> dict[s
             got=f"commit {there.commit}",
             cure="Make the checkpoint again from what it holds now",
         )
-    found = compare(parcel, there)
-    _refuse_other_weights(there.repo, named(found, "other"))
-    if not named(found, "new", "differs"):
-        raise RecipeError(
-            there.repo, "must lack something", got="every byte", cure="Nothing is left to do"
-        )
+    # Once they are deleted, the repository has moved on.
+    cure = "Publish it to a repository of its own"
+    _refuse_other_weights(there.repo, named(found, "other"), cure=cure)
     return found
 
 
-def _refuse_other_weights(repo: str, others: Sequence[str]) -> None:
+def _refuse_other_weights(
+    repo: str, others: Sequence[str], *, cure: str = "Delete them there first"
+) -> None:
     strange = [name for name in others if name.endswith(_WEIGHTS)]
     if strange:
         raise RecipeError(
             repo,
             "must hold no weights of another checkpoint: a server would read them",
             got=listed(strange),
-            cure="Delete them there first",
+            cure=cure,
         )
 
 

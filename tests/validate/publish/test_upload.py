@@ -612,6 +612,25 @@ def test_a_repository_that_has_moved_on_is_not_proposed_to(publish_here, hub, ch
     assert nothing_sent(hub)
 
 
+def test_without_a_token_nothing_is_said_of_what_would_change(publish_here, hub, changed):
+    """Nobody has asked what is there."""
+    told = json.loads(publish_here("--dry-run", "--json", token="").out)
+    assert "proposed" not in told and hub.requests == []
+
+
+def test_weights_that_the_checkpoint_has_no_more_are_not_left_beside_it(publish_here, hub, changed):
+    """To delete them there first is no way out: then the repository has moved on."""
+    hub.repos[REPO].commits[0]["old.safetensors"] = hub.store(b"old")
+    says = "got old.safetensors. Publish it to a repository of its own"
+    publish_here("--yes", code=2, says=says)
+    assert nothing_sent(hub)
+
+
+def test_a_request_makes_nothing_public(publish_here, hub, changed):
+    publish_here("--public", "--yes", code=2, says="--public: is for a repository of your own")
+    assert nothing_sent(hub)
+
+
 def test_a_repository_that_moves_on_meanwhile_refuses(publish_here, hub, changed):
     repo = hub.repos[REPO]
     hub.faults = [Fault("POST .*/commit/main", before=lambda: hub.commit(REPO, {"a.txt": b"a"}))]
@@ -625,7 +644,7 @@ def test_a_request_that_holds_other_bytes_is_told(publish_here, hub, changed):
 
 
 def test_nothing_is_proposed_twice(publish_here, hub, changed):
-    """Once the owner has taken it, the repository has moved on; a file that stays is no change."""
+    """Once the owner has taken it, also with further commits; a file that stays is no change."""
     for place in (changed, card.card_folder(changed)):
         for path in place.rglob("*"):
             if path.is_file():
@@ -633,4 +652,6 @@ def test_nothing_is_proposed_twice(publish_here, hub, changed):
                 hub.repos[REPO].commits[0][name] = hub.store(path.read_bytes())
     for name, content in card.verified_files(changed, repository=REPO).items():
         hub.repos[REPO].commits[0][name] = hub.store(content)
+    publish_here("--yes", code=2, says="must lack something; got every byte")
+    hub.commit(REPO, {"notes.txt": b"newer"})
     publish_here("--yes", code=2, says="must lack something; got every byte")
