@@ -15,6 +15,7 @@ from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import RuntimeView
+from ...recipes.conventions import FORMATS
 from ...recipes.frozen import Json, without
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
@@ -75,7 +76,7 @@ def _objections(target: RuntimeView, draft: RuntimeView) -> Iterator[Objection]:
     theirs = {"family": view.family.model_type, **_sizes(draft)}
     for key, value in ours.items():
         if theirs[key] != value:
-            says = f"{key} is {theirs[key]}, and {value} in the target: vLLM cannot join the two"
+            says = f"is {theirs[key]}, and {value} in the target: vLLM cannot join the two"
             yield objection("pair", f"{where}: {key}", says, cure)
     yield from _embedding(draft)
     if not view.layout.draft_reads_afresh:
@@ -117,6 +118,8 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
     words = {*_words(built)}
     if len(words) == 1 and "" not in words:
         cure += f": --mtp {words.pop()}"
+    elif target.given.raw and built.dialect.name not in FORMATS:
+        cure += f", in the dialect {built.dialect.name}, which keepmtp does not write"
     for rule in (stored_form_is_what_is_built, draft_head_is_excluded, schemes_are_known):
         for each in rule(built):
             says = f"{each.finding.says}; the draft reads the target's quantization config"
