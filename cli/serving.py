@@ -135,14 +135,14 @@ def checked_errors(path: str, draft: str = "") -> Checked:
         KeepMTPError: there is nothing to judge.
     """
     (checked,) = api.check_all([path], draft=draft)
-    refuse_errors(path, checked)
+    refuse_errors(path, checked, draft=draft)
     if Path(path).is_dir() and not missing("quantize"):
         from ..validate.check.values import with_values  # imports torch
 
         checked = with_values(checked, "scalars")
-        refuse_errors(path, checked)
+        refuse_errors(path, checked, draft=draft)
     if warnings := len(checked.data.findings):
-        tell(f"check: no errors, warnings: {warnings}: `{command('check', path)}` has them")
+        tell(f"check: no errors, warnings: {warnings}: `{command('check', path, draft)}` has them")
     return checked
 
 
@@ -166,15 +166,16 @@ def refuse_unloadable(
     # What a cure mends is no reason to refuse.
     loads = loaded.data.dry
     if not (has_cures and loads and all(load.ok or load.cures for load in loads)):
-        refuse_errors(path, loaded)
+        refuse_errors(path, loaded, draft=draft)
 
 
-def command(verb: str, path: str) -> str:
-    """A command of keepmtp about the checkpoint."""
-    return shlex.join(["keepmtp", verb, path])
+def command(verb: str, path: str, draft: str = "") -> str:
+    """A command of keepmtp about the checkpoint, with its draft."""
+    beside = ("--draft", draft) if draft else ()
+    return shlex.join(["keepmtp", verb, path, *beside])
 
 
-def refuse_errors(path: str, checked: Checked) -> None:
+def refuse_errors(path: str, checked: Checked, *, draft: str = "") -> None:
     """Refuse a checkpoint that is not to be served.
 
     Raises:
@@ -187,7 +188,7 @@ def refuse_errors(path: str, checked: Checked) -> None:
         first, *others = errors
         got = f"{first.where}: {first.says}"
         if others:
-            got += f" (and {len(others)} more: `{command('check', path)}`)"
+            got += f" (and {len(others)} more: `{command('check', path, draft)}`)"
         rule = "must pass the check before it is served"
         raise GateError(path, rule, got=got, cure=with_path(first.cure, path))
 

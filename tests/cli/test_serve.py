@@ -255,3 +255,11 @@ def test_a_doubt_needs_drafts_and_a_large_difference():
 def test_addresses():
     assert Address(host="0.0.0.0", port=80).url == "http://127.0.0.1:80"
     assert Address(host="::", port=80, is_tls=True).url == "https://[::1]:80"
+
+
+def test_a_draft_with_errors_is_refused():
+    """The command that shows them all names the draft too."""
+    other = GLM.parent / "tiny-qwen3_5"
+    words = f"serve {GLM} --draft {other} --dry-run"
+    refused(words, status=1, says="config.json: family: is qwen3_5, and glm4_moe in the target")
+    refused(words, status=1, says=f"more: `keepmtp check {GLM} --draft {other}`")
