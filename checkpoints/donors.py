@@ -59,10 +59,13 @@ def _with_group(source: Source, donor: Source, group: str) -> Source:
     theirs, given = _group_of(donor, group)
     odd = sorted(modules ^ given)
     if not theirs or (odd and group != "mtp"):  # whose layers the plan compares with config.json
+        got = "one that only one of them has"
+        if not odd:
+            got = "none in either"
         raise CheckpointError(
             f"{donor.where}: {next(iter(odd), group)}",
             f"a donor must have the modules of {group} that {source.where} has, and no others",
-            got="one that only one of them has",
+            got=got,
             cure=_CURE,
         )
     start = donor_files(group)

@@ -107,8 +107,11 @@ def refuse_other_norms(source: Source) -> None:
         CheckpointError: names the norm; or see `source.read`.
     """
     view = view_of(source)
-    for group in source.donors.keys() - {"mtp"}:  # which has norms of its own
-        donor = source.donors[group]
+    donors = dict[tuple[str, str], Source]()
+    for group, donor in source.donors.items():
+        if group != "mtp":  # which has norms of its own
+            donors[donor.where, donor.revision] = donor
+    for donor in donors.values():
         for name, entry in source.entries.items():
             place = view.place(name)
             is_norm = place is not None and (place.part, place.role) == ("backbone", "norm")

@@ -30,6 +30,7 @@ from .plan import Plan, make_plan
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 _FROM = "from:"
+_NO_GROUPS = ("kv_cache", "format")  # no donor has their tensors
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
@@ -157,14 +158,19 @@ def _changed(
     """
     words = dict[str, str]()
     places = dict[str, str]()
-    known = (*raw["groups"], *TABLE_ROLES, "mtp", "kv_cache", "format")
+    known = (*raw["groups"], *TABLE_ROLES, "mtp", *_NO_GROUPS)
     for change in changes:
         group, _, word = change.partition("=")
         rule = f"must be GROUP=VALUE, with a group of {source.where}: {', '.join(known)}"
-        if group not in known or not word:
-            cure = did_you_mean(group, known, otherwise="Name one of them")
+        if group not in known or not word.removeprefix(_FROM):
+            cure = f"Write {group}=VALUE, or {group}=from:DONOR"
+            if group not in known:
+                cure = did_you_mean(group, known, otherwise="Name one of them")
             raise RecipeError("--set", rule, got=change, cure=cure)
         of_kind = places if word.startswith(_FROM) else words
+        if of_kind is places and group in _NO_GROUPS:
+            rule = f"{group} is a value, and no tensors that a donor has"
+            raise RecipeError("--set", rule, got=change, cure=f"Write {group}=VALUE")
         is_twice = of_kind is words and group == "mtp" and mtp is not None
         if group in of_kind or is_twice:
             raise RecipeError("--set", "names a group once", got=change, cure="Leave one out")

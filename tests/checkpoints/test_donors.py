@@ -12,8 +12,10 @@ from commands import ran
 from good import llmcompressor, ours, released
 from hub import serving
 from json_files import json_of, put_json
+from keepmtp.checkpoints.donors import with_donors
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source, view_of
+from keepmtp.checkpoints.values import read_tensor, refuse_other_norms
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write_shards
@@ -284,5 +286,31 @@ def test_a_group_is_named_once(tmp_path):
     for twice in ("mtp", "experts"):
         with pytest.raises(KeepMTPError, match="names a group once"):
             plan_for(str(first), changes=[f"{twice}=from:{heavy}", f"{twice}=from:{block}"])
-    with pytest.raises(KeepMTPError, match="kv_cache"):
-        plan_for(str(first), changes=[f"kv_cache=from:{heavy}"])
+    for value in ("kv_cache", "format"):
+        with pytest.raises(KeepMTPError, match=f"--set: {value} is a value, and no tensors"):
+            plan_for(str(first), changes=[f"{value}=from:{heavy}"])
+    with pytest.raises(KeepMTPError, match=r"got experts=from:\. Write experts=VALUE"):
+        plan_for(str(first), changes=["experts=from:"])
+
+
+def test_a_group_that_both_lack_is_refused(tmp_path):
+    first, heavy, _ = builds(tmp_path, "glm-4.7", "compressed-tensors")
+    opened = open_source(str(first))
+    with pytest.raises(KeepMTPError, match=r"heavy: linear_attention: .*; got none in either"):
+        with_donors(opened, {"linear_attention": open_source(str(heavy))})
+
+
+def test_norms_of_a_donor_are_read_once(filled, monkeypatch):
+    """Of a repository each is a request."""
+    first, heavy, _ = filled()
+    changes = [f"{group}=from:{heavy}" for group in ("experts", "attention")]
+    plan, _ = plan_for(str(first), changes=changes)
+    names = []
+
+    def watched(source, entry):
+        names.append((source.where, entry.name))
+        return read_tensor(source, entry)
+
+    monkeypatch.setattr("keepmtp.checkpoints.values.read_tensor", watched)
+    refuse_other_norms(plan.source)
+    assert names and len({*names}) == len(names)
