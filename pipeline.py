@@ -101,6 +101,9 @@ def plan_for(
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     word = model_word(model)
+    if draft_for is not None and choices.get("calibration"):
+        rule, got = "reads no text", f"--calibration {choices['calibration']}"
+        raise RecipeError("--draft-for", rule, got=got, cure="Leave --calibration out")
     if draft_for is not None and not word.is_recipe:
         changes, choices = _of_block_alone(changes, choices)
     if word.is_recipe:
@@ -137,9 +140,12 @@ def _of_block_alone(
     changes: Sequence[str] | None, choices: dict[str, str | None]
 ) -> tuple[list[str], dict[str, str | None]]:
     """What is said of a checkpoint whose block alone is wanted, as changes of the whole."""
+    rule = "has a word for the block alone, by --mtp"
     if changes:
-        rule = "has a word for the block alone, by --mtp"
         raise RecipeError("--draft-for", rule, got=f"--set {changes[0]}", cure="Leave --set out")
+    if scheme := choices.get("scheme"):
+        cure = f"Write --mtp {scheme}"
+        raise RecipeError("--draft-for", rule, got=f"--scheme {scheme}", cure=cure)
     return [f"mtp={choices.get('mtp') or 'source'}"], {**choices, "mtp": None}
 
 

@@ -217,7 +217,7 @@ def download(source: Source, *, bars: type[Any] | None = None) -> Source:
     named = map(escape, (*source.companions, *source.code))
     if source.num_unread:  # the index names files that nobody wants
         tensors = (*source.entries.values(), *source.unindexed.values())
-        files = {entry.file for entry in tensors if not entry.file.startswith(MTP_FILES)}
+        files = {entry.file for entry in tensors if not origin_of(entry)}
         folder = _fetched(source, bars, *map(escape, files), *REWRITTEN, *named)
         stamped = (*files, "config.json", *source.companions, *source.code)
         return replace(source, folder=folder, states=states_of(folder, stamped))

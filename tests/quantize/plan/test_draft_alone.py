@@ -2,19 +2,25 @@
 written.
 """
 
+import os
 from dataclasses import replace
 
 import pytest
 from checkpoint_files import write, write_single
 from commands import refused
 from good import ours, released
+from hub import serving
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize, recipe_for
 from keepmtp.quantize.plan.draft_alone import draft_as_written
 from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim
+from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.recipes.schema import validated
 from keepmtp.validate.check.check import check
+from live_tensors import tensors_of
+from outputs import digests
 from real_vllm import GLM
 
 
@@ -68,7 +74,8 @@ def test_as_written(tmp_path):
         ({"mtp": "auto"}, "has no backbone that could give it batches; got auto"),
         ({"mtp": "tuned"}, "mtp_tuned must be given"),
         ({"changes": ["attention=bf16"]}, "by --mtp; got --set attention=bf16"),
-        ({"scheme": "fp8"}, "--scheme: is for the whole checkpoint"),
+        ({"scheme": "FP8_DYNAMIC"}, "by --mtp; got --scheme FP8_DYNAMIC. Write --mtp FP8_DYNAMIC"),
+        ({"calibration": "mix-512x2048"}, "reads no text; got --calibration mix-512x2048"),
     ],
 )
 def test_bad_words(words, says, tmp_path):
@@ -105,6 +112,30 @@ def test_of_a_repository_only_the_blocks_files_are_downloaded(serve_hub, tmp_pat
     whole = [line.split()[1] for line in requests if "bytes=0-" not in line]
     shards = {line.rpartition("/")[2] for line in whole if line.endswith(".safetensors")}
     assert shards == {"model-00002-of-00002.safetensors"}
+
+
+def test_of_a_repository_with_the_block_of_another(tmp_path, monkeypatch, hub_at):
+    """The files of a donor are not asked of the repository."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serving(tmp_path / "hub") as hub:
+        hub.mirror("org/model", GLM)
+        hub_at(hub.endpoint)
+        plan, text = plan_for("org/model", draft_for=str(GLM), mtp=f"from:{GLM}")
+        quantize(plan, text, out=tmp_path / "draft")
+    wanted, text = plan_for(str(GLM), draft_for=str(GLM))
+    quantize(wanted, text, out=tmp_path / "wanted")
+    assert tensors_of(tmp_path / "draft") == tensors_of(tmp_path / "wanted")
+
+
+def test_a_killed_run_has_the_same_bytes(tmp_path):
+    plan, text = plan_for(str(GLM), draft_for=str(GLM), mtp="bf16")
+    quantize(plan, text, out=tmp_path / "whole")
+    with claim(plan, tmp_path / "out") as partial:
+        write_shards(plan, partial, threads=1)
+        os.truncate(partial / plan.shards[0].file, 1000)
+    quantize(plan, text, out=tmp_path / "out")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
 def test_all_measures_no_draft_alone():
