@@ -77,11 +77,7 @@ def publish(
     tell(f"folder {os.path.realpath(path)}")
     tell(f"repository {url}")
     publishing.ready_report(path)
-    made_from = publishing.commit_to_change(path, repo, update=update)
-    if made_from and public:
-        cure = "Leave it out, or add --update"
-        rule = "is for a repository of your own"
-        raise RecipeError("--public", rule, got=f"a pull request to {repo}", cure=cure)
+    made_from = publishing.commit_to_change(path, repo, update=update, public=public)
     token = get_token()
     if token is None and not dry_run:
         raise _no_token()

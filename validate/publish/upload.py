@@ -270,14 +270,21 @@ def refuse_overwriting(repo: str, found: Mapping[str, FileState]) -> None:
         )
 
 
-def commit_to_change(folder: Path, repo: str, *, update: bool) -> str:
+def commit_to_change(folder: Path, repo: str, *, update: bool, public: bool = False) -> str:
     """The commit of a repository that the checkpoint in a folder was made from; "" where it was
     made from something else, or its main branch is to be written.
+
+    Raises:
+        RecipeError: a request cannot make the repository public.
     """
     source = card.recorded(folder).source
-    if not update and source.name.lower() == repo.lower() and source.revision != "local":
-        return source.revision
-    return ""
+    if update or source.name.lower() != repo.lower() or source.revision == "local":
+        return ""
+    if public:
+        cure = "Leave it out, or add --update"
+        rule = "is for a repository of your own"
+        raise RecipeError("--public", rule, got=f"a pull request to {repo}", cure=cure)
+    return source.revision
 
 
 def propose(parcel: Parcel, hub: Hub, repo: str, *, made_from: str) -> Published:
