@@ -46,6 +46,13 @@ def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
                 got=word,
                 cure=f"Use {instead}",
             )
+    if recipe.search == "imatrix":
+        raise RecipeError(
+            "--draft-for",
+            "a draft alone has no backbone that could give it batches",
+            got="search: imatrix",
+            cure="Remove it from a copy of the recipe, or write mse",
+        )
     variant = "draft"
     if isinstance(recipe.mtp, str):
         variant = f"draft-{folded(recipe.mtp)}"

@@ -10,9 +10,10 @@ from checkpoint_files import write, write_single
 from commands import refused
 from good import ours, released
 from hub import serving
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize, recipe_for
-from keepmtp.quantize.plan.draft_alone import draft_as_written
+from keepmtp.quantize.plan.draft_alone import draft_as_written, recipe_of_draft
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write_shards
@@ -83,6 +84,13 @@ def test_bad_words(words, says, tmp_path):
     with pytest.raises(RecipeError) as caught:
         plan_for(release, draft_for=release, **words)
     assert says in str(caught.value)
+
+
+def test_a_search_that_needs_batches():
+    recipe = plan_for(str(GLM), scheme="FP8_DYNAMIC")[0].recipe
+    searched = recipe.model_copy(update={"search": "imatrix"})
+    with pytest.raises(RecipeError, match="that could give it batches; got search: imatrix"):
+        recipe_of_draft(searched, RuntimeView.of(open_source(str(GLM))))
 
 
 def test_another_form_than_the_target_builds(tmp_path):
