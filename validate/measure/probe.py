@@ -134,5 +134,9 @@ def _is_broken(text: str, *, is_cut: bool) -> bool:
 
 
 def _scripts(text: str) -> list[str]:
-    """Of each letter, such as LATIN, and CJK for Chinese characters."""
-    return [unicodedata.name(each, "").partition(" ")[0] for each in text if each.isalpha()]
+    """Of each letter, such as LATIN, and CJK for Chinese characters; signs such as 々 and µ, and
+    full-width letters, are in no script of their own.
+    """
+    letters = [each for each in text if each.isalpha() and unicodedata.category(each) != "Lm"]
+    own = [each for each in letters if not unicodedata.decomposition(each).startswith("<")]
+    return [unicodedata.name(each, "").partition(" ")[0] for each in own]

@@ -76,6 +76,8 @@ def test_script():
     assert faults("The city has a long history.", "Latin 1") == set()
     assert faults("東京", "Chinese 1") == set() and faults("ですから", "Chinese 1") == {"script"}
     assert faults("コード、漢字", "Japanese 1") == set()
+    assert faults("人々は２ＤＫに住む", "Japanese 1") == set()
+    assert faults("wait = 5  # µs, 1ª", "code 1") == set()
     assert faults("    return 1  # число", "code 1") == {"script"}
 
 
