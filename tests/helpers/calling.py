@@ -30,6 +30,8 @@ class Calling(Answering):
             calls = [{"name": "weather", "arguments": '{"town": "Ur"}'}]
         elif fault == "no JSON":
             calls = [{"name": "weather", "arguments": '{"city": "Ur'}]
+        elif fault == "words":
+            content, calls = "I cannot tell the weather.", []
         elif fault == "left in the text":
             content, calls = json.dumps(calls), []
         reason = "tool_calls" if calls else "stop"

@@ -84,7 +84,7 @@ def test_prefix_caching_has_a_server_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     "fault, lacks",
-    [("wrong", ""), ("off schema", "schema"), ("no JSON", "JSON"), ("left in the text", "JSON")],
+    [("wrong", ""), ("words", ""), ("off schema", "schema"), ("no JSON", "JSON"), ("left in the text", "JSON")],
 )
 def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, lacks, ask):
     """In the first conversation of twenty: an answer that cannot be read is no wrong call."""
