@@ -31,7 +31,7 @@ from .texts import held_out
 MAX_TOKENS = 128
 # What comes before the prompts: documentation of Python, with seven characters for each of `_MOST`
 # tokens, which is more than tokens of English have.
-OTHER = held_out(Path("models/docs.jsonl"), None)
+OTHER = held_out(Path(__file__).parents[2] / "models" / "docs.jsonl", None)
 _MOST = 32_768
 _OPENED = '{"1": "'
 # A text repeats itself where most of its pieces of so many characters are there twice.

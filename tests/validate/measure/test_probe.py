@@ -111,6 +111,9 @@ def test_what_was_held_back_is_joined(monkeypatch, tmp_path):
 
 
 def test_the_other_text():
-    """Long enough for the deepest probe, and no part of it twice."""
+    """Long enough for the deepest probe, and no part of it twice; not a file of the folder that it
+    is asked from.
+    """
+    assert Path(probe.OTHER.path).is_absolute()
     text = "\n\n".join(map(str, probe.OTHER.texts))
     assert len(text) > 7 * 32_768 and len({*probe.OTHER.texts}) == len(probe.OTHER.texts)
