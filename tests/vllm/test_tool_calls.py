@@ -91,8 +91,9 @@ def test_a_target_that_is_broken_in_other_scripts_alone_is_found(drafted, out):
     # Without the server with prefix caching: the other one's answers are the same.
     protocol = ASKED.model_copy(update={"prefix_caching": False})
     fact = evaluated(twin, out, has_plain=False, protocol=protocol)
-    ways = {"scores": drafted.source.scores}
-    assert fact.source.model_copy(update=ways) == drafted.source, "what it answered is asked once"
+    scored = ("scores", "samples_sha256")
+    same = {name: getattr(drafted.source, name) for name in scored}
+    assert fact.source.model_copy(update=same) == drafted.source, "what it answered is asked once"
     gate = {one.gate: one for one in judge(gates=Gates(), evaluation=fact).reasons}["tool-calls"]
     assert gate.verdict == "regression", gate.says
     answers = read_lines(out / fact.checkpoint.samples, AnswersHeader).lines
