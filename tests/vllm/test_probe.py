@@ -12,13 +12,14 @@ from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.conventions import FP8_CACHE
+from keepmtp.validate.facts.probed import worse
 from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import probe
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import Check, ServeCheck, serve
-from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.gates import CHANCE, judge
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC
 from safetensors.torch import load_file, save_file
 from seeds import seeded
@@ -163,5 +164,8 @@ def test_a_cache_with_wrong_scales_is_seen_at_depth(tmp_path):
     assert len(deep) > len(FIRST) / 2 > len(off.probed[1].seen["repetition"])
     reason = judged(twin, good)
     assert reason.verdict == "regression"
-    assert f"At depth {DEPTH}, {len(deep)} answers of the checkpoint alone" in reason.says
-    assert "have a fault of repetition (Arabic, " in reason.says
+    assert reason.says.startswith(f"At depth {DEPTH}, ")
+    assert "answers of the checkpoint alone have a fault of " in reason.says
+    found = {row[1]: row for row in worse(off.probed[1], twin.runs[0].probed[1])}
+    chance, _, new, _ = found["repetition"]
+    assert chance < CHANCE and {*new} == {*deep} and any(name.startswith("Arabic") for name in new)
