@@ -68,6 +68,12 @@ def serve_check(
     from .measuring import Session, save
 
     refuse_without_scipy()  # its gate has exact limits
+    depths = numbers("--depth", depth, least=0)
+    if not probe:
+        if any(depths):
+            rule, cure = "must be left out with --no-probe", "Leave one of them out"
+            raise RecipeError("--depth", rule, got=depth, cure=cure)
+        depths = ()
     asked = PROMPTS
     if prompts is not None:
         asked = tuple(item.text for item in read_prompts(prompts).items)
@@ -75,7 +81,6 @@ def serve_check(
     # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
     gates = session.gates
     ks = ks_up_to(k, view_of(session.opened).draft_unit)
-    depths = numbers("--depth", depth, least=0) if probe else ()
     for opened in filter(None, (session.opened, session.original)):
         refuse_depth(opened, max(depths, default=0))
     check = measure.Check(ks=ks, prompts=asked, max_tokens=max_tokens, depths=depths)

@@ -42,8 +42,10 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
         for model in task.evaluated:
             if model.reason:
                 yield how_served(model.title, model.as_served, model.reason)
-            if not model.drafts:
-                yield f"The {model.title} has no MTP block: it was served with MTP off."
+            if not model.drafts and model is task.source:
+                yield "The source has no MTP block: it was served with MTP off."
+            elif not model.drafts:
+                yield f"The drafts of the {model.title} were not counted: its server was killed."
             if model.sittings > 1:
                 yield f"The {model.title} was asked in {model.sittings} sittings."
         said = in_words(task.protocol.model_dump(exclude_none=True))

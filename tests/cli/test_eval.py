@@ -186,3 +186,12 @@ def test_the_table_says_what_was_measured_and_how(name, fact):
     judged = judge(gates=Gates(), check=None, serve=None, evaluation=fact)
     Console(file=file, width=80).print(*parts(fact, judged), sep="\n")
     printed(f"{name}.txt", file.getvalue())
+
+
+def test_drafts_that_a_killed_server_did_not_count_are_no_missing_block():
+    fact = evaluation(Answers(both=90, only_source=0, only_checkpoint=0, neither=10))
+    none = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
+    killed = fact.model_copy(update={"checkpoint": fact.checkpoint.model_copy(update=none)})
+    said = [*parts(killed, judge(gates=Gates(), evaluation=killed))]
+    assert "The drafts of the checkpoint were not counted: its server was killed." in said
+    assert not [one for one in said if "MTP block" in str(one)]

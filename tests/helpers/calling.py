@@ -30,6 +30,8 @@ class Calling(Answering):
             calls = [{"name": "weather", "arguments": '{"town": "Ur"}'}]
         elif fault == "no JSON":
             calls = [{"name": "weather", "arguments": '{"city": "Ur'}]
+        elif fault == "words":
+            content, calls = "I cannot tell the weather.", []
         elif fault == "left in the text":
             content, calls = json.dumps(calls), []
         reason = "tool_calls" if calls else "stop"
@@ -42,7 +44,7 @@ class Calling(Answering):
 
     def stream(self, sent: list[dict], fault: str):
         if fault == "lost piece" and len(sent) > 5:
-            del sent[2]
+            del sent[3]
         if fault in ("no end", "cut"):
             sent = sent[:-2]
         if fault == "an error for a part":
@@ -67,6 +69,7 @@ def parts(content: str, calls: list[dict], reason: str) -> Iterator[dict]:
 
     yield part(role="assistant", content=content)
     for index, call in enumerate(calls):
+        yield part(tool_calls=[{"index": index, "type": "function"}])  # as Mistral's parser does
         yield part(tool_calls=[{"index": index, "id": "a", "function": {"name": call["name"]}}])
         text = call["arguments"]
         for at in range(0, len(text), 5):

@@ -479,3 +479,12 @@ def test_a_model_without_a_draft_says_why():
     assert sglang_model({"architectures": ["NoneForCausalLM"]}).no_draft
     for architecture, model in sglang_models().items():
         assert (model.draft is None) == bool(model.no_draft), architecture
+
+
+def test_a_family_whose_releases_call_tools_in_several_forms_names_no_parser():
+    """DeepSeek-V3.2-Exp calls them as V3.1 does, Qwen3-Coder-Next as Qwen3-Coder, and vLLM's parser
+    for ERNIE 4.5 reads the thinking model alone.
+    """
+    for model_type in ("deepseek_v32", "ernie4_5_moe", "qwen3_next"):
+        assert not families()[model_type].tool_parser
+    assert not families()["ernie4_5_moe"].reasoning_parser

@@ -136,6 +136,8 @@ def is_right(given: Any, wanted: Any) -> bool:
             for name, values in wanted.items()
         ]
         return given.keys() <= wanted.keys() and all(fields)
+    if isinstance(wanted, list) and isinstance(given, list):
+        return len(given) == len(wanted) and all(map(is_right, given, wanted))
     return given == wanted
 
 
@@ -236,7 +238,7 @@ def _first(wanted: Any) -> Any:
     if isinstance(wanted, Mapping):
         kept = {name: [one for one in _several(of) if one != ""] for name, of in wanted.items()}
         return {name: _first(values[0]) for name, values in kept.items() if values}
-    return wanted
+    return [_first(one) for one in wanted] if isinstance(wanted, list) else wanted
 
 
 def _several(value: Any) -> Sequence[Any]:

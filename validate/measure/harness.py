@@ -390,7 +390,8 @@ def takes_tools(source: Source, further: Sequence[str]) -> bool:
     named = words.get("--chat-template", "")
     texts = [small_bytes(source, name) for name in (*_TEMPLATES, "tokenizer_config.json")]
     if named:
-        texts = [Path(named).read_bytes() if Path(named).is_file() else named.encode()]
+        is_file = "{" not in named and Path(named).is_file()
+        texts = [Path(named).read_bytes() if is_file else named.encode()]
     # A mode of the tokenizer has its template in code.
     return "--tokenizer-mode" in words or any(b"tools" in text for text in texts if text)
 

@@ -31,7 +31,7 @@ from .texts import held_out
 MAX_TOKENS = 128
 # What comes before the prompts: documentation of Python, with seven characters for each of `_MOST`
 # tokens, which is more than tokens of English have.
-OTHER = held_out(Path("models/docs.jsonl"), None)
+OTHER = held_out(Path(__file__).parents[2] / "models" / "docs.jsonl", None)
 _MOST = 32_768
 _OPENED = '{"1": "'
 # A text repeats itself where most of its pieces of so many characters are there twice.
@@ -134,5 +134,9 @@ def _is_broken(text: str, *, is_cut: bool) -> bool:
 
 
 def _scripts(text: str) -> list[str]:
-    """Of each letter, such as LATIN, and CJK for Chinese characters."""
-    return [unicodedata.name(each, "").partition(" ")[0] for each in text if each.isalpha()]
+    """Of each letter, such as LATIN, and CJK for Chinese characters; signs such as 々 and µ, and
+    full-width letters, are in no script of their own.
+    """
+    letters = [each for each in text if each.isalpha() and unicodedata.category(each) != "Lm"]
+    own = [each for each in letters if not unicodedata.decomposition(each).startswith("<")]
+    return [unicodedata.name(each, "").partition(" ")[0] for each in own]

@@ -59,7 +59,7 @@ class _Called(Reply):
 
 
 class _CallPart(Reply):
-    function: _Called
+    function: _Called = _Called()
     index: int | None = None
 
 

@@ -9,6 +9,7 @@ score of its own.
 
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
@@ -31,6 +32,8 @@ _WAYS = (("expected", "streamed"), ("cached", "cached streamed"))
 # What an answer may lack to be read at all: an end; calls that are JSON and that the parser found;
 # arguments that their tool's schema takes.
 _LACKS = ("ended", "JSON", "schema")
+# A call in a text has one of these in every form that vLLM parses; a sentence about a tool has not.
+_IN_CALLS = re.compile(r"[{<=|]")
 
 
 def refuse_tools(source: Source, extra: Sequence[str]) -> None:
@@ -114,7 +117,8 @@ def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:
     if said is None:
         return "ended"
     content, calls = said
-    if not calls and any(call.tool in content for call in turn.wanted):
+    is_named = any(call.tool in content for call in turn.wanted)
+    if not calls and is_named and _IN_CALLS.search(content):
         return "JSON"  # the parser left it in the text
     left = list(turn.wanted)
     for tool, text in calls:

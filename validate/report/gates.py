@@ -316,7 +316,12 @@ def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
             seen += [(*found, ours.depth, whose) for found in worse(ours, theirs)]
     if not seen:
         return
-    chance, fault, names, num_before, depth, whose = min(seen, key=lambda one: one[0])
+    rarest = min(seen, key=lambda one: (one[0], -len(one[2])))
+    chance, fault, names, num_before, depth, whose = rarest
+    if not names:
+        servers = " or ".join(dict.fromkeys(one[-1] for one in seen))
+        yield reason("probe", "pass", f"No answer {servers} alone has a fault.")
+        return
     scripts = dict.fromkeys([name.partition(" ")[0] for name in names])
     verdict = "pass"
     how = "no more than chance gives"
@@ -324,8 +329,9 @@ def _probe(serve: ServeCheck | None) -> Iterator[ReasonFact]:
         verdict = "regression"
         how = "beyond chance"
     says = (
-        f"At depth {depth:,}, {len(names):,} answers {whose} alone have a fault of {fault} "
-        f"({', '.join(scripts) or 'none'}), and {num_before:,} the other way round (exact sign "
+        f"At depth {depth:,}, {counted(len(names), 'answer')} {whose} alone "
+        f"{'have' if names[1:] else 'has'} a fault of {fault} "
+        f"({', '.join(scripts)}), and {num_before:,} the other way round (exact sign "
         f"test: {chance:.2g}), {how}."
     )
     yield reason("probe", verdict, says)

@@ -8,7 +8,7 @@ import pytest
 from json_files import put_lines
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.conversations import conversations
+from keepmtp.validate.measure.conversations import conversations, is_right
 from keepmtp.validate.measure.tool_calls import scores
 from pydantic import ValidationError
 
@@ -63,7 +63,7 @@ def test_a_row_of_bfcl_takes_each_of_its_values(tmp_path):
     assert schema["properties"]["numbers"]["items"] == {"type": "number"}
     call = found.items[0].turns[0].wanted[0]
     assert call.arguments == {"numbers": [2.5, 4], "unit": "New York"}
-    for given, is_right in (
+    for given, expected in (
         ({"numbers": [2.5, 4]}, True),
         ({"numbers": [4, 2.5], "unit": "New York"}, True),
         ({"numbers": [4, 2.5], "unit": "York"}, False),
@@ -75,10 +75,33 @@ def test_a_row_of_bfcl_takes_each_of_its_values(tmp_path):
         call = json.dumps([["", [["math.add", json.dumps(given)]]]] * 2)
         words = json.dumps([["Hello to you", []]] * 2)
         _, right = scores(found, [[call, words]])
-        assert right["expected"] == [is_right, True], given
+        assert right["expected"] == [expected, True], given
     _, right = scores(found, [[call, json.dumps([["", []]] * 2)]])
     assert right["expected"] == [False, False] and right["schema"] == [False, True]
     assert right["JSON"] == right["ended"] == [True, True]
+
+
+def test_objects_in_a_list_take_each_of_their_values(tmp_path):
+    """As in BFCL's rows of orders: each field of each object has values of its own."""
+    schema = {"type": "dict", "properties": {"items": {"type": "array"}}}
+    wanted = [[{"name": ["cola", "coke"], "size": ["", "large"]}]]
+    row = SUM | {
+        "function": [{"name": "order", "parameters": schema}],
+        "ground_truth": [{"order": {"items": wanted}}],
+    }
+    found = asked(tmp_path, row, HELLO)
+    (turn,) = found.items[0].turns
+    assert not found.notes and turn.wanted[0].arguments == {
+        "items": [{"name": "cola", "size": "large"}]
+    }
+    for items, expected in (
+        ([{"name": "coke"}], True),
+        ([{"name": "coke", "size": "large"}], True),
+        ([{"name": "tea"}], False),
+        ([{"name": "coke"}] * 2, False),
+        ([], False),
+    ):
+        assert is_right({"items": items}, turn.wanted[0].wanted) == expected, items
 
 
 @pytest.mark.parametrize(

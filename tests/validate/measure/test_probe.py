@@ -76,6 +76,8 @@ def test_script():
     assert faults("The city has a long history.", "Latin 1") == set()
     assert faults("東京", "Chinese 1") == set() and faults("ですから", "Chinese 1") == {"script"}
     assert faults("コード、漢字", "Japanese 1") == set()
+    assert faults("人々は２ＤＫに住む", "Japanese 1") == set()
+    assert faults("wait = 5  # µs, 1ª", "code 1") == set()
     assert faults("    return 1  # число", "code 1") == {"script"}
 
 
@@ -109,6 +111,9 @@ def test_what_was_held_back_is_joined(monkeypatch, tmp_path):
 
 
 def test_the_other_text():
-    """Long enough for the deepest probe, and no part of it twice."""
+    """Long enough for the deepest probe, and no part of it twice; not a file of the folder that it
+    is asked from.
+    """
+    assert Path(probe.OTHER.path).is_absolute()
     text = "\n\n".join(map(str, probe.OTHER.texts))
     assert len(text) > 7 * 32_768 and len({*probe.OTHER.texts}) == len(probe.OTHER.texts)

@@ -84,7 +84,13 @@ def test_prefix_caching_has_a_server_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     "fault, lacks",
-    [("wrong", ""), ("off schema", "schema"), ("no JSON", "JSON"), ("left in the text", "JSON")],
+    [
+        ("wrong", ""),
+        ("words", ""),
+        ("off schema", "schema"),
+        ("no JSON", "JSON"),
+        ("left in the text", "JSON"),
+    ],
 )
 def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, lacks, ask):
     """In the first conversation of twenty: an answer that cannot be read is no wrong call."""
@@ -146,7 +152,13 @@ def test_a_template_without_tools(tmp_path):
     folder = shutil.copytree(GLM, tmp_path / "glm")
     (folder / "chat_template.jinja").write_text("{% for one in messages %}tool{% endfor %}")
     assert f"{folder}: needs a chat template with tools for the task tool-calls" in refusal(folder)
-    (folder / "chat_template.jinja").write_text("{% if tools %}{% endif %}")
+    named = tmp_path / "named"
+    named.write_text("{% if tools %}{% endif %}")
+    # vLLM takes a file, or the template itself, which is longer than any file's name.
+    for words in (f"{named}", f"{named.read_text()}{'x' * 300}"):
+        tool_calls.refuse_tools(open_source(folder), ("--chat-template", words))
+    assert "needs a chat template" in refusal(folder, f"--chat-template={'{x}' * 100}")
+    (folder / "chat_template.jinja").write_text(named.read_text())
     refuse_model(open_source(folder), Evaluation(task="tool-calls", k=1), ())
 
 
