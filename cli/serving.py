@@ -110,7 +110,7 @@ def tell_room(opened: Source, k: int, vllm: VLLM, extra: Sequence[str]) -> None:
     tell(f"room, counted: {in_words(found, k)}. Assumed: {ASSUMED}")
     longest = found[min(k, len(found) - 1)].longest
     takes = opened.text_config.get("max_position_embeddings", 0)
-    if longest < takes and "--max-model-len" not in options_of(extra):
+    if 0 < longest < takes and "--max-model-len" not in options_of(extra):
         tell(f"{takes:,} tokens of context do not fit: add `-- --max-model-len {longest}`")
 
 
