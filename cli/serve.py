@@ -118,6 +118,7 @@ def serve(
         serving.refuse_unloadable(path, gpus, draft=draft, tp=size, k=best.k, has_cures=bool(cures))
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
+    extra = (*serving.attention_words(opened, vllm, gpus or (), extra), *extra)
     if draft:
         extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
     elif vllm:
