@@ -317,6 +317,7 @@ def compare(
     *,
     source: str | None = None,
     rows: int = 1024,
+    progress: Say = silent,
     **loads: Any,
 ) -> "Comparison":
     """Lay finished checkpoints of one model next to each other. No GPU is needed, and nothing is
@@ -327,6 +328,7 @@ def compare(
         source: the release; a sample of its rows is compared with theirs. Needs the `quantize`
             extra.
         rows: of each group that are compared.
+        progress: is called with what is done now.
         loads: as for `check_all`; by default no vLLM loads them.
 
     Raises:
@@ -334,7 +336,8 @@ def compare(
     """
     from .validate.report import comparison
 
-    return comparison.compare(check_all(places, **loads), source=source, rows=rows)
+    checked = check_all(places, progress=progress, **loads)
+    return comparison.compare(checked, source=source, rows=rows, progress=progress)
 
 
 def report(path: str | Path) -> "Report":

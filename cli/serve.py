@@ -113,11 +113,12 @@ def serve(
     if line := curing.told(cures, version):
         tell(line)
     best = serving.chosen_k(drafting, k, num_mtp_layers, device)
+    refuse_pipeline(drafting, best.k, extra, version)
     if gpus:
         serving.refuse_unloadable(path, gpus, draft=draft, tp=size, k=best.k, has_cures=bool(cures))
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
-    refuse_pipeline(drafting, best.k, extra, version)
+    extra = (*serving.attention_words(opened, vllm, gpus or (), extra), *extra)
     if draft:
         extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
     elif vllm:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import api
+from ..checkpoints.dialects.choose import attention_backends
 from ..checkpoints.source import Source
 from ..quantize.needs.fits import ASSUMED, in_words
 from ..recipes.errors import GateError, RecipeError, VLLMError
@@ -110,8 +111,27 @@ def tell_room(opened: Source, k: int, vllm: VLLM, extra: Sequence[str]) -> None:
     tell(f"room, counted: {in_words(found, k)}. Assumed: {ASSUMED}")
     longest = found[min(k, len(found) - 1)].longest
     takes = opened.text_config.get("max_position_embeddings", 0)
-    if longest < takes and "--max-model-len" not in options_of(extra):
+    if 0 < longest < takes and "--max-model-len" not in options_of(extra):
         tell(f"{takes:,} tokens of context do not fit: add `-- --max-model-len {longest}`")
+
+
+def attention_words(
+    opened: Source, vllm: VLLM | None, gpus: Sequence[str], extra: Sequence[str]
+) -> tuple[str, ...]:
+    """The attention that the checkpoint needs on the GPUs that are asked about, else on those of
+    this machine; without any, it is said.
+    """
+    names = {*chosen_gpus(gpus)}
+    if vllm and not names:
+        names = {f"sm{gpu.capability.partition('.')[0]}0" for gpu in vllm.gpus}
+    words = ()
+    if "--attention-backend" not in options_of(extra):
+        for gpu, backend in attention_backends(opened.config).items():
+            if gpu in names:
+                words = ("--attention-backend", backend)
+            elif not names:
+                tell(f"on {gpu} add `-- --attention-backend {backend}`")
+    return words
 
 
 def draft_at(source: Source, *, is_served: bool) -> tuple[str, ...]:

@@ -71,9 +71,12 @@ def compare(
         require_extra()
         if os.path.lexists(out):
             cure = "Name another file, or remove it"
-            raise RecipeError(out, "a page is never overwritten", got="a file", cure=cure)
+            got = "a folder" if out.is_dir() else "a file"
+            raise RecipeError(out, "a page is never overwritten", got=got, cure=cure)
     # Of a repository, threads fetch: Ctrl-C ends them, too.
-    with spinner(is_shown="gpus" in loads) as doing, stopped_by_signals():
+    with spinner() as doing, stopped_by_signals():
+        if "gpus" not in loads:
+            doing("reading headers")
         found = api.compare(paths, source=source, rows=rows, progress=doing, **loads)
     if out is not None:
         tell(f"page: {write_page(out, found)}")

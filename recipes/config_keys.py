@@ -30,7 +30,8 @@ _KINDS: dict[str, Any] = {
         ("text_config", "llm_config", "quantization_config", "compression_config"), dict[str, Any]
     ),
     **dict.fromkeys(("model_type", "expert_dtype"), _Text),
-    **dict.fromkeys(("architectures", "layer_types"), list[_Text]),
+    **dict.fromkeys(("architectures", "layer_types", "indexer_types"), list[_Text]),
+    "hybrid_layer_pattern": list[_Count],
     "vocab_size": _Count,
     "hidden_size": _Count,
     "num_hidden_layers": _Layers,

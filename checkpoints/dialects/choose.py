@@ -152,6 +152,14 @@ def quantization_of(config: Raw) -> Raw | None:
     return next((place for place in places if isinstance(place, Mapping)), None)
 
 
+def attention_backends(config: Raw) -> Mapping[str, str]:
+    """The family's `attention_backends` for a checkpoint that is not in the release's own form."""
+    family = family_of(config)
+    if family is None or method_of(quantization_of(config) or {}) in ("fp8", family.fp8_class):
+        return {}
+    return family.attention_backends
+
+
 def method_of(raw: Raw) -> str:
     """The quant_method as vLLM reads it; "" where there is none."""
     given = raw.get("quant_method")

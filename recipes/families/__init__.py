@@ -67,19 +67,21 @@ def find_family(
     file, rule = f"{where}/config.json", "vLLM must have an MTP draft for the model"
     family = families(vllm).get(architecture) or families(vllm).get(model_type)
     is_dspark = has_dspark(config, names)
-    if family and family.method == "dspark":
+    drafts_only_so = bool(family) and family.method == "dspark"
+    elsewhere = drafted_elsewhere(config, vllm)
+    if family and drafts_only_so and not elsewhere:
         return family
     if family and is_dspark and family.dspark:
         return family.dspark
     says = asked(vllm).refused.get(model_type, "")
-    if says or is_dspark:
+    if (says or is_dspark) and not drafts_only_so:
         words = {"method": "dspark", "num_speculative_tokens": config.get("dspark_block_size", 5)}
         got = f"{model_type!r}, which drafts by DSpark. {says}".strip(". ")
         cure = f"Serve it with --speculative-config '{json.dumps(words)}'"
         raise RecipeError(file, rule, got=got, cure=cure)
-    if cure := drafted_elsewhere(config, vllm):
+    if elsewhere:
         got = f"{model_type!r}, for which {vllm} has none"
-        raise RecipeError(file, rule, got=got, cure=cure)
+        raise RecipeError(file, rule, got=got, cure=elsewhere)
     if family:
         return family
     rule = "model_type must be a family of keepmtp (`keepmtp ls families`)"
@@ -100,9 +102,11 @@ def find_family(
 
 
 def is_drafted(config: Raw, vllm: str = NEWEST) -> bool:
-    """Whether a vLLM's method=mtp has a draft class for the model of this config.json."""
+    """Whether a vLLM has a draft class for the model of this config.json: with method=mtp, or with
+    the method that it names where it refuses that.
+    """
     drafts = asked(vllm)
-    named = config.get("model_type") in drafts.model_types
+    named = config.get("model_type") in (*drafts.model_types, *drafts.refused)
     return named or _architecture(config) in drafts.architectures or _is_any_model(config, vllm)
 
 

@@ -12,20 +12,26 @@ import shutil
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import benches
 import httpx
 import pytest
+from checkpoint_files import write
 from commands import ROOT, free_port, ran, refused, started
+from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.serving import attention_words
+from keepmtp.quantize.needs.cards import GPU
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import Drafts
+from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.foreground import (
     ENOUGH_DRAFTS,
     Address,
@@ -263,3 +269,19 @@ def test_a_draft_with_errors_is_refused():
     words = f"serve {GLM} --draft {other} --dry-run"
     refused(words, status=1, says="config.json: family: is qwen3_5, and glm4_moe in the target")
     refused(words, status=1, says=f"more: `keepmtp check {GLM} --draft {other}`")
+
+
+def test_an_attention_that_a_gpu_needs_is_in_the_line(tmp_path, capsys):
+    """DeepSeek-V4.1 that is not in the release's form, on sm100."""
+    needed = ("--attention-backend", "FLASHMLA_SPARSE_DSV41")
+    source = open_source(write(tmp_path / "ours", GOOD["v41 bf16"]()))
+    assert attention_words(source, None, ["B200"], ()) == needed
+    b300 = replace(find_vllm(), gpus=(GPU(name="B300", capability="10.3", memory_gib=270.0),))
+    assert attention_words(source, b300, (), ()) == needed
+    assert attention_words(source, b300, ["H100"], ()) == ()
+    assert attention_words(source, b300, (), ["--attention-backend=X"]) == ()
+    assert not capsys.readouterr().err
+    assert attention_words(source, None, (), ()) == ()
+    assert "on sm100 add `-- --attention-backend FLASHMLA_SPARSE_DSV41`" in capsys.readouterr().err
+    release = open_source(write(tmp_path / "release", GOOD["released dsv4.1-flash"]()))
+    assert attention_words(release, b300, (), ()) == ()

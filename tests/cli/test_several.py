@@ -3,6 +3,7 @@ repository, of which headers and sampled rows are fetched.
 """
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from json_files import put_json
 from keepmtp import api
 from printed import printed
 from shipped import made_of
+from written_values import poke
 
 MODEL = ROOT / "models" / "tiny-glm4-moe"
 
@@ -31,6 +33,7 @@ def parent(tmp_path_factory) -> Path:
     config = json.loads((parent / "broken" / "config.json").read_text())
     config["quantization_config"]["config_groups"] = 7
     put_json(parent / "broken" / "config.json", config)
+    shutil.copytree(parent / "broken", parent / "config")
     write(parent / "short", GOOD["glm nvfp4"]())
     with open(parent / "short" / "model-1.safetensors", "rb+") as file:
         file.truncate(100_000)
@@ -48,6 +51,23 @@ def test_more_checkpoints_than_fit_have_further_tables(parent):
     said = ran("compare fp8_block nvfp4a16 fp8_block", cwd=parent, COLUMNS="60")
     assert re.findall(r"^ +1 +2 *$|^ +3 *$", said, re.MULTILINE)[1:3], said
     assert said.count("What each is") == 2
+
+
+def test_a_group_that_is_not_finite_is_one_cell(parent, tmp_path):
+    shutil.copytree(parent / "fp8_block", tmp_path / "nan")
+    name = "model.layers.1.self_attn.k_proj"
+    poke(tmp_path / "nan", f"{name}.weight_scale", math.nan, at=0)
+    line = f"compare {tmp_path / 'nan'} {parent / 'fp8_block'} --source {MODEL}"
+    said = " ".join(ran(line, COLUMNS="300").split())
+    assert f"not measured: infinity or NaN in {name}, rows 0 to 7" in said and "± its 95 %" in said
+    same = ran(f"compare {MODEL} --source {MODEL}")
+    assert "1 has the release's values in every row. Besides headers, " in same
+
+
+def test_what_is_done_is_said(parent):
+    said = []
+    api.compare([parent / "fp8_block"], source=str(MODEL), progress=said.append)
+    assert f"{parent / 'fp8_block'}: comparing experts" in said
 
 
 def test_json_and_a_page(parent, tmp_path):
@@ -73,6 +93,9 @@ def test_json_and_a_page(parent, tmp_path):
         ("fp8_block nowhere", "nowhere: a checkpoint is a folder with config.json"),
         ("fp8_block --source nowhere", "nowhere: a checkpoint is a folder with config.json"),
         ("fp8_block broken", "broken: config.json: quantization_config: must have the types"),
+        ("fp8_block --source broken", "error: broken: config.json: quantization_config: must have"),
+        ("config", "error: config: config.json: quantization_config: must have the types"),
+        ("fp8_block --out other", "other: a page is never overwritten; got a folder"),
         ("fp8_block short", "short/model-1.safetensors: must be "),
         ("short --source fp8_block", "short/model-1.safetensors: must be "),
         ("fp8_block --tp 2", "need a GPU to pretend"),

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from ...checkpoints.dialects.choose import method_of, quantization_of
+from ...checkpoints.dialects.choose import attention_backends
 from ...checkpoints.fact import Fact
 from ...checkpoints.files import ScratchFolder
 from ...checkpoints.safetensors_file import lay_out
@@ -31,7 +31,6 @@ from ...checkpoints.source import SINGLE, Source, small_bytes
 from ...quantize.run.child import Child, environment
 from ...recipes.errors import VLLMError, first_fault
 from ...recipes.frozen import Json, frozen
-from ...recipes.renamer import family_of
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 from ..facts.vllm_env import VLLM
 from .versions import cache_folder
@@ -143,7 +142,9 @@ class DryLoader:
         own = {"vllm": self._vllm.version}
         orders = list[Json]()
         for number, job in enumerate(jobs):
-            chosen = {"id": number, "attention": _attention_backend(job.folder, self.gpu)}
+            config = json.loads((job.folder / "config.json").read_bytes())
+            backend = attention_backends(config).get(self.gpu, "")
+            chosen = {"id": number, "attention": backend}
             orders.append(chosen | own | asdict(job))
         # Absolute, as vLLM's process runs in another folder.
         line = json.dumps(orders, default=os.path.abspath)
@@ -221,15 +222,6 @@ def _first_on_path(vllm: VLLM, folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text(metadata)
     (place / "vllm").symlink_to(vllm.site / "vllm", target_is_directory=True)
     return {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def _attention_backend(folder: Path, gpu: GPU) -> str:
-    """The family's `attention_backends` for a checkpoint that is not in the release's own form."""
-    config = json.loads((folder / "config.json").read_bytes())
-    family = family_of(config)
-    if family is None or method_of(quantization_of(config) or {}) in ("fp8", family.fp8_class):
-        return ""
-    return family.attention_backends.get(gpu, "")
 
 
 @contextmanager

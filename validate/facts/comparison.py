@@ -4,7 +4,7 @@ from the release's, and which vLLM loads it.
 In: what headers say, and a sample of rows. Out: a `Comparison`, which the terminal, `--json` and
 the page show.
 
-Easy to get wrong: an error that was not measured is not 0, it is None.
+Easy to get wrong: an error that was not measured is not 0, it is not there.
 """
 
 from collections.abc import Mapping
@@ -65,6 +65,7 @@ class ComparedCheckpoint(Fact):
         stored: group -> scheme, form or dtype -> bytes. Scales are counted with their weights, and
             `rest` is all that has no group.
         errors: by group, where one could be measured.
+        not_finite: group -> the rows with infinity or NaN, for which it has no error.
         verdicts: a vLLM -> the first error of the static check or of its dry load, "" for none.
         report: what was measured on it; None where nothing was, or `unreported` says why.
     """
@@ -75,6 +76,7 @@ class ComparedCheckpoint(Fact):
     kv_cache: str
     stored: Mapping[str, Mapping[str, Count]]
     errors: Mapping[str, SampledError]
+    not_finite: Mapping[str, str]
     verdicts: Mapping[str, str]
     report: FullReport | None
     unreported: str

@@ -139,7 +139,7 @@ def room_on(
         memory,
         tp=tp,
         length=_number(options, "--max-model-len"),
-        share=float(options.get("--gpu-memory-utilization") or SHARE),
+        share=_share(options),
         width=2 - is_fp8,
     )
 
@@ -198,8 +198,17 @@ def _fewest(source: Source, usable: float, most: int, num_bytes: int | None = No
 def _usable(gpus: Sequence[GPU], options: Mapping[str, str]) -> float:
     """What vLLM may take of each of these GPUs, in GiB."""
     # It takes a share of each GPU's whole memory, not of what is free.
-    share = float(options.get("--gpu-memory-utilization") or SHARE)
+    share = _share(options)
     return min([min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus])
+
+
+def _share(options: Mapping[str, str]) -> float:
+    """What vLLM may take of a GPU's memory; what is no share of it is for vLLM to refuse."""
+    try:
+        share = float(options.get("--gpu-memory-utilization", SHARE))
+    except ValueError:
+        return SHARE
+    return share if 0 < share <= 1 else SHARE
 
 
 def _known_gpus(vllm: VLLM) -> Sequence[GPU]:

@@ -32,7 +32,7 @@ from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
 from ...checkpoints.values import read_parts
-from ...recipes.errors import CheckpointError
+from ...recipes.frozen import Say, silent
 from ..check.against import Pair, matrices, pairs
 from ..facts.comparison import SampledError, group_of
 
@@ -40,13 +40,19 @@ _ROWS = 8
 _NORMAL = 1.96  # 95 %, to both sides
 
 
+class NotFiniteError(ValueError):
+    """Rows have infinity or NaN; it says which."""
+
+
 def sampled_errors(
-    runtime: RuntimeView, release: RuntimeView, rows: int
-) -> dict[str, SampledError]:
+    runtime: RuntimeView, release: RuntimeView, rows: int, progress: Say = silent
+) -> tuple[dict[str, SampledError], dict[str, str]]:
     """Compare so many rows of each group, or all where it has fewer; the seed is fixed.
 
+    Returns: the errors, and of groups that have none for it, which rows have infinity or NaN.
+
     Raises:
-        CheckpointError: a value is infinite or NaN, a file ends early, the Hub does not send it.
+        CheckpointError: a file ends early, the Hub does not send it.
     """
     of_group = Counter(group_of(place) for place, _ in matrices(runtime).values())
     groups: dict[str, list[Pair]] = defaultdict(list)
@@ -55,12 +61,18 @@ def sampled_errors(
         if pair.weight.shape == pair.theirs.shape and not is_sliced:
             groups[group_of(pair.place)].append(pair)
     errors = {}
+    not_finite = {}
     for group, found in groups.items():
+        progress(f"{runtime.source.where}: comparing {group}")
         # The order of the files is another in each checkpoint, and the sample is to be the same.
         found.sort(key=lambda pair: pair.weight.module)
-        sampled = _sampled((runtime.source, release.source), found, rows // _ROWS)
+        try:
+            sampled = _sampled((runtime.source, release.source), found, rows // _ROWS)
+        except NotFiniteError as rows_of:
+            not_finite[group] = str(rows_of)
+            continue
         errors[group] = sampled.model_copy(update={"of_matrices": of_group[group]})
-    return errors
+    return errors, not_finite
 
 
 def _sampled(sources: tuple[Source, Source], found: Sequence[Pair], stretches: int) -> SampledError:
@@ -109,14 +121,13 @@ def _squares(sources: tuple[Source, Source], drawn: tuple[Pair, int]) -> tuple[f
     pair, first = drawn
     ours, num_own = read_rows(sources[0], pair.weight, first)
     theirs, num_theirs = read_rows(sources[1], pair.theirs, first)
+    for values, whose in ((theirs, " of the release"), (ours, "")):
+        if not values.isfinite().all():
+            last = first + len(values) - 1
+            raise NotFiniteError(
+                f"infinity or NaN in {pair.weight.module}{whose}, rows {first} to {last}"
+            )
     off = (ours - theirs).square().sum().item()
-    if not math.isfinite(off):
-        raise CheckpointError(
-            pair.weight.module,
-            "must be finite to be compared",
-            got=f"infinity or NaN in rows {first} to {first + len(ours) - 1}",
-            cure="See all of them with `keepmtp check --values`",
-        )
     return off, theirs.square().sum().item(), num_own + num_theirs
 
 

@@ -90,13 +90,15 @@ def refuse_pipeline(source: Source, k: int, words: Sequence[str], version: str) 
     """
     options = options_of(words)
     stages = options.get("--pipeline-parallel-size") or options.get("-pp", "1")
+    if not k or stages == "1":
+        return
     view = find_view(source.config, source.where, source.entries)
     places = [place for name in source.entries if (place := view.place(name))]
     versions = [view.family.pipeline]
     if view.num_layers and ("mtp", "embedding") in [(each.part, each.role) for each in places]:
         versions.append(">=0.30")
     having = [known for known in KNOWN if any(holds(each, known) for each in versions)]
-    if k and stages != "1" and not any(holds(each, version) for each in versions):
+    if not any(holds(each, version) for each in versions):
         where = "--pipeline-parallel-size"
         rule = f"vLLM {version} must have the whole draft, its embedding too, on the last stage"
         cure = "Use -k 0, or --tensor-parallel-size"

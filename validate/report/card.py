@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.dialects.choose import attention_backends
 from ...checkpoints.files import complete, partial_path, refuse_strange, remove, sync, within
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
@@ -233,6 +234,7 @@ def _facts(
         is_chat=chat,
         gpus=gpus,
         drafting=method_words(opened),
+        attention=attention_backends(opened.config),
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
         plots=plots,

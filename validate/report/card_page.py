@@ -9,6 +9,7 @@ Easy to get wrong: a card may only have numbers of the report, and numbers compu
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from pathlib import PurePath
 from typing import Any
 
@@ -61,6 +62,7 @@ class CardFacts:
         plots: the card's drawings, by name.
         is_chat, gpus: for the person who serves it.
         drafting: what vLLM needs besides k to draft.
+        attention: a GPU -> the value of --attention-backend that it needs there.
         cures: that the report's vLLM needs.
         cured: each cure, with the versions that need it.
         room: what GPUs have room for besides the weights.
@@ -80,6 +82,7 @@ class CardFacts:
     is_chat: bool
     gpus: tuple[tuple[int, str, int], ...]
     drafting: tuple[str, ...] = ()
+    attention: Mapping[str, str] = field(default_factory=dict)
     cures: tuple[str, ...] = ()
     cured: tuple[str, ...] = ()
     room: str = ""
@@ -285,6 +288,8 @@ def _serve(facts: CardFacts) -> Iterator[Block]:
     yield Code(text=shell(command))
     yield f"{drafts}, {best.why}. Or in vLLM's own image, on port 8000:"
     yield Code(text=shell(in_docker))
+    for gpu, backend in facts.attention.items():
+        yield f"On {gpu} add {code(f'--attention-backend {backend}')}."
     if facts.cured:
         where = ""
         if facts.cures:

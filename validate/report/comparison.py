@@ -11,6 +11,7 @@ each other, and no difference between them is judged.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...checkpoints.dialects.runtime_view import RuntimeView, described
@@ -21,6 +22,7 @@ from ...checkpoints.source import open_source, small_object
 from ...recipes.errors import CheckpointError, shortened, size_in_words
 from ...recipes.extras import require_extra
 from ...recipes.forms import NOT_COMPUTED
+from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN
 from ..check.check import Checked, examine
 from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
@@ -39,13 +41,16 @@ _Columns = Mapping[str, ComparedCheckpoint]
 """Checkpoints by their numbers, which are the heads of the tables."""
 
 
-def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) -> Comparison:
+def compare(
+    checkpoints: Iterable[Checked], *, source: str | None, rows: int, progress: Say = silent
+) -> Comparison:
     """Lay checkpoints of one model next to each other.
 
     Args:
         checkpoints: with the dry loads that were made.
         source: the release that their weights are compared with, a folder or a Hub id.
         rows: of each group that are compared.
+        progress: is called with what is done now.
 
     Raises:
         KeepMTPError: one cannot be read, has no family's table, or is of another model.
@@ -53,24 +58,33 @@ def compare(checkpoints: Iterable[Checked], *, source: str | None, rows: int) ->
     release = None
     if source is not None:
         require_extra("compare --source", "quantize")
-        release = RuntimeView.of(open_source(source))
+        with _telling(source):
+            release = RuntimeView.of(open_source(source))
+            release.modules  # noqa: B018  its faults are its own, not those of what it is compared with
     first = release
     found = []
     for checked in checkpoints:
         path = checked.data.path
         if checked.refusal is not None:
             raise checked.refusal
-        try:
+        with _telling(path):
             # Where vLLM has nothing to load it with, there are files all the same.
             runtime = checked.runtime or RuntimeView.of(checked.source or open_source(path))
             first = first or runtime
             _refuse_other_model(first, runtime)
-            found.append(_compared(checked, runtime, release, rows))
-        except CheckpointError as error:
-            if path in str(error.where):
-                raise
-            raise error.at(path) from error
+            found.append(_compared(checked, runtime, release, rows, progress))
     return Comparison(source=source, rows=rows, checkpoints=tuple(found))
+
+
+@contextmanager
+def _telling(place: str) -> Iterator[None]:
+    """A refusal that does not begin with the checkpoint gets its name."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error.where) == place or str(error.where).startswith((f"{place}/", f"{place}:")):
+            raise
+        raise error.at(place) from error
 
 
 def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
@@ -89,20 +103,21 @@ def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
 
 
 def _compared(
-    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, rows: int
+    checked: Checked, runtime: RuntimeView, release: RuntimeView | None, rows: int, progress: Say
 ) -> ComparedCheckpoint:
     opened = runtime.source
     verdicts = {}
+    progress(f"{opened.where}: judging it by each vLLM's rules")
     for version in KNOWN:
         errors = errors_of(examine(opened, vllm=version).data.findings)
         verdicts[f"vLLM {version}"] = "".join([f"{one.where}: {one.says}" for one in errors[:1]])
     for load in checked.data.dry:
         verdicts[f"vLLM {load.vllm} on {load.gpu}, TP {load.tp}"] = load.error
-    measured = {}
+    measured, not_finite = {}, {}
     if release is not None:
         from ..measure.rows import sampled_errors  # imports torch
 
-        measured = sampled_errors(runtime, release, rows)
+        measured, not_finite = sampled_errors(runtime, release, rows, progress)
     report, doubt = report_of(opened)
     return ComparedCheckpoint(
         path=opened.where,
@@ -111,6 +126,7 @@ def _compared(
         kv_cache=_kv_cache(runtime),
         stored=_stored(runtime),
         errors=measured,
+        not_finite=not_finite,
         verdicts=verdicts,
         report=report,
         unreported=doubt.removeprefix("; "),
@@ -202,9 +218,10 @@ def _sizes(one: ComparedCheckpoint) -> dict[str, str]:
 
 def _errors(one: ComparedCheckpoint) -> dict[str, str]:
     found = {}
-    for group in filter(one.stored.get, GROUPS if one.errors else ()):
+    for group in filter(one.stored.get, GROUPS if one.errors or one.not_finite else ()):
         forms = [form for form in one.stored[group] if form in NOT_COMPUTED]
-        says = f"not measured: {', '.join(forms) or 'no matrix in both'}"
+        why = one.not_finite.get(group) or ", ".join(forms) or "no matrix in both"
+        says = f"not measured: {why}"
         if error := one.errors.get(group):
             says = percent(error.value)
             if error.low < error.high:
@@ -268,10 +285,10 @@ def notes(found: Comparison) -> Iterator[str]:
         far = max(one.errors.values(), key=lambda error: error.worst_value, default=None)
         if far is not None:
             read = size_in_words(sum([error.num_read for error in one.errors.values()]))
-            yield (
-                f"{number} is farthest off in {code(far.worst)}: {percent(far.worst_value)}. "
-                f"Besides headers, {read} of it and of the release were read."
-            )
+            says = "has the release's values in every row"
+            if far.worst_value:
+                says = f"is farthest off in {code(far.worst)}: {percent(far.worst_value)}"
+            yield f"{number} {says}. Besides headers, {read} of it and of the release were read."
     if found.source is not None:
         yield (
             "Error: the norm of the difference by the norm of the release's weights, over "

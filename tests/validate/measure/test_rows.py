@@ -12,7 +12,6 @@ from decompressed import decompressed
 from drafts import weights_of
 from good_checkpoints import GOOD
 from keepmtp.cure.convert import convert, plan_conversion
-from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.against import matrices, relative_error
 from keepmtp.validate.facts.comparison import group_of
 from keepmtp.validate.measure.rows import read_rows, sampled_errors
@@ -67,15 +66,16 @@ def whole(folder: Path, scheme: str, group: str) -> float:
 def test_a_sample_has_the_error_of_whole_tensors_within_its_interval(scheme, made):
     ours, release = opened(made(scheme)), opened(MODEL)
     true = {group: whole(made(scheme), scheme, group) for group in ("attention", "experts")}
-    every = sampled_errors(ours, release, ALL)
+    every, _ = sampled_errors(ours, release, ALL)
     held = 0
     for group, value in true.items():
         assert every[group].value == pytest.approx(value, rel=1e-4)
         assert every[group].low == every[group].high, "all of it was read"
         assert every[group].stretches == every[group].of_stretches
     for stretches in (16, 24, 32, 40, 48):
-        errors = sampled_errors(ours, release, 8 * stretches)
-        assert errors == sampled_errors(ours, release, 8 * stretches), "the same sample again"
+        errors, _ = sampled_errors(ours, release, 8 * stretches)
+        again, _ = sampled_errors(ours, release, 8 * stretches)
+        assert errors == again, "the same sample again"
         for group, value in true.items():
             error = errors[group]
             assert error.stretches == stretches and error.low <= error.value <= error.high
@@ -107,32 +107,37 @@ def test_one_matrix_ten_times_too_large_is_named(made, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(made("W8A8"), folder)
     module = "model.layers.2.mlp.experts.3.up_proj"
-    before = sampled_errors(opened(folder), opened(MODEL), 1024)
+    before, _ = sampled_errors(opened(folder), opened(MODEL), 1024)
     scale = weights_of(folder)[f"{module}.weight_scale"].float() * 10
     poke(folder, f"{module}.weight_scale", scale.flatten().tolist())
-    after = sampled_errors(opened(folder), opened(MODEL), 1024)
+    after, _ = sampled_errors(opened(folder), opened(MODEL), 1024)
     assert after["experts"].worst == module and after["experts"].worst_value > 8
     assert after["experts"].value > 50 * before["experts"].value
     assert after["experts"].low > before["experts"].high
     assert {**after, "experts": None} == {**before, "experts": None}, "of no other group"
 
 
-def test_a_value_that_is_no_number_is_refused_by_name(made, tmp_path):
+def test_a_group_with_a_value_that_is_no_number_is_not_measured(made, tmp_path):
+    """It is named with the rows; the other groups have their errors."""
     folder = tmp_path / "broken"
     shutil.copytree(made("W8A8"), folder)
-    name = "model.layers.0.self_attn.o_proj.weight_scale"
-    poke(folder, name, math.nan, at=9)
-    says = r"layers\.0\.self_attn\.o_proj: must be finite .* NaN in rows 8 to 15"
-    with pytest.raises(CheckpointError, match=says):
-        sampled_errors(opened(folder), opened(MODEL), ALL)
+    name = "model.layers.0.self_attn.o_proj"
+    every, _ = sampled_errors(opened(folder), opened(MODEL), ALL)
+    poke(folder, f"{name}.weight_scale", math.nan, at=9)
+    errors, not_finite = sampled_errors(opened(folder), opened(MODEL), ALL)
+    assert not_finite == {"attention": f"infinity or NaN in {name}, rows 8 to 15"}
+    assert errors == {group: error for group, error in every.items() if group != "attention"}
+    _, not_finite = sampled_errors(opened(MODEL), opened(folder), ALL)
+    says = f"infinity or NaN in {name} of the release, rows 8 to 15"
+    assert not_finite == {"attention": says}
 
 
 def test_both_dialects_have_the_same_error(made, tmp_path):
     ours = made("NVFP4A16")
     theirs = tmp_path / "modelopt"
     convert(plan_conversion(str(ours), "modelopt"), theirs)
-    errors = sampled_errors(opened(ours), opened(MODEL), 256)
-    others = sampled_errors(opened(theirs), opened(MODEL), 256)
+    errors, _ = sampled_errors(opened(ours), opened(MODEL), 256)
+    others, _ = sampled_errors(opened(theirs), opened(MODEL), 256)
     assert errors.keys() == others.keys()
     for group, error in errors.items():  # 1 / (1 / x) may be the neighbour of x
         assert others[group].value == pytest.approx(error.value, rel=1e-4)
@@ -143,7 +148,7 @@ def test_both_dialects_have_the_same_error(made, tmp_path):
 def test_a_release_in_fp8_blocks_and_other_families(model, tmp_path):
     release = tiny(tmp_path / "release", model)
     folder = made_of(model, tmp_path / "out", source=str(release), scheme="NVFP4A16")
-    errors = sampled_errors(opened(folder), opened(release), 512)
+    errors, _ = sampled_errors(opened(folder), opened(release), 512)
     assert 0.05 < max(error.value for error in errors.values()) < 0.2, errors
     assert errors["head"].value == 0
 
@@ -153,5 +158,7 @@ def test_experts_in_one_tensor_are_compared_one_by_one(tmp_path):
     release = write(tmp_path / "release", GOOD["released qwen3.5-397b"]())
     fill(release)
     folder = made_of("qwen3.5-397b", tmp_path / "out", source=str(release), scheme="FP8_DYNAMIC")
-    error = sampled_errors(opened(folder), opened(release), 512)["experts"]
+    errors, not_finite = sampled_errors(opened(folder), opened(release), 512)
+    error = errors["experts"]
+    assert not not_finite
     assert 0.01 < error.value < 0.04 and error.matrices == error.of_matrices > 10

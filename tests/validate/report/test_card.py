@@ -874,3 +874,11 @@ def test_every_task_has_its_score_in_the_head(made):
     text = card_of(made, report.model_copy(update={"evaluation": evaluation}))
     (row,) = re.findall(r"^\| Scores \| (.*) \|$", text, re.MULTILINE)
     assert re.fullmatch(r"gsm8k [\d.]+ % \(source .*\); ifeval [\d.]+ % \(source .*\)", row)
+
+
+def test_an_attention_that_a_gpu_needs_is_said(made):
+    """It is DeepSeek-V4.1's alone."""
+    needed = {"sm100": "FLASHMLA_SPARSE_DSV41"}
+    says = "On sm100 add `--attention-backend FLASHMLA_SPARSE_DSV41`."
+    assert says in card_of(made, reports.bare(), attention=needed)
+    assert "--attention-backend" not in card_of(made, reports.bare())
