@@ -142,7 +142,10 @@ class DryLoader:
         own = {"vllm": self._vllm.version}
         orders = list[Json]()
         for number, job in enumerate(jobs):
-            config = json.loads((job.folder / "config.json").read_bytes())
+            config = {}
+            file = job.folder / "config.json"
+            if file.is_file():  # else vLLM says what is missing
+                config = json.loads(file.read_bytes())
             backend = attention_backends(config).get(self.gpu, "")
             chosen = {"id": number, "attention": backend}
             orders.append(chosen | own | asdict(job))
