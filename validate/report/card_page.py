@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.record import Record
 from ...recipes.errors import size_in_words
@@ -24,12 +24,14 @@ from ..measure.serve_line import docker_words, serve_words
 from . import sections
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
-from .charts import Chart
 from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
 from .numbers import counted, nats, percent
 from .provenance import ModuleGroup
 from .tables import wanted_filter
+
+if TYPE_CHECKING:
+    from .charts import Chart  # it imports matplotlib
 
 MAX_COLUMNS = 76
 """The Hub's page cuts longer lines of code, or hides their ends."""
@@ -78,7 +80,7 @@ class CardFacts:
     base_model: BaseModel
     repository: str
     metadata: Metadata
-    plots: Mapping[str, Chart]
+    plots: Mapping[str, "Chart"]
     is_chat: bool
     gpus: tuple[tuple[int, str, int], ...]
     drafting: tuple[str, ...] = ()
