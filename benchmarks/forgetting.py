@@ -40,7 +40,6 @@ from f32_products import multiply_in_f32
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
-from keepmtp.quantize.calibrate.model.skeleton import Batch
 from keepmtp.quantize.calibrate.mtp import mtp_policy
 from keepmtp.quantize.calibrate.mtp.acceptance import (
     Acceptance,
@@ -188,12 +187,12 @@ class Held(Training):
         self.losses.append(float(total))
         if not self.arm.kl:
             return total
-        skeleton, ids = self._backbone.skeleton, self._backbone.data.ids[row : row + 1]
-        state = self._backbone.states.read(len(skeleton), "mtp", row, row + 1, skeleton.device)
+        skeleton = self._backbone.skeleton
+        batch = self._backbone.batches("mtp").batch(row, row + 1)
         with torch.no_grad():
-            hidden = block_input(skeleton, self._block, Batch(ids=ids, state=state, first=row))
+            hidden = block_input(skeleton, self._block, batch)
         given = {
-            "ids": ids.to(skeleton.device),
+            "ids": batch.ids.to(skeleton.device),
             "hidden": hidden,
             "num_steps": self.settings.draft_steps,
         }
@@ -207,7 +206,7 @@ class Held(Training):
         for step, (output, other, weight) in enumerate(
             zip(outputs, wanted, weights, strict=True), 1
         ):
-            count = ids.shape[1] - step
+            count = batch.ids.shape[1] - step
             _, found = draft_loss(output[0, :count], other[0, :count], heads, "kl_div")
             gradient = torch.zeros_like(output)
             scale = self.arm.kl * weight / sum(weights) / (self.settings.batch_size * count)

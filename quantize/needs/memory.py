@@ -114,7 +114,8 @@ def stations(plan: Plan) -> list[StationMemory]:
     size = plan.calibration.batch_size
     length = plan.calibration.sequence_length
     vocabulary = max(tensor.shape[0] for tensor in head)
-    states = 2 * size * length * channels(plan) * BF16  # two batches: one is read, one is written
+    # Three batches: one is computed, the next is read, the one before is written.
+    states = 3 * size * length * channels(plan) * BF16
     device, host = _of_algorithm(plan, layer)
     device += _activations(plan, layer, size, length)
     add(f"decoder layer {index}", layer, device, host + plan.num_bytes_read(layer) + states)

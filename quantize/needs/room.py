@@ -57,8 +57,8 @@ def output_bytes(plan: Plan) -> int:
 
 
 def calibration_bytes(plan: Plan) -> int:
-    """Of statistics, and of the hidden states before and after a layer; 0 for a plan without
-    batches.
+    """Of statistics, and of the hidden states before and after a layer, and of the last layer whose
+    states outlive a power cut; 0 for a plan without batches.
 
     There are three streams of BF16 states: the calibration text, and the held-out text twice. Where
     batches decide something about the MTP block, there is the calibration text as a server computes
@@ -78,8 +78,8 @@ def calibration_bytes(plan: Plan) -> int:
         # It keeps what every layer returns for a part of the text, and then four plans on the
         # held-out text.
         sequences += calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
-    # States are in BF16, before a layer and after it.
-    total = 2 * 2 * sequences * calibration.sequence_length * channels(plan)
+    # States of three layers, in BF16.
+    total = 3 * 2 * sequences * calibration.sequence_length * channels(plan)
     for tensor in plan.tensors:
         if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned:
             total += total_bytes(tensor.outputs)

@@ -165,8 +165,8 @@ def _amid_states(_calibrate: Any, layer: int) -> None:
 
     real = states._write
 
-    def write(path: Path, *args: Any) -> None:
-        real(path, *args)
+    def write(path: Path, *args: Any, **choices: Any) -> None:
+        real(path, *args, **choices)
         if path.parent.name == f"{layer + 1:05d}.partial" and path.name > "calibration-000001":
             os.truncate(path, path.stat().st_size // 2)
             die()
@@ -179,7 +179,9 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
     real = shutil.rmtree
 
     def remove(path: Path, *args: Any, **options: Any) -> None:
-        if path.name == f"{layer:05d}":
+        folder = path.parent
+        is_whole = (folder / f"{layer + 1:05d}").exists()
+        if is_whole and path.exists() and not (folder / f"{layer:05d}").exists():
             next(iter(path.iterdir())).unlink()
             die()
         real(path, *args, **options)

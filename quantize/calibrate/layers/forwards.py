@@ -22,7 +22,11 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.utils import patch_attr
-from llmcompressor.modeling.moe.context import moe_calibration_context
+from llmcompressor.modeling.moe.context import (
+    get_calibrate_all_experts_flag,
+    moe_calibration_context,
+)
+from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.utils import calibration_forward_context
 from llmcompressor.utils.helpers import disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor
@@ -90,11 +94,13 @@ def released(model: Any) -> Iterator[None]:
 
 @contextmanager
 def adapted() -> Iterator[None]:
-    """A forward that enters `torch.inference_mode` computes under `torch.no_grad` meanwhile, and
-    its eager attention takes one sequence of a batch after the other.
+    """A forward that enters `torch.inference_mode` computes under `torch.no_grad` meanwhile, its
+    eager attention takes one sequence of a batch after the other, and one sort says which tokens
+    its experts get.
 
-    So no more scores are there than those of one, and the weights, which nobody reads, are freed at
-    once. The bits are those of the batch wherever a product's do not depend on how many there are.
+    So no more scores are there than those of one sequence, and the weights, which nobody reads, are
+    freed at once. The bits are those of the batch wherever a product's do not depend on how many
+    there are. And the CPU waits for a GPU once a layer, not once an expert.
     """
 
     def enter(self: Any) -> None:
@@ -112,6 +118,7 @@ def adapted() -> Iterator[None]:
             "get_interface",
             lambda _registry, _name, eager: partial(_attend_in_turn, eager),
         ),
+        patch_attr(LinearExperts2D, "forward", _experts_in_turn),
     ):
         yield
 
@@ -130,6 +137,37 @@ def _attend_in_turn(eager: Any, module: Any, *states: Any, **given: Any) -> Any:
     for of_sequence in zip(*parts, strict=True):
         outputs.append(eager(module, *of_sequence, **given)[0])
     return torch.cat(outputs), None
+
+
+def _experts_in_turn(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """What `LinearExperts2D.forward` returns (llm-compressor 0.14.0.1, modeling/moe), to the bit.
+
+    It asks for the tokens of each expert, for which the CPU waits; here one sort answers for all of
+    them, in the same order: by the router's choice, then by the token.
+
+    Args:
+        experts: a list of them.
+        hidden_states: [tokens, H].
+        top_k_index: [tokens, choices] int64, the expert's number.
+        top_k_weights: the same shape.
+    """
+    chosen = top_k_index.T.flatten()
+    places = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=experts.num_experts)
+    total = torch.zeros_like(hidden_states)
+    of_expert = places.split(counts.tolist())
+    for index in range(experts.num_experts):  # the list has more than experts
+        tokens = of_expert[index] % len(hidden_states)
+        choices = of_expert[index] // len(hidden_states)
+        if get_calibrate_all_experts_flag():
+            output = experts[index](hidden_states)[tokens]
+        else:
+            output = experts[index](hidden_states[tokens])
+        weighted = output * top_k_weights[tokens, choices, None]
+        total.index_add_(0, tokens, weighted.to(total.dtype))
+    return total
 
 
 def small_parameters(model: Any) -> dict[str, Tensor]:

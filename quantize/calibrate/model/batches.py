@@ -5,13 +5,15 @@ batch at a time, read anew in each iteration. The backbone pass, the MTP block, 
 acceptance and the search all take their batches from here.
 """
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
 from ....recipes.frozen import frozen
 from .skeleton import Batch, Skeleton
-from .states import States, Stream
+from .states import LayerState, States, Stream
 
 
 @frozen
@@ -42,16 +44,29 @@ class Batches:
                 yield arguments
 
     def batches(self) -> Iterator[Batch]:
-        """The same, with the states that the layer reads."""
-        for first, last in self.ranges():
-            yield self.batch(first, last)
+        """The same, with the states that the layer reads; those of the next batch are read while
+        this one is used.
+        """
+        ranges = self.ranges()
+        reads = deque[Future[LayerState | None]]()
+        with ThreadPoolExecutor(1, "batches") as pool:
+            for place, own in enumerate(ranges):
+                for following in ranges[place + len(reads) : place + 2]:
+                    reads.append(pool.submit(self._read, *following))
+                yield self._batch(*own, reads.popleft().result())
 
     def batch(self, first: int, last: int) -> Batch:
         """The sequences from `first` on; without `last`, which may be another process's."""
-        state = None
-        if self.index:  # the first layer reads token ids alone
+        return self._batch(first, last, self._read(first, last))
+
+    def _read(self, first: int, last: int) -> LayerState | None:
+        """Into main memory; nothing for the first layer, which reads token ids alone."""
+        return self.states.read(self.index, self.stream, first, last) if self.index else None
+
+    def _batch(self, first: int, last: int, state: LayerState | None) -> Batch:
+        if state is not None:
             device = self.skeleton.device
-            state = self.states.read(self.index, self.stream, first, last, device)
+            state = tuple(value if value is None else value.to(device) for value in state)
         return Batch(ids=self.ids[first:last], state=state, first=first)
 
     def ranges(self) -> list[tuple[int, int]]:

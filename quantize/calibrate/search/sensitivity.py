@@ -123,8 +123,8 @@ class SearchRun:
             return last
 
         todo = ranks.of_first(first_judged)
-        if todo == last and not ranks.of_first(self._gradients.num_done):
-            for index in range(ranks.of_first(self._states.num_done), last):
+        if todo == last and not self._gradients.num_done():
+            for index in range(self._states.num_done(), last):
                 self._forward(index)
                 self.report(index + 1)
             self._top()
@@ -250,15 +250,13 @@ class SearchRun:
                     model(**arguments, use_cache=False)
                     first = batch.first
                     last = first + len(batch.ids)
-                    above = self._gradients.read(
-                        index + 1, "calibration", first, last, skeleton.device
-                    )
+                    above = self._gradients.read(index + 1, "calibration", first, last)
                     outputs = []
                     gradients = []
                     for output, gradient in zip(returned.pop(), above, strict=True):
                         if output is not None and gradient is not None and output.requires_grad:
                             outputs.append(output)
-                            gradients.append(gradient)
+                            gradients.append(gradient.to(output.device))
                     torch.autograd.backward(outputs, gradients)
                     own = _gradients(batch)
                     if not own:  # the first layer reads no states

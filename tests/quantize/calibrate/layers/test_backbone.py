@@ -1,6 +1,7 @@
 """The backbone pass on its own: killed and resumed, and out of memory."""
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from calibrated import planned
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.model import states
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.progress import CalibrationStep
 from keepmtp.recipes.errors import RecipeError
@@ -75,6 +77,22 @@ def test_an_unchanged_run_computes_nothing_again(tmp_path):
     given = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
     assert run(*given, tmp_path / "pass") == [1, 2, 3]
     assert run(*given, tmp_path / "pass") == []
+
+
+def test_a_machine_that_stopped_goes_on_at_the_last_states_on_the_disk(tmp_path, monkeypatch):
+    """Those of layer 1 are; those of layer 2 were in its memory, and are torn."""
+    given = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
+    assert run(*given, tmp_path / "straight") == [1, 2, 3]
+    folder = tmp_path / "pass"
+    for seconds, layer in ((0, 1), (300, 2)):
+        monkeypatch.setattr(states, "_LASTING_SECONDS", seconds)
+        with pytest.raises(KeyboardInterrupt):
+            run(*given, folder, stop_at=layer)
+    for path in (folder / "states" / "00002").glob("*.safetensors"):
+        os.truncate(path, 0)
+    monkeypatch.setattr(states, "_boot", lambda: "another")
+    assert run(*given, folder) == [2, 3]
+    assert statistics(folder) == statistics(tmp_path / "straight")
 
 
 def test_out_of_memory_says_what_helps(tmp_path, monkeypatch):

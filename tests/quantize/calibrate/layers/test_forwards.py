@@ -15,9 +15,12 @@ from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
+from llmcompressor.modeling.moe.context import moe_calibration_context
+from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from passes import ALONE
 from seeds import seeded
 from torch import nn
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeExperts
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
@@ -70,3 +73,27 @@ def test_each_way_to_begin_it(cls):
         assert not result.is_inference() and not result.requires_grad
         assert torch.equal(result, wanted)
     assert model(x).is_inference(), "restored"
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_experts_get_the_tokens_that_llmcompressors_forward_gives_them(all_tokens, trains):
+    """One sort for all experts; one of them gets no token. Outputs and gradients, to the bit."""
+    config = Glm4MoeConfig(hidden_size=16, moe_intermediate_size=8, n_routed_experts=6)
+    experts = LinearExperts2D.get_linear_experts_cls(Glm4MoeExperts)(config)
+    for value in experts.parameters():
+        nn.init.normal_(value, generator=seeded(1))
+    hidden = torch.randn(11, 16, generator=seeded(2))
+    weights, index = torch.rand(11, 5, generator=seeded(3)).topk(2)
+    results = []
+    for context in (nullcontext(), adapted()):
+        own = hidden.clone().requires_grad_(trains)
+        everyone = moe_calibration_context() if all_tokens else nullcontext()
+        with context, everyone, torch.set_grad_enabled(trains):
+            output = experts(own, index, weights)
+        if trains:
+            output.square().sum().backward()
+        results.append((output, own.grad if trains else None))
+    (expected, slope), (output, own_slope) = results
+    assert torch.equal(output, expected) and output.any()
+    assert not trains or torch.equal(slope, own_slope)

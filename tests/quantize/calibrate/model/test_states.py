@@ -4,6 +4,7 @@ full disks, kills.
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def written(folder: Path, sizes: list[int]) -> States:
 
 
 def check(found: States, first: int, last: int) -> None:
-    hidden, nothing, indices = found.read(1, "calibration", first, last, ALONE.device)
+    hidden, nothing, indices = found.read(1, "calibration", first, last)
     assert nothing is None and hidden is not None and indices is not None
     assert torch.equal(hidden, HIDDEN[first:last]) and torch.equal(indices, INDICES[first:last])
     hidden.zero_()
@@ -56,10 +57,10 @@ def test_any_rows_can_be_read_whatever_batches_wrote_them(tmp_path):
 def test_states_of_the_layer_before_are_removed_but_where_they_are_kept(tmp_path):
     found = written(tmp_path, [11])
     both = ["00002", "00003"]
-    for index, keeps, left in ((2, False, ["00002"]), (3, True, both), (3, True, both)):
+    for index, keeps, expected in ((2, False, ["00002"]), (3, True, both), (3, True, both)):
         with found.writing(index, keeps=keeps) as outputs:
             outputs.put("calibration", 0, state(0, 11))
-        assert sorted(path.name for path in (tmp_path / "states").iterdir()) == left
+        assert left(tmp_path) == expected
         assert found.num_done() == index
 
 
@@ -71,8 +72,60 @@ def test_an_error_while_a_layer_runs_leaves_the_states_that_it_reads(tmp_path):
     again = States(tmp_path / "states", ALONE)
     again.tidy()
     assert again.num_done() == 1
-    assert [path.name for path in (tmp_path / "states").iterdir()] == ["00001"]
+    assert left(tmp_path) == ["00001"]
     check(again, 0, 11)
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "states").iterdir())
+
+
+def test_only_states_on_the_disk_count_after_the_machine_has_stopped(tmp_path, monkeypatch):
+    """Of layers 1 to 4, the second is written when it is due."""
+    waited = []
+    monkeypatch.setattr(module, "sync", waited.append)
+    found = States(tmp_path / "states", ALONE)
+    for index in (1, 2, 3, 4):
+        monkeypatch.setattr(module, "_LASTING_SECONDS", 0 if index == 2 else 300)
+        with found.writing(index) as outputs:
+            outputs.put("calibration", 0, state(0, 11))
+    assert [path.parent.name for path in waited] == ["00002.partial"]
+    assert left(tmp_path) == ["00002", "00004"]
+    again = States(tmp_path / "states", ALONE)
+    again.tidy()
+    assert again.num_done() == 4 and left(tmp_path) == ["00002", "00004"]
+    monkeypatch.setattr(module, "_boot", lambda: "another")
+    assert again.num_done() == 2
+    again.tidy()
+    assert left(tmp_path) == ["00002"]
+
+
+@pytest.mark.parametrize("boot, local_size", [("", 2), ("this", 1)])
+def test_a_system_without_a_boots_name_and_several_nodes_wait_for_the_disk(
+    boot, local_size, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "_boot", lambda: boot)
+    assert States(tmp_path, replace(ALONE, size=2, local_size=local_size))._is_due()
+
+
+def test_states_that_a_kill_left_half_removed_do_not_count(tmp_path, monkeypatch):
+    """Their mark may be gone, and a file of them still there."""
+    found = written(tmp_path, [11])
+
+    def rmtree(folder: Path, **_choices: object) -> None:
+        if folder.exists():
+            (folder / module._MARK).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "rmtree", rmtree)
+        with pytest.raises(KeyboardInterrupt), found.writing(2) as outputs:
+            outputs.put("calibration", 0, state(0, 11))
+    monkeypatch.setattr(module, "_boot", lambda: "another")
+    again = States(tmp_path / "states", ALONE)
+    assert again.num_done() == 0
+    again.tidy()
+    assert left(tmp_path) == []
 
 
 def test_a_full_disk_ends_the_layer_in_a_sentence(tmp_path, monkeypatch):
@@ -97,10 +150,10 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     rule = "00001: rows 3 to 4 of calibration must be there; got "
     cure = rf"\. Remove {tmp_path}, and run the same command again: calibration starts anew\."
     with pytest.raises(CheckpointError, match=f"{rule}{path.name}: .*{cure}"):
-        found.read(1, "calibration", 3, 5, ALONE.device)
+        found.read(1, "calibration", 3, 5)
     path.unlink()
     with pytest.raises(CheckpointError, match=f"{rule}no row 4{cure}"):
-        found.read(1, "calibration", 3, 5, ALONE.device)
+        found.read(1, "calibration", 3, 5)
 
 
 def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):

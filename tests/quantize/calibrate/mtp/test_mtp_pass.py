@@ -441,4 +441,4 @@ def test_candidates_say_whether_a_block_may_be_calibrated(candidates, may, plans
     calibration = plan.calibration
     assert chooses.may_calibrate_mtp == may
     more = calibration_bytes(chooses) - calibration_bytes(plan)
-    assert more == may * 2 * calibration.samples * calibration.sequence_length * 256 * 2
+    assert more == may * 3 * calibration.samples * calibration.sequence_length * 256 * 2
