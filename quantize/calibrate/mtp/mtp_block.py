@@ -28,7 +28,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    configuration_utils,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ....recipes.errors import RecipeError
@@ -43,7 +49,14 @@ _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", 
 # Attention of these kinds looks back `sliding_window` tokens.
 _SLIDING = frozenset({"sliding_attention"})
 # Attention of these kinds caches what its indexer chooses keys by.
-_INDEXED = frozenset({"deepseek_sparse_attention", "minimax_m3_sparse", "qwen_sparse_attention"})
+_INDEXED = frozenset(
+    {
+        "deepseek_sparse_attention",
+        "indexed_attention",
+        "minimax_m3_sparse",
+        "qwen_sparse_attention",
+    }
+)
 # The key of config.json by which later draft steps read the keys that step 1 chose. A server's
 # `speculative_config` may say otherwise, which nobody knows here.
 _KEEPS_CHOICE = "index_share_for_mtp_iteration"
@@ -283,6 +296,10 @@ class MtpBlock(PreTrainedModel):
     def _layer(self, classes: ModuleType, part: int) -> nn.Module:
         for key, value in self.draft.layers[part].items():
             setattr(self.config, key, value)
+        # From transformers 5.24 on these kinds of attention have one name.
+        renamed = getattr(configuration_utils, "remap_legacy_layer_types", None)
+        if renamed is not None:
+            renamed(config=self.config)
         name = self.draft.decoder or f"{self.draft.classes}DecoderLayer"
         layer = getattr(classes, name)(self.config, self._entry)
         # All parts share one cache, each under its own number.
