@@ -94,7 +94,7 @@ class Plan:
     @property
     def is_draft_alone(self) -> bool:
         """Whether the backbone stays out."""
-        return not self.recipe.backbone and self.view.num_layers > 0
+        return _takes_block_alone(self.recipe, self.view)
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -360,7 +360,7 @@ def make_plan(
             cure="Choose another MODEL, or copy this recipe and change its family",
         )
     view = FamilyView(family=family, config=source.config, names=source.entries)
-    is_draft_alone = not recipe.backbone and view.num_layers > 0
+    is_draft_alone = _takes_block_alone(recipe, view)
     whole = source
     if is_draft_alone:
         source = replace(source, entries=_read_by_draft(source, view))
@@ -391,6 +391,11 @@ def make_plan(
         trust_remote_code=trust_remote_code,
         origins=origins,
     )
+
+
+def _takes_block_alone(recipe: Recipe, view: FamilyView) -> bool:
+    """A recipe without words for a backbone that is there."""
+    return not recipe.backbone and view.num_layers > 0
 
 
 def _read_by_draft(source: Source, view: FamilyView) -> dict[HFName, Entry]:

@@ -26,6 +26,8 @@ from real_vllm import VLLM_PYTHON
 
 # A draft with a checkpoint of its own has no block to lose.
 MODELS = [model for model in releases.MODELS if "assistant" not in model]
+# FP8 with a scale for 32 x 32 weights, and FP8_BLOCK has one for 128 x 128.
+IN_BLOCKS_OF_32 = ["dsv4.1-flash"]
 
 
 def graft(place: Path, model: str, checkpoint: Checkpoint, **choices: Any) -> Graft:
@@ -51,8 +53,17 @@ def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
     error.
     """
     for make, word in ((llmcompressor, "bf16"), (llmcompressor, "FP8_DYNAMIC"), (ours, "source")):
+        if word == "source" and model in IN_BLOCKS_OF_32:
+            word = "bf16"
         place = tmp_path / f"{make.__name__} {word}"
         assert errors(graft(place, model, make(model, "FP8_DYNAMIC"), mtp=word)) == [], place
+
+
+@pytest.mark.parametrize("model", IN_BLOCKS_OF_32)
+def test_blocks_of_another_size_than_a_scheme_has_do_not_stay(model, tmp_path):
+    says = r"mtp attention: `source` needs a form that compressed-tensors can say; got fp8_block in mtp"
+    with pytest.raises(RecipeError, match=says):
+        graft(tmp_path, model, ours(model, "FP8_DYNAMIC"), mtp="source")
 
 
 @pytest.mark.parametrize(

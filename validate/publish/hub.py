@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import CommitOperationCopy, HfApi, constants
+from huggingface_hub import CommitInfo, CommitOperationCopy, HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -177,15 +177,8 @@ class Hub:
         With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent
         again.
         """
-        send = partial(
-            self._api.upload_folder,
-            repo_id=repo,
-            folder_path=folder,
-            revision=branch,
-            parent_commit=parent,
-            commit_message=message,
-        )
-        return self._ask(repo, lambda: send().oid, is_long=True)
+        send = self._sending(repo, folder, parent, message)
+        return self._ask(repo, lambda: send(revision=branch).oid, is_long=True)
 
     def propose(self, repo: str, folder: Path, *, parent: str, message: str) -> tuple[str, str]:
         """Offer a folder's files, on top of the commit `parent`, as one commit of a pull request;
@@ -194,20 +187,24 @@ class Hub:
         Raises:
             HubError: the Hub refuses. It is asked once: a second answer would be a second request.
         """
-        send = partial(
+        send = self._sending(repo, folder, parent, message)
+
+        def ask() -> tuple[str, str]:
+            made = send(create_pr=True)
+            return made.oid, str(made.pr_url)
+
+        return self._ask(repo, ask, is_long=True, waits=())
+
+    def _sending(
+        self, repo: str, folder: Path, parent: str, message: str
+    ) -> Callable[..., CommitInfo]:
+        return partial(
             self._api.upload_folder,
             repo_id=repo,
             folder_path=folder,
             parent_commit=parent,
             commit_message=message,
-            create_pr=True,
         )
-
-        def ask() -> tuple[str, str]:
-            made = send()
-            return made.oid, str(made.pr_url)
-
-        return self._ask(repo, ask, is_long=True, waits=())
 
     def merge(
         self,
