@@ -20,6 +20,7 @@
 #   make fuzz         an hour of hostile files and names for every verb; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
+#   make gpu-profile MODEL=glm-4.5-air [TRACE=NAME.json.gz]   where the time of one layer's calibration goes there
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
 #   make gpu-kit VLLM=0.33.0 [SM=90] [HAS=FILE]   what it lacks to serve with vLLM, in parts of PART_MB=38
 #   make gpu-serve    served there by real vLLM servers: kernels, acceptance, speed (docs/gpu.md); LIST=1, FROM=, ONLY=
@@ -66,7 +67,7 @@ MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix heads \
-	families follow newest quality picture benchmark cuda-wheel gpu-kit gpu-serve dist clean
+	families follow newest quality picture benchmark cuda-wheel gpu-kit gpu-profile gpu-serve dist clean
 
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
@@ -195,13 +196,20 @@ GPU_SITE ?= build/gpu-site
 CARRIED := annotated-types compressed-tensors datasets dill llmcompressor loguru multiprocess pydantic pydantic-core \
 	typing-inspection
 
-gpu-test:
+$(GPU_SITE)/.made: $(wildcard $(GPU_WHEELS)/*.whl)
 	@mkdir -p "$(GPU_SITE)" && ln -sfn "$(CURDIR)" "$(GPU_SITE)/keepmtp"
-	@if ls "$(GPU_WHEELS)"/*.whl >/dev/null 2>&1 && [ ! -e "$(GPU_SITE)/.installed" ]; then \
-	$(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index --no-deps --target "$(GPU_SITE)" \
-	"$(GPU_WHEELS)"/*.whl && touch "$(GPU_SITE)/.installed"; fi
+	@if ls "$(GPU_WHEELS)"/*.whl >/dev/null 2>&1; then \
+	$(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index --no-deps --upgrade --target "$(GPU_SITE)" \
+	"$(GPU_WHEELS)"/*.whl; fi
+	@touch "$@"
+
+gpu-test: $(GPU_SITE)/.made
 	@PYTHONPATH="$(abspath $(GPU_SITE))" $(GPU_PYTHON) benchmarks/gpu.py --device "$(or $(DEVICE),cuda)" \
 	$(if $(SMALL),--small) $(if $(PAGE),--page "$(PAGE)") $(foreach part,$(ONLY),--only "$(part)")
+
+gpu-profile: $(GPU_SITE)/.made
+	@PYTHONPATH="$(abspath $(GPU_SITE))" $(GPU_PYTHON) benchmarks/gpu_profile.py "$(MODEL)" --device "$(or $(DEVICE),cuda)" \
+	$(if $(SMALL),--small) $(if $(TRACE),--trace "$(TRACE)")
 
 gpu-wheels:
 	@mkdir -p "$(GPU_WHEELS)"

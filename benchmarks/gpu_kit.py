@@ -341,6 +341,8 @@ def packed(scratch: Path, out: Path) -> int:
                     size += path.stat().st_size
                     info = tarfile.TarInfo(str(path.relative_to(scratch)))
                     info.size = path.stat().st_size
+                    if os.access(path, os.X_OK):  # humming starts a compiler of its own
+                        info.mode = 0o755
                     with open(path, "rb") as content:
                         archive.addfile(info, content)
     return size

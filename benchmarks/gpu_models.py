@@ -226,11 +226,13 @@ def _memory(model: str, plan: Plan, peaks: tuple[int, int]) -> list[Figure]:
     return rows
 
 
-def wide_plan(model: str, folder: Path, *, small: bool) -> Plan:
+def wide_plan(model: str, folder: Path, *, small: bool, samples: int = 256) -> Plan:
     """A plan over one sparse layer of a real model with random weights; the MTP block holds zeros
     and is not run.
     """
-    size, wanted = ("tiny", {**SMALL}) if small else ("full", {"batch_size": 8})
+    size, wanted = "full", {"batch_size": 8, "samples": samples}
+    if small:
+        size, wanted = "tiny", SMALL
     config, tensors = source_layout(model, size=size, changes=ONE_LAYER)
     write_checkpoint(folder, config, tensors, num_shards=1)
     recipe, _ = find_recipe(model, scheme=WIDE[model])

@@ -11,6 +11,7 @@ machine that is too small, or a part of another kit, must be found before the fi
 """
 
 import argparse
+import compileall
 import hashlib
 import io
 import json
@@ -283,6 +284,8 @@ def unpack(manifest: Mapping[str, Any], place: Path) -> None:
             path.rename(site / path.name)
         if folder == "keepmtp":
             (site / "keepmtp").symlink_to(ROOT)
+        # Once, with all cores: else each of the first servers does it for itself.
+        compileall.compile_dir(site, quiet=2, workers=0)
         made.rename(place / folder)
     for path in (unpacked, *parts):
         shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gpu
 import gpu_models
+import gpu_profile
 import pretended_gpu as device_module
 import pytest
 import torch
@@ -202,3 +203,24 @@ def on_pretended(folder: Path) -> tuple[list[Figure], list[Figure]]:
         device_module._moved = moved
         off = casts(device.device, small=True)
     return rows, [row for row in off if row.part == "casts" and not row.met]
+
+
+def test_a_profile_counts_what_overlaps_once(tmp_path):
+    """Two kernels at a time, then nothing for two seconds, then a copy; and what the host waits."""
+    seen = [("product", True, 1, 3), ("product", True, 2, 3), ("copy", True, 7, 1)]
+    seen.append(("cudaStreamSynchronize", False, 0, 6))
+    events = [
+        gpu_profile.Event(name=name, is_on_device=here, start=start, seconds=seconds)
+        for name, here, start, seconds in seen
+    ]
+    assert gpu_profile.spent(events) == [
+        "GPU busy 5.00 s of 7.00 s, 3 kernels and copies",
+        "6.000 s, 2 times: product",
+        "6.000 s, 1 times: host in cudaStreamSynchronize",
+        "1.000 s, 1 times: copy",
+    ]
+    places = (f"GPU_PYTHON={sys.executable}", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}")
+    words = ("MODEL=glm-4.5-air", "DEVICE=cpu", "SMALL=1", f"TRACE={tmp_path}/trace.json.gz")
+    told = make("gpu-profile", *places, *words, status=0).stdout
+    assert "one layer, 64 tokens: " in told and told.endswith("no kernel ran on a GPU\n")
+    assert (tmp_path / "trace.json.gz").stat().st_size
