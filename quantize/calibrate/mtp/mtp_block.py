@@ -28,13 +28,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-    configuration_utils,
-)
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import remap_legacy_layer_types
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ....recipes.errors import RecipeError
@@ -295,11 +290,9 @@ class MtpBlock(PreTrainedModel):
 
     def _layer(self, classes: ModuleType, part: int) -> nn.Module:
         for key, value in self.draft.layers[part].items():
+            if key == "layer_types":  # transformers 5.24 has one name for all with an indexer
+                value = remap_legacy_layer_types(value)
             setattr(self.config, key, value)
-        # From transformers 5.24 on these kinds of attention have one name.
-        renamed = getattr(configuration_utils, "remap_legacy_layer_types", None)
-        if renamed is not None:
-            renamed(config=self.config)
         name = self.draft.decoder or f"{self.draft.classes}DecoderLayer"
         layer = getattr(classes, name)(self.config, self._entry)
         # All parts share one cache, each under its own number.
