@@ -22,6 +22,8 @@ class Calling(Answering):
         self.asked.append(body)
         message = self.answers[json.dumps(body["messages"])]
         fault = self.fault(body)
+        if fault == "HTTP 500":
+            return self.reply(500, b"")
         calls = [dict(call["function"]) for call in message.get("tool_calls", ())]
         content = message["content"]
         if fault == "wrong":

@@ -96,6 +96,10 @@ class ServerFailed(GateError):
         self.log = log
 
 
+class AnswerFailed(ServerFailed):
+    """A status of 500 or more; the server may live."""
+
+
 @frozen
 class Server:
     """A healthy server.
@@ -171,7 +175,7 @@ class Server:
 
     def say(self, body: Json, *, is_streamed: bool, timeout: float) -> Said:
         """Answer to messages with tools, as the server's parser reads it. It has no end where a
-        server that lives ended it early.
+        server that lives ended it early, or its parser failed.
 
         Args:
             body: the request.
@@ -182,15 +186,17 @@ class Server:
             ServerFailed: see `answer`.
         """
         path = "/v1/chat/completions"
-        if not is_streamed:
-            return said_in([self.post(path, body, SaidReply, timeout=timeout)])
-        body = {"model": self.name, "stream": True, **body}
-        body["stream_options"] = {"include_usage": True}
+        streamed = {"model": self.name, "stream": True, **body}
+        streamed["stream_options"] = {"include_usage": True}
+        how: Json = {"method": "POST", "seconds": timeout, "most": _MOST_BYTES, "json": streamed}
         content = b""
         try:
-            content = self._ask(path, method="POST", seconds=timeout, most=_MOST_BYTES, json=body)
+            if not is_streamed:
+                return said_in([self.post(path, body, SaidReply, timeout=timeout)])
+            content = self._ask(path, **how)
         except ServerFailed as failure:
-            if not isinstance(failure.__cause__, httpx.RemoteProtocolError):
+            is_cut = isinstance(failure.__cause__, httpx.RemoteProtocolError)
+            if not (is_cut or isinstance(failure, AnswerFailed)):
                 raise
         said = said_in_stream(content)
         if said[0] is None:
@@ -264,10 +270,10 @@ class Server:
             raise ServerFailed(words, self.log) from error
         if 200 <= status < 300:
             return content
-        words = _start(content)
         if status >= 500:
             words = last_error(self.log, None)
-        raise ServerFailed(words or f"HTTP {status} at {path}", self.log)
+            raise AnswerFailed(words or f"HTTP {status} at {path}", self.log)
+        raise ServerFailed(_start(content) or f"HTTP {status} at {path}", self.log)
 
 
 def _start(content: bytes) -> str:

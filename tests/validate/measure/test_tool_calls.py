@@ -111,6 +111,7 @@ def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, lacks, ask):
         ("no end", "ended"),
         ("cut", "ended"),
         ("an error for a part", "ended"),
+        ("HTTP 500", "ended"),
     ],
 )
 def test_streams_that_break_are_found_as_such(fault, lacks, ask):
@@ -124,6 +125,15 @@ def test_streams_that_break_are_found_as_such(fault, lacks, ask):
     wanted = dict.fromkeys(("expected", "streamed", "ended", "JSON", "schema"), 1.0)
     assert values(facts) == wanted | {"streamed": 0.8, lacks: 0.8}
     assert right["streamed"].count(False) == 4
+
+
+def test_a_parser_that_fails_on_a_whole_answer_is_no_wrong_call(ask):
+    (facts, _), _ = ask(
+        built(prefix_caching=False),
+        lambda body: "HTTP 500" * body["messages"][-1]["content"].startswith("What is"),
+    )
+    lost = dict.fromkeys(("expected", "streamed", "ended"), 0.8)
+    assert values(facts) == {"JSON": 1.0, "schema": 1.0} | lost
 
 
 def test_a_stream_that_ends_because_the_server_died_is_asked_again(ask, monkeypatch):
