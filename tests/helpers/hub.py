@@ -84,6 +84,7 @@ class Repo:
         self.private = private
         self.commits: list[dict[str, Blob]] = []
         self.branches: dict[str, str] = {}
+        self.titles: dict[str, str] = {}  # of pull requests, by branch
 
     @property
     def head(self) -> str:
@@ -519,11 +520,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, body: bytes, *, repo: str, revision: str) -> None:
         found = self.hub.repos[repo]
         files = dict(found.at(revision))
+        title = ""
         for line in body.splitlines():
             entry = json.loads(line)
             told = entry["value"]
             match entry["key"]:
                 case "header":
+                    title = told["summary"]
                     head = found.name(revision)
                     if told.get("parentCommit", head) != head:
                         return self._say(
@@ -545,8 +548,20 @@ class _Handler(BaseHTTPRequestHandler):
         if "create_pr=1" in self.query:
             number = sum(name.startswith("refs/pr/") for name in found.branches) + 1
             revision = f"refs/pr/{number}"
+            found.titles[revision] = title
             told["pullRequestUrl"] = f"{told['commitUrl']}/discussions/{number}"
         self._say(200, told | {"commitOid": found.add(files, revision)})
+
+    def _discussions(self, _: bytes, *, repo: str) -> None:
+        """One on a page, as the Hub deals out many; closed ones are asked for by nobody."""
+        titles = [*self.hub.repos[repo].titles.items()]
+        page = int(self.query.rpartition("p=")[2])
+        listed = []
+        for branch, title in titles[page : page + 1]:
+            one = {"num": int(branch.rpartition("/")[2]), "title": title, "status": "open"}
+            one |= {"isPullRequest": True, "createdAt": "2026-01-01T00:00:00.000Z"}
+            listed.append(one | {"repo": {"name": repo, "type": "model"}})
+        self._say(200, {"count": len(titles), "start": page, "discussions": listed})
 
     def _settings(self, body: bytes, *, repo: str) -> None:
         self.hub.repos[repo].private = json.loads(body)["visibility"] == "private"
@@ -633,7 +648,7 @@ _WRITES = (
     _Handler._settings,
     _Handler._branch,
 )
-_REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+_REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>refs/pr/\d+|[^/]+)"
 _ROUTES = (
     ("GET", r"/api/whoami-v2", _Handler._whoami),
     ("POST", r"/api/repos/create", _Handler._create),
@@ -642,6 +657,7 @@ _ROUTES = (
     ("GET", rf"/api/(?:models/)?{_REPO}/tree/{_AT}(?P<below>/.*)?", _Handler._tree),
     ("POST", rf"/api/models/{_REPO}/preupload/{_AT}", _Handler._preupload),
     ("POST", rf"/api/models/{_REPO}/commit/{_AT}", _Handler._commit),
+    ("GET", rf"/api/models/{_REPO}/discussions", _Handler._discussions),
     ("PUT", rf"/api/models/{_REPO}/settings", _Handler._settings),
     ("GET", rf"/api/models/{_REPO}/xet-write-token/{_AT}", _Handler._xet_token),
     ("POST", rf"/api/models/{_REPO}/paths-info/{_AT}", _Handler._paths_info),

@@ -195,6 +195,17 @@ class Hub:
 
         return self._ask(repo, ask, is_long=True, waits=())
 
+    def requests(self, repo: str, title: str) -> list[tuple[str, str]]:
+        """The branches and pages of open pull requests that have this title."""
+
+        def ask() -> list[tuple[str, str]]:
+            found = self._api.get_repo_discussions(
+                repo, discussion_type="pull_request", discussion_status="open"
+            )
+            return [(str(one.git_reference), one.url) for one in found if one.title == title]
+
+        return self._ask(repo, ask)
+
     def _sending(
         self, repo: str, folder: Path, parent: str, message: str
     ) -> Callable[..., CommitInfo]:

@@ -289,7 +289,7 @@ def commit_to_change(folder: Path, repo: str, *, update: bool, public: bool = Fa
 
 def propose(parcel: Parcel, hub: Hub, repo: str, *, made_from: str) -> Published:
     """Offer what has changed to the repository that the checkpoint was made from, as one commit of
-    a pull request, and compare what arrived.
+    a pull request, and compare what arrived. An open request of the same files is not made again.
 
     Args:
         parcel: from `prepare`.
@@ -308,17 +308,32 @@ def propose(parcel: Parcel, hub: Hub, repo: str, *, made_from: str) -> Published
     others = named(found, "other")
     variant = card.recorded(parcel.folder).recipe.variant
     message = f"{variant}: {len(missing)} files, by keepmtp {parcel.report.keepmtp}"
-    with _linked(parcel, missing) as folder:
-        commit, page = hub.propose(repo, folder, parent=made_from, message=message)
+    num_bytes = 0
+    commit, page = _proposed(parcel, hub, repo, message)
+    if not page:
+        num_bytes = sum(parcel.files[name].num_bytes for name in missing)
+        with _linked(parcel, missing) as folder:
+            commit, page = hub.propose(repo, folder, parent=made_from, message=message)
     verify(parcel, _must_be_there(hub, repo, commit), others=others)
     return Published(
         commit=commit,
         is_private=before.is_private,
-        num_bytes=sum(parcel.files[name].num_bytes for name in missing),
+        num_bytes=num_bytes,
         kept=named(found, "same"),
         others=others,
         pull_request=page,
     )
+
+
+def _proposed(parcel: Parcel, hub: Hub, repo: str, title: str) -> tuple[str, str]:
+    """Commit and page of an open request that has this title and all files of the parcel; empty
+    where there is none.
+    """
+    for branch, page in hub.requests(repo, title):
+        there = hub.look(repo, revision=branch)
+        if there is not None and not named(compare(parcel, there), "new", "differs"):
+            return there.commit, page
+    return "", ""
 
 
 def compared(parcel: Parcel, there: Remote | None, made_from: str) -> dict[str, FileState]:

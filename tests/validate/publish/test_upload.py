@@ -605,6 +605,21 @@ def test_what_has_changed_is_proposed(publish_here, hub, changed):
     assert shards == [changed / SHARD], "what has not changed is not uploaded"
 
 
+def test_a_request_of_the_same_files_is_not_made_again(publish_here, hub, changed):
+    """The answer to the first one was lost; one of other files under the same title is another."""
+    hub.faults = [Fault("POST .*/commit/main", spoils="truncate")]
+    publish_here("--yes", code=2, says="the Hub must answer")
+    repo = hub.repos[REPO]
+    for _ in range(2):
+        told = json.loads(publish_here("--yes", "--json").out)
+        assert told["pull_request"] == f"{hub.endpoint}/{REPO}/discussions/1"
+        assert told["commit"] == repo.branches["refs/pr/1"] and not told["uploaded_bytes"]
+    files = repo.at("refs/pr/1")
+    repo.add(files | {SHARD: hub.store(b"other")}, "refs/pr/1")
+    again = json.loads(publish_here("--yes", "--json").out)
+    assert again["pull_request"].endswith("/2")
+
+
 def test_a_repository_that_has_moved_on_is_not_proposed_to(publish_here, hub, changed):
     hub.commit(REPO, {"notes.txt": b"newer"})
     for more in (["--dry-run"], ["--yes"]):
