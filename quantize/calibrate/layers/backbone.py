@@ -117,7 +117,8 @@ def _calibrate_layer(backbone: "Backbone", index: int) -> None:
     plan = backbone.skeleton.plan
     model = skeleton.model
     work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
-    with backbone.states.writing(index + 1) as outputs, skeleton.layer(index, index + 1):
+    writing = backbone.states.writing(index + 1, is_last=index + 1 == len(skeleton))
+    with writing as outputs, skeleton.layer(index, index + 1):
         # Held-out text as the release computes it: the layer has its released weights so far.
         backbone.run("source", index, outputs, serving(model))
         handing_over = nullcontext()

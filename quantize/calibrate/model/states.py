@@ -111,7 +111,9 @@ class States:
         return is_late or not _boot() or self._ranks.local_size < self._ranks.size
 
     @contextmanager
-    def writing(self, index: int, *, keeps: bool = False) -> Iterator["NextStates"]:
+    def writing(
+        self, index: int, *, keeps: bool = False, is_last: bool = False
+    ) -> Iterator["NextStates"]:
         """What the layer before `index` returns; whole at the end, when the states that it read are
         removed.
 
@@ -120,7 +122,8 @@ class States:
 
         Args:
             index: of the layer that reads them.
-            keeps: whether those of other layers stay, and all of them on the disk.
+            keeps: whether those of other layers stay; all are on the disk then.
+            is_last: they come after the last layer, and another run may read them; so are they.
 
         Raises:
             CheckpointError: a file cannot be written, such as on a full disk.
@@ -130,7 +133,7 @@ class States:
             shutil.rmtree(partial_path(whole), ignore_errors=True)
             partial_path(whole).mkdir(parents=True)
         self._ranks.wait()
-        is_lasting = keeps or self._ranks.of_first(self._is_due)
+        is_lasting = keeps or is_last or self._ranks.of_first(self._is_due)
         with ThreadPoolExecutor(1, "states") as pool:
             outputs = NextStates(partial_path(whole), pool, is_lasting=is_lasting)
             try:

@@ -73,9 +73,12 @@ def run(plan: Plan, data: CalibrationData, folder: Path, *, stop_at: int = 0) ->
     return told
 
 
-def test_an_unchanged_run_computes_nothing_again(tmp_path):
+def test_an_unchanged_run_computes_nothing_again(tmp_path, monkeypatch):
+    """Nor on another day, after the machine was off."""
     given = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
     assert run(*given, tmp_path / "pass") == [1, 2, 3]
+    assert run(*given, tmp_path / "pass") == []
+    monkeypatch.setattr(states, "_boot", lambda: "another")
     assert run(*given, tmp_path / "pass") == []
 
 
