@@ -39,11 +39,14 @@ def main() -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    # It waits while there is a fork of this program that is not the child yet, and would lose it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, _pass_on)
     own = os.getpid()
     child = os.fork()
     if not child:
         _become(words, own, lifeline)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status: int | None = None
     while status is None:
@@ -69,6 +72,8 @@ def _become(words: list[str], parent: int, lifeline: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         os.execvp(words[0], words)  # noqa: S606 - no shell is wanted
     except OSError as error:

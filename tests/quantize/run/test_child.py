@@ -149,3 +149,15 @@ def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
     ):
         captured([KEEPMTP, *words], cwd=folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_stop_that_comes_while_the_child_starts_reaches_it():
+    """In a third of the tries it came between fork and exec, where a handler of Python's loses it."""
+    for _ in range(12):
+        with Child(["sleep", "600"], environment=environment()) as child:
+            own = child.process.pid
+            started = Path(f"/proc/{own}/task/{own}/children")
+            while not started.read_text():
+                pass
+            child.process.terminate()
+            assert child.process.wait(timeout=10) == -signal.SIGTERM
