@@ -156,9 +156,9 @@ class Run:
     def all(self, names: list[str]) -> int:
         """Run them; 1 if a row is not as expected."""
         print(f"{self._on}; what is said goes to {self._said}", flush=True)
-        # After a cut the first has been served alone before.
-        alone = set() if self._chosen.start else {names[0]}
-        several = [name for name in names if name not in alone and not name.startswith(TIMED)]
+        several = [name for name in names if not name.startswith(TIMED)]
+        if not self._chosen.start:  # after a cut the first has been served alone before
+            several = several[1:]
         at_once = self._chosen.at_once if self._chosen.device == "cuda" else 1
         waiting = [*names]
         while waiting:
