@@ -179,19 +179,14 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
     """
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    ranks = Ranks(rank=0, size=1, device=device)
-    own = folder / f"{model}.pass"
-    own.mkdir()
     plan = wide_plan(model, folder / model, small=small)
     calibration = plan.recipe.calibration
     assert calibration is not None
     data = random_tokens(calibration, vocabulary=plan.view.text_config["vocab_size"])
     wait_for(device)
     forget_peak(device)
-    started = time.perf_counter()
-    calibrate_backbone(plan, data, own, device=device, ranks=ranks)
-    wait_for(device)
-    seconds, tokens = time.perf_counter() - started, data.ids.numel()
+    seconds = seconds_of_pass(plan, data, folder / f"{model}.pass", device)
+    tokens = data.ids.numel()
     minutes = seconds * DEPTH[model] / 60
     sizes = f"{len(data.ids)} x {data.ids.shape[1]} tokens, batches of {calibration.batch_size}"
     rows = [
@@ -207,6 +202,17 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
         ),
     ]
     return [*rows, *_memory(model, plan, peak_bytes(device))]
+
+
+def seconds_of_pass(plan: Plan, data: CalibrationData, folder: Path, device: torch.device) -> float:
+    """How long the backbone's pass takes this process alone, into a new folder."""
+    folder.mkdir()
+    ranks = Ranks(rank=0, size=1, device=device)
+    wait_for(device)
+    started = time.perf_counter()
+    calibrate_backbone(plan, data, folder, device=device, ranks=ranks)
+    wait_for(device)
+    return time.perf_counter() - started
 
 
 def _memory(model: str, plan: Plan, peaks: tuple[int, int]) -> list[Figure]:

@@ -11,7 +11,6 @@ seconds from the run without it.
 import argparse
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from figures import Figure, line
 from gpu import missing
-from gpu_row import wait_for
 
 MODELS = ("glm-4.5-air", "deepseek-v3.1")
 _SHOWN, _WIDEST = 40, 140
@@ -49,32 +47,20 @@ def main() -> None:
 
 def profiled(chosen: argparse.Namespace, device: torch.device, folder: Path) -> Iterator[Figure]:
     """One layer three times: to warm up, for the clock, and under the profiler."""
-    from gpu_models import random_tokens, wide_plan
-    from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
-    from keepmtp.quantize.run.ranks import Ranks
+    from gpu_models import random_tokens, seconds_of_pass, wide_plan
 
     source = folder / "source"
     plan = wide_plan(chosen.model, source, small=chosen.small, samples=chosen.samples)
     calibration = plan.recipe.calibration
     assert calibration is not None
     data = random_tokens(calibration, vocabulary=plan.view.text_config["vocab_size"])
-    ranks = Ranks(rank=0, size=1, device=device)
-
-    def layer(name: str) -> float:
-        own = folder / name
-        own.mkdir()
-        wait_for(device)
-        started = time.perf_counter()
-        calibrate_backbone(plan, data, own, device=device, ranks=ranks)
-        wait_for(device)
-        return time.perf_counter() - started
-
-    first, seconds = layer("first"), layer("second")
+    first = seconds_of_pass(plan, data, folder / "first", device)
+    seconds = seconds_of_pass(plan, data, folder / "second", device)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
-        under = layer("third")
+        under = seconds_of_pass(plan, data, folder / "third", device)
     if chosen.trace:
         profile.export_chrome_trace(str(chosen.trace))
     yield Figure(

@@ -76,6 +76,7 @@ _NEXT = (
 )
 _MAX_WORDS = 600
 _MOST_BYTES = 2**32  # of a reply: a window's predictions have a hundred for each token they name
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 _SETTLE_SECONDS = 60.0
 _NONE = Drafts()
 ReplyForm = TypeVar("ReplyForm", bound=Reply)
@@ -186,14 +187,12 @@ class Server:
             ServerFailed: see `answer`.
         """
         path = "/v1/chat/completions"
-        streamed = {"model": self.name, "stream": True, **body}
-        streamed["stream_options"] = {"include_usage": True}
-        how: Json = {"method": "POST", "seconds": timeout, "most": _MOST_BYTES, "json": streamed}
         content = b""
         try:
             if not is_streamed:
                 return said_in([self.post(path, body, SaidReply, timeout=timeout)])
-            content = self._ask(path, **how)
+            sent = {"model": self.name, **body, **_STREAMED}
+            content = self._ask(path, method="POST", seconds=timeout, most=_MOST_BYTES, json=sent)
         except ServerFailed as failure:
             is_cut = isinstance(failure.__cause__, httpx.RemoteProtocolError)
             if not (is_cut or isinstance(failure, AnswerFailed)):

@@ -155,18 +155,18 @@ def _experts_in_turn(
     """
     chosen = top_k_index.T.flatten()
     places = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=experts.num_experts)
+    all_tokens = places % len(hidden_states)
+    all_weights = top_k_weights[all_tokens, places // len(hidden_states), None]
+    counts = chosen.bincount(minlength=experts.num_experts).tolist()
+    of_expert = [*zip(all_tokens.split(counts), all_weights.split(counts), strict=True)]
     total = torch.zeros_like(hidden_states)
-    of_expert = places.split(counts.tolist())
     for index in range(experts.num_experts):  # the list has more than experts
-        tokens = of_expert[index] % len(hidden_states)
-        choices = of_expert[index] // len(hidden_states)
+        tokens, weights = of_expert[index]
         if get_calibrate_all_experts_flag():
             output = experts[index](hidden_states)[tokens]
         else:
             output = experts[index](hidden_states[tokens])
-        weighted = output * top_k_weights[tokens, choices, None]
-        total.index_add_(0, tokens, weighted.to(total.dtype))
+        total.index_add_(0, tokens, (output * weights).to(total.dtype))
     return total
 
 

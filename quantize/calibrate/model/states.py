@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,8 +227,8 @@ class NextStates:
                 own[str(turn)] = value.detach().to("cpu", copy=True).contiguous()
                 num_rows = len(value)
         path = self._folder / f"{stream}-{first:06d}-{first + num_rows:06d}.safetensors"
-        write = partial(_write, path, own, len(state), is_lasting=self._is_lasting)
-        self._waiting.append(self._pool.submit(write))
+        writing = self._pool.submit(_write, path, own, len(state), is_lasting=self._is_lasting)
+        self._waiting.append(writing)
         self.flush(_MAX_WAITING)
 
     def flush(self, leave: int = 0) -> None:
