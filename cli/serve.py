@@ -56,7 +56,8 @@ def serve(
 
     Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the
     draft is accepted far less often than it was measured: a broken draft loads in silence. The exit
-    status is the server's, and not 0 if nobody stopped it.
+    status is 0 where you stopped a server that had come up; else it is the server's, and not 0 if
+    nobody stopped it.
 
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
 
@@ -132,5 +133,9 @@ def serve(
     status = life.status
     if not life.is_stopped:
         status = max(status, 1)  # vLLM's front end ends with 0 where its engine has died
+    elif life.is_healthy:
+        # Once stopped, vLLM may still end with a traceback: it asks for the command of a worker
+        # that it has just killed (0.32.0, entrypoints/launchers/launcher.py, serve_http).
+        status = 0
     value = {"path": path, "why": best.why, **life.model_dump(mode="json")}
     answer(value, [line], as_json=as_json, status=status)

@@ -98,7 +98,7 @@ def test_it_serves_until_ctrl_c(tmp_path):
     assert lines[1].startswith(f'vllm serve {GLM} --speculative-config \'{{"method":"mtp"')
     assert "(EngineCore pid=1) starting" in lines, "the server's own log"
     assert err.count("30 drafts") == 1 and f"serves {served.url} after" in err
-    assert served.process.returncode == 143, "the stub ends by SIGTERM; its status is ours"
+    assert served.process.returncode == 0, "how vLLM ends once it is stopped is no failure"
 
 
 @pytest.mark.few(1)
@@ -120,6 +120,7 @@ def test_before_it_is_healthy(tmp_path):
     until(lambda: says(served.mark, "time.sleep(600)"))  # the stub's own workers
     out, _ = served.end(signal.SIGTERM)
     assert "nothing was drafted" in out
+    assert served.process.returncode == 143, "the stub ends by SIGTERM, and nobody was served"
 
 
 @pytest.mark.full
