@@ -130,12 +130,5 @@ def serve(
     assert vllm is not None
     life = serving.run(opened, best, replace(vllm, cures=cures), extra, server, address)
     line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {foreground.in_words(life)}"
-    status = life.status
-    if not life.is_stopped:
-        status = max(status, 1)  # vLLM's front end ends with 0 where its engine has died
-    elif life.is_healthy:
-        # Once stopped, vLLM may still end with a traceback: it asks for the command of a worker
-        # that it has just killed (0.32.0, entrypoints/launchers/launcher.py, serve_http).
-        status = 0
     value = {"path": path, "why": best.why, **life.model_dump(mode="json")}
-    answer(value, [line], as_json=as_json, status=status)
+    answer(value, [line], as_json=as_json, status=life.judged)

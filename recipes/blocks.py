@@ -102,13 +102,14 @@ def _all_groups(written: object) -> object:
 
 
 def _chosen_tables(policy: dict[str, str]) -> dict[str, str]:
-    """No search chooses for embedding and head, and none of them is tuned."""
+    """No search chooses for the embedding, and neither table is tuned."""
     for group in TABLE_ROLES:
-        if policy.get(group) in (AUTO, TUNED):
+        word = policy.get(group)
+        if word == TUNED or (word == AUTO and group != "head"):
             raise RecipeError(
                 "",
                 f"{group} must have a scheme, `source` or `bf16`: no search judges it",
-                got=policy[group],
+                got=word,
                 cure="Choose one",
             )
     return policy

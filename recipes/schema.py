@@ -171,10 +171,12 @@ class Recipe(Frozen):
         return self.model_copy(update=changed)
 
     def _replaced(self, words: Collection[str], other: str) -> dict[str, str]:
-        """The backbone with another word for the groups that have one of these."""
+        """The backbone with another word for the groups that have one of these. A scheme of
+        embedding or head stays: it is theirs alone.
+        """
         backbone = dict(self.backbone)
         for group, word in self.backbone.items():
-            if word in words and group not in TABLE_ROLES:
+            if word in words and (group not in TABLE_ROLES or word == AUTO):
                 backbone[group] = other
         return backbone
 

@@ -34,6 +34,7 @@ from ...recipes.schema import AUTO, BackboneAuto, Override, Recipe, validated
 from ...recipes.schemes import REWRITES
 from .decide import Decisions, matching_limit
 from .plan import Plan, make_plan, refuse_unservable, with_separate_mtp
+from .tables import is_table
 from .tensor_plan import TensorPlan
 
 # Of a tensor's two lines, in the index and in the header of its file, besides its name.
@@ -245,7 +246,8 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """Without the groups that the model lacks, where `backbone: auto` means `auto` for every group
     there may be.
     """
-    if recipe.backbone != dict.fromkeys(QUANTIZABLE_ROLES, AUTO):
+    everything = dict.fromkeys(QUANTIZABLE_ROLES, AUTO)
+    if not everything.items() <= recipe.backbone.items():
         return recipe
     view = view_of(source)
     there = set[Role]()
@@ -253,8 +255,10 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
         place = view.place(name)
         if place is not None and place.part == "backbone":
             there.add(place.role)
-    groups = [group for group in recipe.backbone if group in there]
-    return recipe.model_copy(update={"backbone": dict.fromkeys(groups, AUTO)})
+    backbone = dict(recipe.backbone)
+    for group in everything.keys() - there:
+        backbone.pop(group)
+    return recipe.model_copy(update={"backbone": backbone})
 
 
 def _is_searched(tensor: TensorPlan, recipe: Recipe, words: Mapping[str, Decisions]) -> bool:
@@ -262,7 +266,9 @@ def _is_searched(tensor: TensorPlan, recipe: Recipe, words: Mapping[str, Decisio
     word = recipe.backbone.get(tensor.role)
     if tensor.part == "mtp":
         word = recipe.mtp
-    if word != AUTO or tensor.place.row.why_kept or len(tensor.shape) < 2 or tensor.slices:
+    if word != AUTO or len(tensor.shape) < 2 or tensor.slices:
+        return False
+    if tensor.place.row.why_kept and not is_table(tensor.place):
         return False
     if tensor.fate not in ("keep", "dequantize"):
         return False

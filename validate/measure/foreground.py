@@ -81,6 +81,17 @@ class ServerLife(Drafts):
     status: int
     doubt: str
 
+    @property
+    def judged(self) -> int:
+        """The exit status that says whether it served until it was stopped."""
+        if not self.is_stopped:
+            return max(self.status, 1)  # vLLM's front end ends with 0 where its engine has died
+        if self.is_healthy:
+            # Once stopped, vLLM may still end with a traceback: it asks for the command of a worker
+            # that it has just killed (0.32.0, entrypoints/launchers/launcher.py, serve_http).
+            return 0
+        return self.status
+
 
 def refuse_our_words(extra: Sequence[str]) -> None:
     """Refuse words for `vllm serve` that keepmtp serve says itself.

@@ -19,6 +19,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 
 from ....checkpoints.dequantize import dequantize
+from ....recipes.family import HFName
 from ....recipes.schemes import SCHEMES
 from ...pack.unit import packed_groups
 from ...plan.tensor_plan import TensorPlan
@@ -54,9 +55,9 @@ def served_tables(skeleton: Skeleton, stream: Stream) -> Iterator[None]:
                 group = SCHEMES[tensor.scheme].config_group()
                 attributes: dict[str, Any] = {}
                 attributes["quantization_scheme"] = QuantizationScheme(targets=[], **group)
-                for output in tensor.calibrated_outputs:
-                    leaf = output.name.rpartition(".")[2]
-                    attributes[leaf] = skeleton.given[output.name]
+                for spec in SCHEMES[tensor.scheme].extra:
+                    scale = HFName(f"{tensor.module}.{spec.suffix}")
+                    attributes[spec.suffix] = skeleton.given[scale]
                 for name, value in attributes.items():
                     setattr(module, name, value)
                     stack.callback(delattr, module, name)

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -223,7 +222,7 @@ class Skeleton:
             for tensor in tensors:
                 self.served.pop(tensor.name, None)
 
-    @cached_property
+    @property
     def packed_tables(self) -> list[TensorPlan]:
         """Embedding and head, where the plan packs them."""
         tables = _top(self.plan, "embedding") + _top(self.plan, "head")

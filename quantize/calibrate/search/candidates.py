@@ -38,12 +38,16 @@ from ...plan.plan import Plan
 from ...run.ranks import gathered
 from ..layers.activations import Rounding, rounding_of
 from ..layers.served import InMemory, served_rows
+from ..layers.tables import served_tables
 from ..layers.work import schemes_in
-from ..model.binding import Binding
+from ..model.binding import Binding, Piece
 from ..model.hooks import hooked, modules_of
+from ..model.skeleton import Skeleton
+from ..mtp.acceptance import divergence
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _TOKENS_AT_ONCE = 4_096
+_HEAD = "head"
 
 # Linear layer of a layer or block, by its path there -> the largest magnitude of its input.
 LargestInputs = Mapping[str, float]
@@ -257,6 +261,77 @@ def unit_errors(
                 error += float(moved_T.double().square().sum())
             errors[unit.name, word] += error
     return errors
+
+
+@dataclass
+class HeadSeen:
+    """What the head has read.
+
+    Attributes:
+        rows: [T, K] of each call, and how much their divergence counts.
+        counts: how much that of the next calls does.
+    """
+
+    rows: list[tuple[Tensor, float]] = field(default_factory=list)
+    counts: float = 1.0
+
+    def look(self, _module: nn.Module, args: Any, _output: Tensor) -> None:
+        """A forward hook."""
+        self.rows.append((args[0].detach().flatten(0, -2), self.counts))
+
+
+def head_errors(
+    choices: Choices, skeleton: Skeleton, seen: HeadSeen
+) -> tuple[UnitErrors, LargestInputs]:
+    """This rank's sums for the head, if a search decides about it, and the largest of its inputs.
+
+    Logits are what a head returns, so the divergence of each word is computed, not estimated; but
+    some classes cap their logits afterwards, and the cap is left out.
+
+    Args:
+        choices: of the search.
+        skeleton: of its base plan, with the head.
+        seen: its inputs.
+    """
+    amax = max((float(rows.abs().amax()) for rows, _ in seen.rows), default=0.0)
+    largest = {_HEAD: max(gathered(amax))}
+    head: Any = skeleton.model.get_output_embeddings()
+    errors = {}
+    for unit in choices.units:
+        for option in unit.options:
+            if unit.role != "head" or not option.tensors[0].scheme:
+                continue
+            plan = choices.plan(choices.uniform(option.word))
+            error = 0.0
+            with torch.no_grad(), as_tables(skeleton, plan, largest):
+                for rows, counts in seen.rows:
+                    released = head(rows)
+                    with served_tables(skeleton, "served"):
+                        error += counts * divergence(released, head(rows))
+            # As a square, whose half is the divergence.
+            errors[unit.name, option.word] = 2 * error
+    return errors, largest
+
+
+@contextmanager
+def as_tables(skeleton: Skeleton, plan: Plan | None, largest: LargestInputs) -> Iterator[None]:
+    """Embedding and head are served as a plan has them.
+
+    Args:
+        skeleton: of the search's base plan.
+        plan: of `Choices`; None for the release.
+        largest: of the head's inputs.
+    """
+    base, given = skeleton.plan, skeleton.given
+    skeleton.plan = plan or base
+    for tensor in skeleton.packed_tables:
+        if tensor.role == "head":
+            skeleton.served.pop(tensor.name, None)
+            skeleton.given = input_scales({f"{_HEAD}.weight": (Piece(tensor=tensor),)}, largest)
+    try:
+        yield
+    finally:
+        skeleton.plan, skeleton.given = base, given
 
 
 def rounding_for(scheme: str, largest: float) -> Rounding:

@@ -46,7 +46,7 @@ from ..layers.forwards import serving
 from ..model.states import States
 from ..mtp.acceptance import Acceptance, NothingCounts, Target, acceptance, target
 from ..mtp.facts import SearchFact, TriedPlanFact
-from .candidates import LargestInputs, as_candidate
+from .candidates import LargestInputs, as_candidate, as_tables
 from .sensitivity import SearchRun, Sensitivities
 
 # Part of the loss: when the knapsack's solver may stop. Sensitivities are known to two digits.
@@ -242,7 +242,8 @@ def measure_plans(
         run: the search.
         plans: of its choices.
         folder: for the states of each plan, and of the released model.
-        largest: of the inputs of each layer's linear layers; -1 - i for block i.
+        largest: of the inputs of each layer's linear layers; -1 - i for block i, and the number of
+            layers for the head.
 
     Raises:
         NothingCounts: no slot of the text counts, and acceptance decides.
@@ -271,10 +272,11 @@ def measure_plans(
     blocks = run.blocks()
     reference = None
     for plan, stream, backbone in sides:
-        own = target(backbone, stream, reference=reference)
         drafts = None
-        reference = reference or own
         with ExitStack() as stack:
+            stack.enter_context(as_tables(skeleton, plan, largest[len(skeleton)]))
+            own = target(backbone, stream, reference=reference)
+            reference = reference or own
             for number, block in enumerate(blocks):
                 seen = largest.get(-1 - number, {})
                 stack.enter_context(as_candidate(block, plan, block.binding, "", seen))

@@ -43,7 +43,16 @@ from ..model.states import LayerState, States, as_state
 from ..mtp.acceptance import block_input, computed
 from ..mtp.mtp_block import MtpBlock, draft_steps
 from ..mtp.mtp_policy import blocks_that_draft, filled_blocks
-from .candidates import Seen, largest_inputs, unit_errors, watching
+from .candidates import (
+    HeadSeen,
+    LargestInputs,
+    Seen,
+    UnitErrors,
+    head_errors,
+    largest_inputs,
+    unit_errors,
+    watching,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +61,8 @@ class Sensitivities:
 
     Attributes:
         losses: (unit, word) -> nats a token; a word that rounds nothing is not there.
-        largest: layer (or -1 - block) -> linear layer by its path there -> largest magnitude of its
-            input.
+        largest: layer (or -1 - block; the number of layers for the head) -> linear layer by its
+            path there -> largest magnitude of its input.
     """
 
     losses: dict[tuple[str, str], float]
@@ -170,6 +179,7 @@ class SearchRun:
         model = self.skeleton.model
         blocks = self.blocks()
         sides = []
+        head = HeadSeen()
         with ExitStack() as stack:
             stack.enter_context(self.skeleton.head())
             model.requires_grad_(False)
@@ -179,13 +189,16 @@ class SearchRun:
                 sides.append((block, seen))
             outputs = stack.enter_context(self._gradients.writing(len(self.skeleton), keeps=True))
             stack.enter_context(released(model))
-            for batch, _ in self._batches(len(self.skeleton)):
-                self._draw(batch, blocks)
-                outputs.put("calibration", batch.first, _gradients(batch))
+            multiplies: Any = model.get_output_embeddings()
+            with hooked([multiplies.register_forward_hook(head.look)]):
+                for batch, _ in self._batches(len(self.skeleton)):
+                    self._draw(batch, blocks, head)
+                    outputs.put("calibration", batch.first, _gradients(batch))
             for number, (block, seen) in enumerate(sides):
                 self._judge(-1 - number, block, block.binding, "", seen)
+            self._keep(len(self.skeleton), *head_errors(self.choices, self.skeleton, head))
 
-    def _draw(self, sequence: Batch, blocks: Sequence[MtpBlock]) -> None:
+    def _draw(self, sequence: Batch, blocks: Sequence[MtpBlock], seen: HeadSeen) -> None:
         """Sends the gradient of drawn tokens' log likelihood back from one sequence's predictions
         and drafts.
         """
@@ -204,7 +217,9 @@ class SearchRun:
 
         # Never of the text's next token: its gradient says what would improve the model, not what
         # would change it.
+        seen.counts = 1.0
         likelihood = drawn(computed(skeleton, sequence).logits[0])
+        seen.counts = self.auto.draft_weight
         if blocks and self.auto.draft_weight:
             hidden = block_input(skeleton, blocks[0], sequence)
             tokens = model.get_input_embeddings()
@@ -273,7 +288,9 @@ class SearchRun:
     ) -> None:
         """What all words do to a layer's units, summed over the ranks, on disk."""
         largest = largest_inputs(seen, binding)
-        errors = unit_errors(self.choices, model, binding, path, seen, largest)
+        self._keep(index, unit_errors(self.choices, model, binding, path, seen, largest), largest)
+
+    def _keep(self, index: int, errors: UnitErrors, largest: LargestInputs) -> None:
         sums = self.ranks.sum(torch.tensor([*errors.values()], dtype=torch.float64)).tolist()
         if self.ranks.is_first:
             found = [(*pair, value) for pair, value in zip(errors, sums, strict=True)]

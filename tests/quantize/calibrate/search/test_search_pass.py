@@ -27,6 +27,7 @@ from keepmtp.quantize.calibrate.search.sensitivity import SearchRun, Sensitiviti
 from keepmtp.quantize.plan.choices import choices_of, found_plan, found_recipe, found_text
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, GateError
+from keepmtp.recipes.family import QUANTIZABLE_ROLES
 from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, even, plan_over
@@ -36,6 +37,7 @@ from writing import recipe_with
 from written_values import poke
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
+HEAD = "backbone:lm_head"
 
 
 def plan_and_data(
@@ -47,12 +49,13 @@ def plan_and_data(
 
 def searched(budget: str, *, auto: dict | None = None, **changes) -> Recipe:
     words = {"candidates": ["NVFP4", "FP8_DYNAMIC", "bf16"]} | (auto or {})
-    own = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": words}
+    backbone = dict.fromkeys((*QUANTIZABLE_ROLES, "head"), "auto")
+    own = {"backbone": backbone, "mtp": "auto", "budget": budget, "backbone_auto": words}
     return recipe_with("tiny-glm4-moe.nvfp4", **own, **changes)
 
 
-def run_in(folder: Path) -> SearchRun:
-    plan, data = plan_and_data()
+def run_in(folder: Path, **auto) -> SearchRun:
+    plan, data = plan_and_data(auto=auto)
     return SearchRun(choices_of(plan.recipe, plan.source), data, folder, ALONE)
 
 
@@ -88,6 +91,24 @@ def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_pa
         assert (unit.name, "bf16") not in losses and losses[unit.name, "NVFP4"] > 0
 
 
+@pytest.mark.full
+def test_the_loss_of_the_head_is_that_of_answers(tmp_path):
+    """Where drafts do not count: what is computed for the text is what is measured on it, and no
+    plan leaves anything behind for the next.
+    """
+    own = run_in(tmp_path / "search", draft_weight=0.0)
+    own.data = replace(own.data, held_out_ids=own.ids, held_out_written=None)
+    found = own.sensitivities()
+    plain = own.choices.uniform("bf16")
+    words = ("NVFP4", "FP8_DYNAMIC", "bf16")
+    plans = [own.choices.plan({**plain, HEAD: word}) for word in words]
+    _, *measured = measure_plans(own, plans, tmp_path / "plans", found.largest)
+    diverged = {word: each.divergence for word, (each, _) in zip(words, measured, strict=True)}
+    assert diverged["bf16"] == 0 and (HEAD, "bf16") not in found.losses
+    for word in ("NVFP4", "FP8_DYNAMIC"):
+        assert found.losses[HEAD, word] == pytest.approx(diverged[word], rel=0.02), word
+
+
 def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
     own, found = swept
     choices = own.choices
@@ -103,7 +124,7 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
         assert (one.name, one.fate, one.scheme) == (other.name, other.fate, other.scheme)
     # One of its overrides is wrong: the unit is named.
     assert plan.recipe.overrides, "nothing deviates from its group: choose another budget"
-    first = choices.units[0].name
+    first = next(unit.name for unit in choices.units if unit.layer == 0)
     broken = {**assignment, first: "bf16" if assignment[first] == "NVFP4" else "NVFP4"}
     wrong = Mock(return_value=plan.recipe)
     monkeypatch.setattr("keepmtp.quantize.plan.choices.found_recipe", wrong)
