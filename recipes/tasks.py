@@ -46,6 +46,8 @@ class TaskRow:
     subset: str | None = None
     # Of a row that lm-eval reads, each with what it must be (measure/dataset.py).
     fields: Mapping[str, str]
+    # Fields of rows that the task cannot ask, and the rule that says why.
+    refused: Mapping[str, str] = field(default_factory=dict)
     # Name of each score: lm-eval's metric and filter.
     scores: Mapping[str, Sequence[str]]
     # The score that cards show and gates judge.

@@ -39,7 +39,6 @@ _KINDS = {
     "sliding_attention": "sliding",
     "M": "linear",
     "mamba": "linear",
-    "linear_attention": "linear",
     "-": "",
     "E": "",
     "mlp": "",
@@ -163,14 +162,15 @@ def fits(
         layers = target + draft
         needed = ceil(sum(weights[: 1 + bool(drafts)]) / tp)
         left = max(0, int(share * memory) - OWN_BYTES - needed)
-        counts = range(1, most + 1)
         fit = Room(
             drafts=drafts,
             weights=needed,
             cache=left,
             target=_a_token(target),
             draft=_a_token(draft),
-            longest=bisect_left(counts, x=True, key=lambda n: sequences(layers, left, n) < 1),
+            longest=bisect_left(
+                range(1, most + 1), x=True, key=lambda n: sequences(layers, left, n) < 1
+            ),
             length=length,
             sequences=sequences(layers, left, length),
         )

@@ -14,7 +14,7 @@ from collections import defaultdict
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
-from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView, described
+from ...checkpoints.dialects.runtime_view import Member, RuntimeView, StoredView, described
 from ...checkpoints.stored import (
     OTHER_LEAVES,
     SCALE_LEAVES,
@@ -270,6 +270,44 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
                     yield objection("experts", where, says, cure, cause, times=len(wrong))
 
 
+def block_is_as_wide_as_the_model(runtime: RuntimeView) -> Objections:
+    """A side that is config.json's hidden_size in all decoder layers is so in the MTP layers, and
+    one side of what joins embedding and hidden state is a multiple of it: M2.
+
+    vLLM 0.32.0 model_loader/weight_utils.py, default_weight_loader; layers/linear.py.
+    """
+    text = runtime.view.text_config
+    width = text.get("hidden_size")
+    if type(width) is not int or width < 1:
+        return
+    wide = dict[str, set[int]]()
+    drafts = list[Member]()
+    for key, weight in runtime.weights.items():
+        place = runtime.placed.get(key)
+        if place is None or not _is_shape_known(weight):
+            continue
+        if place.part == "mtp":
+            drafts.append(Member(place, weight))
+        elif place.layer is not None:
+            sides = {at for at, side in enumerate(weight.shape) if side == width}
+            wide[place.row.path] = wide.get(place.row.path, sides) & sides
+    for place, weight in drafts:
+        shape = weight.shape
+        is_wide = all(shape[at : at + 1] == (width,) for at in wide.get(place.row.path, ()))
+        # A matrix between states and tokens has the vocabulary for a side.
+        if place.role == "glue" and place.row.path not in wide:
+            is_wide = any(side % width == 0 or side == text.get("vocab_size") for side in shape)
+        if not is_wide:
+            yield objection(
+                "shapes",
+                weight.weight.name,
+                f"has shape {list(shape)} where config.json says hidden_size={width}: the draft's "
+                "loader raises, but leaves a part of packed experts uninitialised in silence",
+                _way_to_a_block(runtime),
+                f"width {place.layer}",
+            )
+
+
 def scales_have_weights(view: StoredView) -> Objections:
     """A scale belongs to a weight."""
     for name in [entry.name for entry in view.others]:
@@ -422,6 +460,7 @@ RULES = (
     mtp_glue_is_complete,
     layers_are_complete,
     experts_are_complete,
+    block_is_as_wide_as_the_model,
     scales_have_weights,
     names_are_known,
     aliases_are_present,

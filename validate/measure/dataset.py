@@ -143,6 +143,9 @@ def _row(row: object, where: str, protocol: Evaluation) -> Row:
     if not isinstance(row, Mapping):
         rule = f"must be an object with {' and '.join(form)}"
         raise RecipeError(where, rule, got=repr(row), cure=cure)
+    for field, rule in TASKS[protocol.task].refused.items():
+        if field in row:
+            raise RecipeError(where, rule, got=f"{field} {row[field]}", cure="Name another dataset")
     for field, kind in form.items():
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"

@@ -37,8 +37,6 @@ from .markdown import Block, Table, code, title
 from .numbers import figure, percent
 
 _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
-_Columns = Mapping[str, ComparedCheckpoint]
-"""Checkpoints by their numbers, which are the heads of the tables."""
 
 
 def compare(
@@ -182,8 +180,8 @@ def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:
     return {f"{number}": one for number, one in enumerate(found.checkpoints, 1)}
 
 
-def sections(columns: _Columns) -> Iterator[tuple[str, Table]]:
-    """Tables with their titles."""
+def sections(columns: Mapping[str, ComparedCheckpoint]) -> Iterator[tuple[str, Table]]:
+    """Tables with their titles; the numbers of the checkpoints are the heads of their columns."""
     for heading, cells_of in _SECTIONS.items():
         cells = [cells_of(one) for one in columns.values()]
         keys = dict.fromkeys([key for each in cells for key in each])

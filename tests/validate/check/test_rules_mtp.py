@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from broken_by import config, elsewhere, rename, retype, tensor
+from broken_by import config, elsewhere, rename, reshape, retype, tensor
 from broken_case import assert_found, case, met, rows
 from checkpoint_files import as_source, lose
 from good import ours, released
@@ -128,6 +128,12 @@ def test_files_are_indexed(case, tmp_path):
         among=True,
     ),
     case(
+        "DSpark's confidence head lost",
+        "dspark bf16",
+        lose(r"mtp\.2\.confidence_head\..*"),
+        found=[],
+    ),
+    case(
         "the Markov head of DSpark's last stage lost",
         "dspark block",
         lose(r"mtp\.2\.markov_head\.markov_w1\.weight"),
@@ -232,6 +238,40 @@ def test_experts_are_complete(case, tmp_path):
 
 
 @rows(
+    "shapes",
+    case(
+        "a stage of DSpark of another width",
+        "dspark bf16",
+        reshape(r"mtp\.1\.(attn_norm|ffn_norm)\.weight", "n -> 256"),
+        reshape(r"mtp\.1\.ffn\.gate\.weight", "e n -> e 256"),
+        where="mtp.1.attn_norm.weight",
+        says="[256] where config.json says hidden_size=512",
+    ),
+    case(
+        "what joins the states of another model",
+        "v41 bf16",
+        reshape(r"mtp\.0\.main_proj\.weight", "n k -> 384 768"),
+        where="mtp.0.main_proj.weight",
+    ),
+    case(
+        "an MTP block of another model, all of it packed but its norms",
+        "v3 block",
+        reshape(r"model\.layers\.3\.input_layernorm\.weight", "n -> 128"),
+        where="model.layers.3.input_layernorm.weight",
+    ),
+    case(
+        "a packed matrix of another width",
+        "v3 block",
+        tensor("model.layers.3.self_attn.o_proj.weight", "F8_E4M3", 128, 512),
+        tensor("model.layers.3.self_attn.o_proj.weight_scale", "F32", 1, 4),
+        where="model.layers.3.self_attn.o_proj.weight",
+    ),
+)
+def test_block_is_as_wide_as_the_model(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
     "unknown-tensor",
     met(
         "R7 orphan scale",
@@ -251,6 +291,20 @@ def test_scales_have_weights(case, tmp_path):
         "released longcat-flash-chat",
         tensor("model.mtp.layers.0.self_attn.o_proj.weight_scale", "F32", 256, 1),
         where="model.mtp.layers.0.self_attn.o_proj.weight_scale",
+        says="KeyError",
+    ),
+    case(
+        "a norm of a classic block among V4.1's stages",
+        "v41 bf16",
+        tensor("mtp.0.enorm.weight", "BF16", 512),
+        where="mtp.0.enorm.weight",
+    ),
+    case(
+        "DSpark's projection in a classic block, whatever config.json says",
+        "dsv4 bf16",
+        config("dspark_target_layer_ids", [0, 1, 2]),
+        tensor("mtp.0.main_proj.weight", "BF16", 512, 1536),
+        where="mtp.0.main_proj.weight",
         says="KeyError",
     ),
 )
@@ -342,9 +396,9 @@ def test_mtp_is_that_of_the_source(case, tmp_path):
     case(
         "E8 another shape",
         FLASH,
-        tensor("mtp.0.attn_norm.weight", "BF16", 513),
-        where="mtp.0.attn_norm.weight",
-        says="512",
+        tensor("mtp.0.attn.q_norm.weight", "BF16", 129),
+        where="mtp.0.attn.q_norm.weight",
+        says="128",
     ),
 )
 def test_changed(case, tmp_path):
