@@ -127,7 +127,12 @@ def plan_for(
             word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
         )
     if draft_for is None:
-        return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+        made = plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code)
+        if made.is_draft_alone:
+            rule = "a recipe without groups of the backbone must name who drafts with its block"
+            cure = "Add --draft-for TARGET, or name the groups"
+            raise RecipeError(recipe.name, rule, got="backbone: {}", cure=cure)
+        return made, text
     target = open_source(draft_for)
     recipe = recipe_of_draft(recipe, RuntimeView.of(target))
     made = make_plan(recipe, opened, trust_remote_code=trust_remote_code)

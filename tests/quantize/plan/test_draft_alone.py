@@ -51,6 +51,17 @@ def test_the_block_alone(model, format, tmp_path):
     assert recipe_for(str(release), **words) == plan.recipe
 
 
+def test_a_recipe_of_the_block_alone_needs_a_target(tmp_path):
+    """Not a backbone that was left out of a recipe in silence."""
+    plan, text = plan_for(str(GLM), draft_for=str(GLM), mtp="bf16")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    with pytest.raises(RecipeError, match="Add --draft-for TARGET"):
+        plan_for(str(recipe))
+    again, _ = plan_for(str(recipe), source=str(GLM), draft_for=str(GLM))
+    assert names_of(again) == names_of(plan)
+
+
 def test_of_a_finished_checkpoint(tmp_path):
     """A packed block keeps its bytes; a shard that holds the backbone too is no link."""
     target = write_single(tmp_path / "target", ours("mimo-7b", "FP8_DYNAMIC", "FP8_DYNAMIC"))
