@@ -19,7 +19,8 @@ from ...recipes.conventions import FORMATS
 from ...recipes.frozen import Json, without
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
-from .check import Checked, examine
+from ..facts.served import Target
+from .check import Checked, examine, facts_of
 from .rules_forms import draft_head_is_excluded, schemes_are_known, stored_form_is_what_is_built
 from .rules_mtp import ALONE
 
@@ -46,6 +47,16 @@ def with_draft(target: Checked, draft: Checked) -> Checked:
             findings.append(finding)
     findings += of_draft(draft, target.runtime)
     return target.with_findings(*findings)._replace(draft=draft.runtime)
+
+
+def as_of_draft(pair: Checked, target: Target | None) -> Checked:
+    """The check of a target with its draft, as one of the draft: its own facts, and the findings
+    and dry loads of both.
+    """
+    assert pair.draft is not None, "with_draft() has set it"
+    source = pair.draft.source
+    changed = {"path": source.where, "facts": facts_of(pair.draft), "target": target}
+    return pair._replace(data=pair.data.model_copy(update=changed), source=source)
 
 
 def of_draft(draft: Checked, target: RuntimeView | None) -> list[Finding]:

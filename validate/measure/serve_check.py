@@ -70,6 +70,7 @@ def serve_check(
         max_tokens=check.max_tokens,
         environment=setup.vllm.versions,
         seconds=time.monotonic() - start,
+        target=checkpoint.target and checkpoint.target.as_target,
     )
 
 
