@@ -62,7 +62,7 @@ class Session:
 
     @property
     def judged(self) -> str:
-        """Where what is judged lies."""
+        """What is judged, as the user named it."""
         return self.draft or self.options.path
 
     @cached_property
@@ -85,7 +85,9 @@ class Session:
     @cached_property
     def target(self) -> Source | None:
         """The target of a draft of its own, not downloaded."""
-        return open_source(self.options.path) if self.draft else None
+        if not self.draft:
+            return None
+        return open_source(self.options.path)
 
     @cached_property
     def original(self) -> Source | None:

@@ -10,6 +10,7 @@ import pytest
 from checkpoint_files import write
 from commands import free_port, keepmtp, started
 from good import ours, outputs_of, released
+from keepmtp import api
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.validate.check.check import examine
@@ -60,6 +61,26 @@ def test_every_pair_loads(mtp, format, tmp_path, dry_loader):
         checked = with_loads(with_draft(examine(target), examine(draft)), [account])
         assert checked.data.ok, (target, checked.data.findings)
         assert account.load.draft.num_written == account.load.draft.num_params > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["deepseek-v3.1", "mimo-v2-flash"])
+@pytest.mark.parametrize("mtp", ["source", "FP8_BLOCK"])
+def test_a_pair_in_native_blocks_loads(mtp, model, tmp_path):
+    """In each of two versions; a draft that has lost a scale does not."""
+    release = str(write(tmp_path / "release", released(model)))
+    plan, _ = plan_for(release, draft_for=release, mtp=mtp, requantize=True)
+    draft = outputs_of(plan)
+    good = str(write(tmp_path / "good", draft))
+    draft.take(r".*mlp\.(experts\.1\.)?down_proj\.weight_scale_inv")
+    bad = str(write(tmp_path / "bad", draft))
+    words = {"gpus": ["sm90"], "vllms": ["0.32.0", "0.33.0"]}
+    found = api.check(release, draft=good, **words)
+    assert found.ok, found.findings
+    assert [(load.vllm, load.ok) for load in found.dry] == [("0.32.0", True), ("0.33.0", True)]
+    assert all(load.draft.num_written == load.draft.num_params > 5 for load in found.dry)
+    lost = errors_of(api.check(release, draft=bad, **words).findings)
+    assert any("mlp" in each.where and "down_proj" in each.where for each in lost), lost
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from dataclasses import replace
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
+from ...checkpoints.dialects.fp8 import has_blocks
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...recipes.conventions import FORMATS
 from ...recipes.frozen import Json, without
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
-from ..facts.served import Target
+from ..facts.served import TargetFact
 from .check import Checked, examine, facts_of
 from .rules_forms import draft_head_is_excluded, schemes_are_known, stored_form_is_what_is_built
 from .rules_mtp import ALONE
@@ -49,7 +50,7 @@ def with_draft(target: Checked, draft: Checked) -> Checked:
     return target.with_findings(*findings)._replace(draft=draft.runtime)
 
 
-def as_of_draft(pair: Checked, target: Target | None) -> Checked:
+def as_of_draft(pair: Checked, target: TargetFact | None) -> Checked:
     """The check of a target with its draft, as one of the draft: its own facts, and the findings
     and dry loads of both.
     """
@@ -129,7 +130,7 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
     words = {*_words(built)}
     if len(words) == 1 and "" not in words:
         cure += f": --mtp {words.pop()}"
-    elif target.given.raw and built.dialect.name not in FORMATS:
+    elif target.given.raw and built.dialect.name not in FORMATS and not has_blocks(built.dialect):
         cure += f", in the dialect {built.dialect.name}, which keepmtp does not write"
     for rule in (stored_form_is_what_is_built, draft_head_is_excluded, schemes_are_known):
         for each in rule(built):
@@ -146,5 +147,7 @@ def _words(built: RuntimeView) -> Iterator[str]:
             continue
         if module.resolution.built.form == "plain":
             yield "bf16"
+        elif has_blocks(dialect):
+            yield "FP8_BLOCK"
         elif isinstance(dialect, CompressedTensors | ModelOpt):
             yield dialect.scheme_of(module.resolution)

@@ -40,7 +40,7 @@ from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding, errors_of
 from .schema import GroupSize
-from .served import OfDraft, ServeCheck, Target
+from .served import OfDraft, ServeCheck, TargetFact
 
 Station = Literal["check", "serve", "gsm8k", "bench", "closeness"]
 STATIONS: tuple[Station, ...] = get_args(Station)
@@ -140,7 +140,7 @@ def checkpoint_folder(evidence: Path) -> Path:
     return whole.with_suffix("")
 
 
-def command(station: Station, folder: Path, target: Target | None = None) -> str:
+def command(station: Station, folder: Path, target: TargetFact | None = None) -> str:
     """What a person types to measure again what an evidence folder holds, of a draft with its
     target.
     """

@@ -39,7 +39,7 @@ to part at 0.156.
 """
 
 
-class Target(Fact):
+class TargetFact(Fact):
     """The checkpoint that a draft of its own was judged and served with.
 
     Attributes:
@@ -56,17 +56,17 @@ class Target(Fact):
         return f"{self.path} ({self.sha256})"
 
 
-def _is_none(target: Target | None) -> bool:
+def _is_none(target: TargetFact | None) -> bool:
     return target is None
 
 
-def is_same(target: Target | None, other: Target | None) -> bool:
+def is_same(target: TargetFact | None, other: TargetFact | None) -> bool:
     """Whether both are the same bytes, or none."""
     return (target and target.sha256) == (other and other.sha256)
 
 
 # No file of another checkpoint has the field.
-OfDraft = Annotated[Target | None, Field(exclude_if=_is_none)]
+OfDraft = Annotated[TargetFact | None, Field(exclude_if=_is_none)]
 
 
 class Output(Fact):

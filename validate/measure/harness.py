@@ -26,7 +26,7 @@ from ...checkpoints.source import Source, small_bytes, view_of
 from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, frozen
-from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, Target, counters
+from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, TargetFact, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
@@ -71,14 +71,16 @@ class Model:
     @property
     def served(self) -> tuple["Model", ...]:
         """What a server loads: a draft of its own comes after its target."""
-        return (self.target, self) if self.target else (self,)
+        if self.target is None:
+            return (self,)
+        return self.target, self
 
     @property
-    def as_target(self) -> Target:
+    def as_target(self) -> TargetFact:
         """What a draft's results say of it."""
         source = self.source
         sha256 = self.identity.sha256
-        return Target(path=source.where, revision=source.revision, sha256=sha256)
+        return TargetFact(path=source.where, revision=source.revision, sha256=sha256)
 
     @property
     def whose(self) -> Role:
@@ -315,29 +317,30 @@ def hosting(model: Model, setup: Setup) -> Iterator[Host]:
         RecipeError: no room for a copy.
         CheckpointError: a weight cannot be read.
     """
-    sources = [each.source for each in model.served]
-    folders = [source.folder.absolute() for source in sources if source.folder]
-    assert len(folders) == len(sources), "download() first"
+    folders = list[Path]()
     as_served: AsServed = "native"
     reason = ""
-    for source in sources:
-        reason = reason or why_no_kernel(source, setup.vllm)
+    for each in model.served:
+        assert each.source.folder is not None, "download() first"
+        folders.append(each.source.folder.absolute())
+        if not reason:
+            reason = why_no_kernel(each.source, setup.vllm)
     with ExitStack() as scratch:
         if reason:
-            place = scratch.enter_context(ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out))
+            copies = scratch.enter_context(ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out))
             setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
-            names = ("copy", "draft")
-            folders = [
-                write_copy(source, place / name).absolute()
-                for source, name in zip(sources, names, strict=False)
-            ]
+            for number, each in enumerate(model.served):
+                folders[number] = write_copy(each.source, copies / f"{number}").absolute()
             as_served = COPY
             reason = f"{reason}; {UNTRIED}"
+        draft = None
+        if model.target:
+            draft = folders[-1]
         yield Host(
             model=model,
             setup=setup,
             folder=folders[0],
-            draft=folders[1] if model.target else None,
+            draft=draft,
             as_served=as_served,
             reason=reason,
         )

@@ -142,7 +142,9 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     yield from sections.gates(report)
     yield from _serve(facts)
     yield title("Intended use")
-    what = "draft" if report.target else "quantization"
+    what = "quantization"
+    if report.target:
+        what = "draft"
     yield (
         "Inference with vLLM, for what the base model is made for. Its card says what that is, and "
         f"its limits, risks and license hold here too. This {what} was judged on the "
@@ -206,9 +208,11 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
             kept += ", which still drafts for speculative decoding"
     says = f"{code(source)} quantized to {schemes or 'no scheme'} for vLLM, with {block} {kept}."
     if report.target:
-        origin = record.mtp_source or record.source
+        origin = code(source)
+        if record.mtp_source:
+            origin = code(record.mtp_source.name)
         says = (
-            f"The multi-token-prediction (MTP) block of {code(origin.name)}, {kept}: a checkpoint "
+            f"The multi-token-prediction (MTP) block of {origin}, {kept}: a checkpoint "
             f"of its own, which vLLM serves as the draft of {code(report.target.path)}."
         )
     yield says
@@ -292,7 +296,8 @@ def _serve(facts: CardFacts) -> Iterator[Block]:
     best = facts.best_k
     model = facts.model
     words = (best.k, *facts.drafting)
-    if target := facts.report.target:
+    target = facts.report.target
+    if target:
         model = target.path
         words = (*words, *separate_draft(facts.model))
     command = serve_words(model, *words, cures=facts.cures)
@@ -494,7 +499,8 @@ def _commands(facts: CardFacts) -> Iterator[str]:
         block = ["--mtp-source", facts.record.mtp_source.name]
     yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
     served = [out]
-    if target := facts.report.target:
+    target = facts.report.target
+    if target:
         served = [target.path, "--draft", out]
     yield shell(["keepmtp", "check", *served, "--record"])
     if facts.report.serve:

@@ -23,7 +23,7 @@ from ..check.check import examine
 from ..check.pair import as_of_draft, with_draft
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
-from ..facts.served import Target, is_same
+from ..facts.served import TargetFact, is_same
 
 
 def check_data(
@@ -60,7 +60,7 @@ def record_static(
     identity: Identity,
     *,
     source: Source | None = None,
-    target: Target | None = None,
+    target: TargetFact | None = None,
 ) -> None:
     """Write check.json from the static check, unless there is one of the same bytes, which may hold
     dry loads.
@@ -77,7 +77,7 @@ def record_static(
 
 
 def static(
-    checkpoint: Source, *, source: Source | None = None, target: Target | None = None
+    checkpoint: Source, *, source: Source | None = None, target: TargetFact | None = None
 ) -> CheckData:
     """The static check of a checkpoint; of a draft of its own, with its target."""
     checked = examine(checkpoint, source=source)

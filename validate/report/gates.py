@@ -91,9 +91,9 @@ def judge(
             *_closeness(gates, closeness),
         ]
     else:  # a draft of its own answers nothing, so it has no score
-        reasons = [
-            one.model_copy(update={"says": of_pair(one.says)}) for one in (*reasons, *_probe(serve))
-        ]
+        reasons += _probe(serve)
+        for number, one in enumerate(reasons):
+            reasons[number] = one.model_copy(update={"says": of_pair(one.says)})
     return JudgementFact(verdict=worst(reasons), gates=gates, reasons=tuple(reasons))
 
 

@@ -79,8 +79,10 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     if isinstance(record.recipe.mtp, str):
         groups = {*record.recipe.backbone}
         if not groups:  # a draft alone
-            places = [runtime.placed.get(module) for module in runtime.weights]
-            groups = {place.role for place in places if place and not place.row.why_kept}
+            for module in runtime.weights:
+                place = runtime.placed.get(module)
+                if place and not place.row.why_kept:
+                    groups.add(place.role)
         policies["mtp"] = dict.fromkeys(groups, record.recipe.mtp)
     asked = {*policies["backbone"].values(), *policies["mtp"].values()}
     stored = [(entry.name, "", entry.dtype) for entry in runtime.others]

@@ -48,7 +48,7 @@ from ..facts.results import (
     report_folder,
 )
 from ..facts.schema import FullReport, JudgementFact, VerdictFact
-from ..facts.served import ServeCheck, Target, is_same
+from ..facts.served import ServeCheck, TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
@@ -284,7 +284,7 @@ def refuse_stale(
     identity: Identity,
     *,
     but: tuple[Station, ...],
-    target: Target | None = None,
+    target: TargetFact | None = None,
 ) -> None:
     """Refuse, before the work, to measure where there are results of other bytes, or with another
     target; those of `but` are measured now.
@@ -339,7 +339,7 @@ def read_json(path: Path) -> FullReport:
 
 
 def _refuse_other(
-    folder: Path, result: Result[Any], identity: Identity, target: Target | None
+    folder: Path, result: Result[Any], identity: Identity, target: TargetFact | None
 ) -> None:
     mine = result.checkpoint.sha256
     served_with = getattr(result.data, "target", None)
