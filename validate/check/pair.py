@@ -17,6 +17,7 @@ from ...checkpoints.dialects.fp8 import has_blocks
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...recipes.conventions import FORMATS
+from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, without
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
@@ -53,8 +54,14 @@ def with_draft(target: Checked, draft: Checked) -> Checked:
 def as_of_draft(pair: Checked, target: TargetFact | None) -> Checked:
     """The check of a target with its draft, as one of the draft: its own facts, and the findings
     and dry loads of both.
+
+    Raises:
+        KeepMTPError: the target cannot be read, or no family has the draft's model_type.
     """
-    assert pair.draft is not None, "with_draft() has set it"
+    where = pair.readable().where
+    if pair.draft is None:
+        rule = "a draft that is recorded has a family's table"
+        raise RecipeError(f"the draft of {where}", rule, got="none", cure="Leave --record out")
     source = pair.draft.source
     changed = {"path": source.where, "facts": facts_of(pair.draft), "target": target}
     return pair._replace(data=pair.data.model_copy(update=changed), source=source)
