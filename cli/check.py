@@ -128,8 +128,9 @@ def check(
     said before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json
-    and report.html are written next to it; with --draft, next to the draft. What is measured
-    later, by serve-check and eval, joins them if the bytes are the same.
+    and report.html are written next to it; with --draft, next to the draft, and the target is
+    hashed too. What is measured later, by serve-check and eval, joins them if the bytes are the
+    same.
 
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
 

@@ -146,10 +146,13 @@ class Session:
         bytes are refused, but for those of this station and `but`.
         """
         checkpoint = self.model("checkpoint", self.opened)
+        target = None
         if self.target is not None:
             checkpoint = replace(checkpoint, target=self.model("checkpoint", self.target))
+            target = checkpoint.served[0].as_target
         if self.is_recorded:
-            reports.refuse_stale(self.out, checkpoint.identity, but=(self.station, *but))
+            stations = (self.station, *but)
+            reports.refuse_stale(self.out, checkpoint.identity, but=stations, target=target)
         if self.original is None:
             return checkpoint, None
         source = self.model("source", self.original)
