@@ -26,6 +26,7 @@ from ..recipes.errors import CheckpointError
 from ..recipes.frozen import Advance, Bar, unwatched
 from .fact import Count, Fact
 from .files import naming_file, refuse_name, refuse_strange, write_whole
+from .record import RECORD, is_draft_alone
 from .safetensors_file import open_regular
 
 CACHE = ".hashes.json"
@@ -172,7 +173,10 @@ def _identity(folder: Path, files: Mapping[str, _Seen]) -> Identity:
 
 def measured_anew(folder: Path) -> str:
     """The commands that measure a checkpoint again from the beginning."""
-    return f"`keepmtp check {shlex.quote(str(folder))} --record`, serve-check, eval and card"
+    name = shlex.quote(str(folder))
+    if is_draft_alone(folder / RECORD):
+        return f"`keepmtp serve-check TARGET --draft {name}` and card"
+    return f"`keepmtp check {name} --record`, serve-check, eval and card"
 
 
 def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> None:

@@ -8,6 +8,7 @@ from, before `--scheme`, `--mtp` and what `mtp: auto` chose.
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,13 @@ class Record(_Part):
             if written[key] is None:
                 del written[key]
         return json.dumps(written, indent=2) + "\n"
+
+
+def is_draft_alone(path: Path | None) -> bool:
+    """Whether a checkpoint's keepmtp.json says that it was made as a draft of its own."""
+    with suppress(CheckpointError):
+        return path is not None and not read_record(path).recipe.backbone
+    return False
 
 
 def read_record(path: Path, *, where: object = None, cure: str = CURE) -> Record:

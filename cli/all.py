@@ -84,7 +84,7 @@ def everything(
     refuse_words("all", extra)
     refuse_no_id(base_model)
     if choices.draft_for is not None:
-        cure = "Use `keepmtp quantize`, and `keepmtp serve TARGET --draft OUT`"
+        cure = "Use `keepmtp quantize`, `keepmtp serve-check TARGET --draft OUT`, card and publish"
         rule = "measures what is served alone"
         raise RecipeError("keepmtp all", rule, got=f"--draft-for {choices.draft_for}", cure=cure)
     chosen_gpus(gpus or ())

@@ -128,8 +128,9 @@ def check(
     said before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json
-    and report.html are written next to it. What is measured later, by serve-check and eval, joins
-    them if the bytes are the same.
+    and report.html are written next to it; with --draft, next to the draft, and the target is
+    hashed too. What is measured later, by serve-check and eval, joins them if the bytes are the
+    same.
 
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
 
@@ -165,7 +166,7 @@ def check(
     keep = None
     status = 0
     if record:
-        keep = recorder(paths)
+        keep = recorder(paths, servers.draft)
     with spinner(is_shown="gpus" in loads) as doing:
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
             if values is not None:

@@ -5,21 +5,23 @@ results go. It imports what help must not wait for, so verbs import it when they
 check` and `serve-check` write their reports with `save` and `recorder`.
 """
 
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..checkpoints.identity import identify
-from ..checkpoints.record import RECORD
+from ..checkpoints.record import RECORD, is_draft_alone
 from ..checkpoints.source import Source, open_source, small_file
 from ..checkpoints.source_of import folder_it_was_made_from, original_of
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.protocol import Gates
 from ..validate.check.check import Checked
+from ..validate.check.pair import as_of_draft
 from ..validate.facts.results import TIME, CheckData, Station, file_of, report_folder, write_result
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import Role
@@ -48,6 +50,7 @@ class Session:
         options: of the command line.
         extra: words for `vllm serve`.
         source: what the checkpoint was made from; None takes its record's, `none` compares nothing.
+        draft: a draft of its own; then it is what is judged, and the checkpoint is its target.
     """
 
     verb: str
@@ -55,17 +58,35 @@ class Session:
     options: ServeOptions
     extra: list[str]
     source: str | None
+    draft: str = ""
+
+    @property
+    def judged(self) -> str:
+        """What is judged, as the user named it."""
+        return self.draft or self.options.path
 
     @cached_property
     def opened(self) -> Source:
-        """The checkpoint, not downloaded.
+        """What is judged, not downloaded.
 
         Raises:
             RecipeError, CheckpointError: see `open_source`; or words that keepmtp must choose
-                itself.
+                itself; or a draft alone, which is no model to serve.
         """
         refuse_stray_words(self.verb, self.extra)
         refuse_words(self.verb, self.extra)
+        opened = open_source(self.judged)
+        if not self.draft and is_draft_alone(small_file(opened, RECORD)):
+            rule = "must be a model that can be served"
+            cure = f"Use `keepmtp serve-check TARGET --draft {shlex.quote(self.judged)}`"
+            raise RecipeError(opened.where, rule, got="a draft alone", cure=cure)
+        return opened
+
+    @cached_property
+    def target(self) -> Source | None:
+        """The target of a draft of its own, not downloaded."""
+        if not self.draft:
+            return None
         return open_source(self.options.path)
 
     @cached_property
@@ -76,13 +97,13 @@ class Session:
     @property
     def is_recorded(self) -> bool:
         """Whether the result joins the others of the checkpoint."""
-        return self.options.out is None and Path(self.options.path).is_dir()
+        return self.options.out is None and Path(self.judged).is_dir()
 
     @property
     def out(self) -> Path:
         """Where results go: those of a repository, which is no folder of anybody's, here."""
         if self.is_recorded:
-            return report_folder(Path(self.options.path))
+            return report_folder(Path(self.judged))
         return self.options.out or Path(f"{Path(self.opened.where).name}.report")
 
     @cached_property
@@ -102,7 +123,8 @@ class Session:
         # same weights is served then.
         if vllm.build == "cpu":
             require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
-        refuse_no_room((self.opened, self.original), vllm, out=self.out, extra=self.extra)
+        sources = (self.opened, self.target, self.original)
+        refuse_no_room(sources, vllm, out=self.out, extra=self.extra)
         extra = tuple(self.extra)
         return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=extra)
 
@@ -124,8 +146,13 @@ class Session:
         bytes are refused, but for those of this station and `but`.
         """
         checkpoint = self.model("checkpoint", self.opened)
+        target = None
+        if self.target is not None:
+            checkpoint = replace(checkpoint, target=self.model("checkpoint", self.target))
+            target = checkpoint.served[0].as_target
         if self.is_recorded:
-            reports.refuse_stale(self.out, checkpoint.identity, but=(self.station, *but))
+            stations = (self.station, *but)
+            reports.refuse_stale(self.out, checkpoint.identity, but=stations, target=target)
         if self.original is None:
             return checkpoint, None
         source = self.model("source", self.original)
@@ -196,8 +223,9 @@ def save(
     )
 
 
-def recorder(paths: list[str]) -> Callable[[Checked], Path]:
-    """Hash the one checkpoint that is going to be checked, for `check --record`.
+def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:
+    """Hash the one checkpoint that is going to be checked, for `check --record`; with a draft of
+    its own, which is then what is judged, that too.
 
     A file that changes during the check does not count as checked. Results of other bytes are
     refused before a dry load.
@@ -209,19 +237,29 @@ def recorder(paths: list[str]) -> Callable[[Checked], Path]:
         RecipeError: several checkpoints, or a Hub id.
         CheckpointError: the folder of results holds results of other bytes.
     """
-    if len(paths) != 1 or not Path(paths[0]).is_dir():
+    judged = draft or paths[0]
+    if len(paths) != 1 or not Path(judged).is_dir():
         raise RecipeError(
             "--record",
             "keeps the check of one folder",
-            got=" ".join(paths),
+            got=" ".join([*paths, draft]).strip(),
             cure="Run it for each, on a checkpoint that lies here",
         )
-    checkpoint = Path(paths[0])
+    checkpoint = Path(judged)
     folder = report_folder(checkpoint)
-    identity = identify(checkpoint, cache=folder, watch=bytes_bar("reading"))
-    reports.refuse_stale(folder, identity, but=("check",))
+    reading = bytes_bar("reading")
+    identity = identify(checkpoint, cache=folder, watch=reading)
+    target = None
+    if draft:
+        local = downloaded(open_source(paths[0]))
+        assert local.folder is not None, "download() gives a folder"
+        known = identify(local.folder, cache=folder, watch=reading)
+        target = Model(role="checkpoint", source=local, identity=known).as_target
+    reports.refuse_stale(folder, identity, but=("check",), target=target)
 
     def keep(checked: Checked) -> Path:
+        if draft:
+            checked = as_of_draft(checked, target)
         made_from = folder_it_was_made_from(checkpoint)
         source = made_from and open_source(str(made_from))
         data = check_data(checked.data, opened=checked.source, source=source)

@@ -170,7 +170,11 @@ def _entries(config: Json) -> Iterator[str]:
         yield f"  modelopt  {config['quant_algo']}"
         for name, layer in config.get("quantized_layers", {}).items():
             yield f"  {layer['quant_algo']}  {name}"
-    for entry in config["ignore"]:
+    ignored = config.get("ignore", [])
+    if "weight_block_size" in config:
+        yield "  fp8  every other module"
+        ignored = config["modules_to_not_convert"]
+    for entry in ignored:
         yield f"  ignore  {entry}"
 
 

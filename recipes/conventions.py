@@ -21,7 +21,8 @@ from .forms import IN_MODELOPT
 from .frozen import Shape, frozen
 
 FORMATS = ("compressed-tensors", "modelopt")
-Format = Literal["compressed-tensors", "modelopt"]
+Format = Literal["compressed-tensors", "modelopt", "fp8"]
+"""FP8 blocks as releases have them are written for a draft alone, whose target has them."""
 
 Change = Literal["none", "reciprocal", "dtype"]
 """What becomes of the values: nothing, 1 / x, or the same numbers in another dtype. Shapes have as

@@ -263,6 +263,9 @@ class Recipe(Frozen):
         if self.format == "modelopt" and wordless:
             cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
             yield f"format: modelopt is for {', '.join(ALGORITHMS)}", ", ".join(wordless), cure
+        if self.format == "fp8" and self.backbone:
+            cure = "Remove format: FP8_BLOCK stores the same numbers"
+            yield "format: fp8 is for a draft alone", "a backbone", cure
         yield from self._against_calibration(words)
 
     def _belongs(

@@ -13,19 +13,21 @@ tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...recipes.family import VLLMName
 from ...recipes.family_view import language_config
+from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer, family_of
 from ...recipes.runtimes import Runtime
-from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
 from .matching import OneAnswer, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
+from .modules import NamedModule, concrete
 
 _EXPERTS_ON_DISK = re.compile(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$")
 _SCALE = "scale"
@@ -103,6 +105,27 @@ class Fp8(NamedTuple):
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name; for experts every entry that contains it."""
         return skipped("vllm", name, (), entry.read) is not None
+
+
+def has_blocks(dialect: Dialect) -> bool:
+    """Whether it is of blocks of 128 for every module, which are FP8_BLOCK's."""
+    blocks = inverse_blocks(128, 128)
+    return isinstance(dialect, Fp8) and (dialect.linear, dialect.experts) == (blocks, blocks)
+
+
+def fp8_config(modules: Iterable[NamedModule]) -> Json:
+    """The config of FP8 blocks, for a draft alone: most of its classes read the target's."""
+    plain_names = dict[str, None]()
+    for module in modules:
+        if not module.scheme:
+            plain_names |= dict.fromkeys(concrete(module.spelled))
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [*plain_names],
+    }
 
 
 def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:

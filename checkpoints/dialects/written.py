@@ -14,6 +14,7 @@ from ...recipes.frozen import Json, Raw, frozen, without
 from ...recipes.runtimes.sglang import VERSION
 from ..companions import HF_QUANT_CONFIG
 from .compressed_tensors import compressed_tensors_config
+from .fp8 import fp8_config
 from .modelopt import hf_quant_config, modelopt_config
 from .modules import Matrix, named_modules
 
@@ -57,10 +58,13 @@ def quantization_config(
     Raises:
         RecipeError: see `modelopt_config`.
     """
+    modules = named_modules(view, matrices)
+    if format == "fp8":
+        return QuantizationConfig(value=fp8_config(modules), obstacles=())
     written = compressed_tensors_config
     if format == "modelopt":
         written = modelopt_config
-    value, obstacles = written(view, named_modules(view, matrices))
+    value, obstacles = written(view, modules)
     return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
 
 

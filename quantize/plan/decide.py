@@ -135,7 +135,7 @@ class Decisions:
             return _planned(weight, place, "keep", reason, (same_output(weight.weight),))
         if word == "source" and self._can_stay_quantized(weight, place):
             reason = "as in the source"
-            if not self._keeps_dialect(weight.weight):
+            if not self._keeps_dialect(weight.weight) and self.recipe.format != "fp8":
                 reason += ", scales renamed"
             return self._staying(weight, place, weight.scheme, reason)
         if word == "source" and not place.row.why_kept:

@@ -12,6 +12,7 @@ has it. A head that a draft keeps is one of the block's tensors.
 
 from dataclasses import replace
 
+from ...checkpoints.dialects.fp8 import has_blocks
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source
@@ -63,6 +64,8 @@ def recipe_of_draft(recipe: Recipe, target: RuntimeView) -> Recipe:
     changed["summary"] = f"the MTP block alone, {' and '.join(sorted(words))}"
     if target.dialect.name in FORMATS:
         changed["format"] = target.dialect.name
+    elif has_blocks(target.dialect):
+        changed["format"] = "fp8"
     return validated(recipe.model_dump() | changed, "--draft-for")
 
 

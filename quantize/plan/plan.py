@@ -179,20 +179,21 @@ class Plan:
         writer turns them.
         """
         spelled = dict[HFName, Spelled]()
-        if self.recipe.format != "modelopt":
+        if self.recipe.format == "compressed-tensors":
             return spelled
         for tensor in self.tensors:
             served = None
             if tensor.fate == "keep":
                 served = served_at(self.origins, self.entries[tensor.inputs[0]])
-            if served is not None and served.dialect.name == "modelopt":
+            if served is not None and served.dialect.name == self.recipe.format:
                 continue  # its outputs are the source's tensors
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:
                     name = HFName(cache_scale_in("modelopt", output.name))
                     spelled[output.name] = Spelled(Output(name, "F32", ()), "dtype")
             elif tensor.scheme:
-                of_experts = tensor.role == "experts"
+                # `fp8` writes blocks as modelopt those of experts.
+                of_experts = tensor.role == "experts" or self.recipe.format == "fp8"
                 for name, dtype, shape in tensor.outputs:
                     module, _, leaf = name.rpartition(".")
                     other = in_modelopt(tensor.scheme, leaf, dtype, shape, of_experts=of_experts)

@@ -2,17 +2,21 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import cards
 import measured
 import pytest
-from commands import ROOT, keepmtp, make, ran
+import reports
+from commands import ROOT, keepmtp, make, ran, refused
 from json_files import json_of, put_json
+from keepmtp import api
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import recorded_source
+from keepmtp.cli.measuring import recorder
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.results import file_of, read_result, report_folder
 from keepmtp.validate.report.report import JSON_FILE, read_json, verify
@@ -57,6 +61,27 @@ def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
     assert (tmp_path / "out" / "tiny.card" / "README.md").is_file()
     elsewhere = bash(make(*dry, "OUT=org/name").stdout.replace(".venv/bin/keepmtp", "echo"))
     assert "check org/name" in elsewhere and "--record" not in elsewhere
+
+
+def test_a_draft_is_measured_with_its_target(tmp_path, serve_hub):
+    """Its evidence is its own, and names the target and its commit; alone, it is refused."""
+    made = cards.draft(tmp_path / "draft")
+    shutil.rmtree(report_folder(made))
+    served = f"Use `keepmtp serve-check TARGET --draft {made}`"
+    for verb in ("serve-check", "eval", "bench"):
+        refused(f"{verb} {made} --source none", says=f"got a draft alone. {served}")
+    cure = f"Run `keepmtp serve-check TARGET --draft {made}` and card."
+    for verb in (f"card {made}", f"publish {made} --repo org/draft --dry-run", f"gate {made}"):
+        assert cure in keepmtp(verb, status=2).stderr
+    serve_hub(reports.MODEL)
+    keep = recorder(["org/model"], str(made))
+    (pair,) = api.check_all(["org/model"], draft=str(made))
+    keep(pair)
+    found = read_result(report_folder(made), "check")
+    assert found is not None and found.checkpoint == identify(made) and not found.data.findings
+    target = found.data.target
+    assert target is not None and target.path == "org/model" and len(target.revision) == 40
+    assert found.data.facts.num_mtp_tensors == found.data.facts.num_tensors == 34
 
 
 def test_a_checkpoint_with_errors_has_a_record_too(folder):

@@ -12,9 +12,11 @@ from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.pair import as_of_draft, with_draft
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.results import CheckData, report_folder
+from keepmtp.validate.measure.harness import Model
 from keepmtp.validate.report import card
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.check_data import check_data
@@ -42,6 +44,24 @@ def green(parent: Path) -> Path:
     pipeline.quantize(replace(plan, shard_bytes=1 << 20), text, out=folder)
     evidence(folder)
     card.build(folder)
+    return folder
+
+
+def draft(folder: Path) -> Path:
+    """A draft of its own, measured with the model that it was made from; its card is not made."""
+    model = str(reports.MODEL)
+    plan, text = pipeline.plan_for(model, draft_for=model, mtp="bf16")
+    pipeline.quantize(plan, text, out=folder)
+    where, identity = report_folder(folder), identify(folder)
+    opened = open_source(model)
+    target = Model(role="checkpoint", source=opened, identity=identify(reports.MODEL)).as_target
+    pair = with_loads(with_draft(examine(model), examine(folder)), [reports.account("sm90", 1)])
+    own = as_of_draft(pair, target)
+    data = check_data(own.data, opened=own.source, source=opened)
+    measured.write(where, "check", data, identity)
+    serve = reports.accepting(18_000, 18_000, 20_000).model_copy(update={"target": target})
+    measured.write(where, "serve", serve, identity)
+    full_reports.refresh(where)
     return folder
 
 

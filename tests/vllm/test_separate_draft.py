@@ -1,6 +1,7 @@
 """A draft of its own, with its target: in vLLM's classes, and served."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from checkpoint_files import write
 from commands import free_port, keepmtp, started
 from good import ours, outputs_of, released
+from keepmtp import api
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.validate.check.check import examine
@@ -18,7 +20,9 @@ from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.facts.findings import Finding, errors_of
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.texts import PROMPTS
-from real_vllm import GLM, NEEDS_VLLM, QWEN, VLLM_PYTHON
+from keepmtp.validate.publish.upload import prepare
+from real_vllm import GLM, NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
+from safetensors.torch import load_file, save_file
 from survivors import until
 from wheel import stranger
 
@@ -57,6 +61,26 @@ def test_every_pair_loads(mtp, format, tmp_path, dry_loader):
         checked = with_loads(with_draft(examine(target), examine(draft)), [account])
         assert checked.data.ok, (target, checked.data.findings)
         assert account.load.draft.num_written == account.load.draft.num_params > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["deepseek-v3.1", "mimo-v2-flash"])
+@pytest.mark.parametrize("mtp", ["source", "FP8_BLOCK"])
+def test_a_pair_in_native_blocks_loads(mtp, model, tmp_path):
+    """In each of two versions; a draft that has lost a scale does not."""
+    release = str(write(tmp_path / "release", released(model)))
+    plan, _ = plan_for(release, draft_for=release, mtp=mtp, requantize=True)
+    draft = outputs_of(plan)
+    good = str(write(tmp_path / "good", draft))
+    draft.take(r".*mlp\.(experts\.1\.)?down_proj\.weight_scale_inv")
+    bad = str(write(tmp_path / "bad", draft))
+    words = {"gpus": ["sm90"], "vllms": ["0.32.0", "0.33.0"]}
+    found = api.check(release, draft=good, **words)
+    assert found.ok, found.findings
+    assert [(load.vllm, load.ok) for load in found.dry] == [("0.32.0", True), ("0.33.0", True)]
+    assert all(load.draft.num_written == load.draft.num_params > 5 for load in found.dry)
+    lost = errors_of(api.check(release, draft=bad, **words).findings)
+    assert any("mlp" in each.where and "down_proj" in each.where for each in lost), lost
 
 
 @pytest.mark.parametrize(
@@ -116,6 +140,41 @@ def served(words: str, folder) -> dict:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return json.loads(out) | {"texts": texts}
+
+
+def serve_check(draft: Path, status: int) -> dict:
+    """What real servers of the model with this draft say."""
+    words = f"serve-check {GLM} --draft {draft} --source {GLM} --no-probe --json --timeout 400 --"
+    changes = {"VLLM_PYTHON": str(VLLM_PYTHON), "OMP_NUM_THREADS": "1"}
+    return json.loads(keepmtp(words, *UNIPROC, status=status, **stranger(**changes)).stdout)
+
+
+@pytest.mark.full
+def test_a_draft_is_measured_and_ready_to_publish(tmp_path):
+    """And its twin with one weight turned round, which vLLM loads without a word, is not."""
+    draft = tmp_path / "draft"
+    keepmtp(f"quantize {GLM} --draft-for {GLM} --mtp bf16 --out {draft}", status=0)
+    found = serve_check(draft, 0)
+    assert Path(found["target"]["path"]) == GLM
+    run = found["checkpoint"]["runs"][1]
+    assert run["drafts"] > 20 and run["acceptance"] > 0.85
+    assert f"'model': '{draft}'" in Path(run["log"]).read_text()
+    reasons = {each["gate"]: each["verdict"] for each in found["judgement"]["reasons"]}
+    assert reasons == dict.fromkeys(("findings", "loads", "acceptance"), "pass")
+    keepmtp(f"card {draft}", status=0)
+    assert prepare(draft).report.verdict.label == "Loads and drafts"
+
+    twin = shutil.copytree(draft, tmp_path / "twin")
+    (shard,) = twin.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.layers.3.eh_proj.weight"] = tensors["model.layers.3.eh_proj.weight"].flip(1)
+    save_file(tensors, shard)
+    answers_of_source(draft, twin)
+    found = serve_check(twin, 1)
+    assert found["checkpoint"]["runs"][1]["acceptance"] < 0.2
+    keepmtp(f"card {twin}", status=0)
+    with pytest.raises(GateError, match=r"drafted tokens accepted, 100\.00 % of the source"):
+        prepare(twin)
 
 
 @pytest.mark.full

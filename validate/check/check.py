@@ -175,7 +175,7 @@ def _examined(
     refused = unloadable(opened.config, vllm)
     if refused is not None and "vllm" in runtimes:
         key, says, cure = refused
-        facts = _facts(stored)
+        facts = facts_of(stored)
         says += f". {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
         # No source goes with it, so that nothing is loaded.
         unread = CheckpointError(key, says, got="what cannot be read", cure=cure)
@@ -189,7 +189,7 @@ def _examined(
                 runtime = _view_of_family(opened, vllm)
             except RecipeError as error:
                 objected = objections_without_family(stored, error)
-                return Checked(_data(where, _facts(stored), objected), opened)
+                return Checked(_data(where, facts_of(stored), objected), opened)
             except CheckpointError as error:
                 return _unread(where, "config", error)._replace(source=opened)
             for server in runtimes:
@@ -200,7 +200,7 @@ def _examined(
         return _unread(where, "config", error)
     if source is not None:
         objected += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
-    return Checked(_data(where, _facts(runtime), objected), opened, runtime)
+    return Checked(_data(where, facts_of(runtime), objected), opened, runtime)
 
 
 def _view_of_family(opened: Source, vllm: str) -> RuntimeView:
@@ -272,8 +272,8 @@ def _unread(path: str, rule: str, error: CheckpointError) -> Checked:
     return Checked(_data(path, CheckpointFacts(), [finding]), unread=error)
 
 
-def _facts(view: StoredView) -> CheckpointFacts:
-    """What the checkpoint is; without a family, its MTP tensors are those whose names say so."""
+def facts_of(view: StoredView) -> CheckpointFacts:
+    """What a checkpoint is; without a family, its MTP tensors are those whose names say so."""
     entries = view.source.entries
     names = entries.keys() & view.mtp_names
     forms = set[str]()

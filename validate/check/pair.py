@@ -13,13 +13,16 @@ from dataclasses import replace
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
+from ...checkpoints.dialects.fp8 import has_blocks
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...recipes.conventions import FORMATS
+from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, without
 from ...recipes.runtimes.vllm import NEWEST
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
-from .check import Checked, examine
+from ..facts.served import TargetFact
+from .check import Checked, examine, facts_of
 from .rules_forms import draft_head_is_excluded, schemes_are_known, stored_form_is_what_is_built
 from .rules_mtp import ALONE
 
@@ -46,6 +49,22 @@ def with_draft(target: Checked, draft: Checked) -> Checked:
             findings.append(finding)
     findings += of_draft(draft, target.runtime)
     return target.with_findings(*findings)._replace(draft=draft.runtime)
+
+
+def as_of_draft(pair: Checked, target: TargetFact | None) -> Checked:
+    """The check of a target with its draft, as one of the draft: its own facts, and the findings
+    and dry loads of both.
+
+    Raises:
+        KeepMTPError: the target cannot be read, or no family has the draft's model_type.
+    """
+    where = pair.readable().where
+    if pair.draft is None:
+        rule = "a draft that is recorded has a family's table"
+        raise RecipeError(f"the draft of {where}", rule, got="none", cure="Leave --record out")
+    source = pair.draft.source
+    changed = {"path": source.where, "facts": facts_of(pair.draft), "target": target}
+    return pair._replace(data=pair.data.model_copy(update=changed), source=source)
 
 
 def of_draft(draft: Checked, target: RuntimeView | None) -> list[Finding]:
@@ -118,7 +137,7 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
     words = {*_words(built)}
     if len(words) == 1 and "" not in words:
         cure += f": --mtp {words.pop()}"
-    elif target.given.raw and built.dialect.name not in FORMATS:
+    elif target.given.raw and built.dialect.name not in FORMATS and not has_blocks(built.dialect):
         cure += f", in the dialect {built.dialect.name}, which keepmtp does not write"
     for rule in (stored_form_is_what_is_built, draft_head_is_excluded, schemes_are_known):
         for each in rule(built):
@@ -135,5 +154,7 @@ def _words(built: RuntimeView) -> Iterator[str]:
             continue
         if module.resolution.built.form == "plain":
             yield "bf16"
+        elif has_blocks(dialect):
+            yield "FP8_BLOCK"
         elif isinstance(dialect, CompressedTensors | ModelOpt):
             yield dialect.scheme_of(module.resolution)

@@ -40,7 +40,7 @@ from .dry_load import DryLoad, newest
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding, errors_of
 from .schema import GroupSize
-from .served import ServeCheck
+from .served import OfDraft, ServeCheck, TargetFact
 
 Station = Literal["check", "serve", "gsm8k", "bench", "closeness"]
 STATIONS: tuple[Station, ...] = get_args(Station)
@@ -59,7 +59,7 @@ TIME = "%Y-%m-%d %H:%M:%S UTC"
 
 class CheckData(Fact):
     """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty,
-    where that is known.
+    where that is known. Of a draft of its own, with `target`, and what is found of both.
     """
 
     path: str
@@ -69,6 +69,7 @@ class CheckData(Fact):
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None
     absent: Mapping[str, str] = Field(default_factory=dict)
+    target: OfDraft = None
 
     @property
     def judged_by(self) -> str:
@@ -139,12 +140,17 @@ def checkpoint_folder(evidence: Path) -> Path:
     return whole.with_suffix("")
 
 
-def command(station: Station, folder: Path) -> str:
-    """What a person types to measure again what an evidence folder holds."""
+def command(station: Station, folder: Path, target: TargetFact | None = None) -> str:
+    """What a person types to measure again what an evidence folder holds, of a draft with its
+    target.
+    """
     name = "CHECKPOINT"
     if folder.suffix == ".report":
         name = str(folder.with_suffix(""))
-    return f"keepmtp {_WORDS[station].format(shlex.quote(name))}"
+    words = [name]
+    if target is not None:
+        words = [target.path, "--draft", name]
+    return f"keepmtp {_WORDS[station].format(shlex.join(words))}"
 
 
 def file_of(folder: Path, station: Station) -> Path:

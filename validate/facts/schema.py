@@ -18,6 +18,7 @@ In and out: the file itself. `report.py` fills it, `html.py` makes the page and
     identity {...}                   the bytes that all of this was measured on, file by file
     results {file: sha256}           result files in the same folder with the same numbers
     absent {part: sentence}          why a part is empty
+    target {path, revision, sha256}  of a draft of its own alone: what it was judged and served with
 
 Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields
 are refused, so that a page never leaves out what it does not know.
@@ -37,7 +38,7 @@ from .closeness import ClosenessFact
 from .dry_load import DryLoad
 from .evaluated import EvaluationFact
 from .findings import CheckpointFacts, Finding
-from .served import ServeCheck
+from .served import OfDraft, ServeCheck
 
 JudgementWord = Literal["pass", "regression", "infeasible"]
 
@@ -133,6 +134,7 @@ class FullReport(Fact):
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)
     absent: Mapping[str, str] = Field(default_factory=dict)
+    target: OfDraft = None
 
     @model_validator(mode="after")
     def _says_what_is_absent(self) -> Self:

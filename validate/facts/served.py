@@ -39,6 +39,36 @@ to part at 0.156.
 """
 
 
+class TargetFact(Fact):
+    """The checkpoint that a draft of its own was judged and served with.
+
+    Attributes:
+        path: what the user named.
+        revision: the Hub's commit, or local.
+        sha256: of its `Identity`.
+    """
+
+    path: str
+    revision: str
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.sha256})"
+
+
+def _is_none(target: TargetFact | None) -> bool:
+    return target is None
+
+
+def is_same(target: TargetFact | None, other: TargetFact | None) -> bool:
+    """Whether both are the same bytes, or none."""
+    return (target and target.sha256) == (other and other.sha256)
+
+
+# No file of another checkpoint has the field.
+OfDraft = Annotated[TargetFact | None, Field(exclude_if=_is_none)]
+
+
 class Output(Fact):
     """What one server wrote after one prompt, greedily.
 
@@ -228,6 +258,7 @@ class ServeCheck(Fact):
         max_tokens: limit of tokens a prompt.
         environment: versions and device, words by name ("vllm": "0.32.0", "device": "CPU ...").
         seconds: wall time of the whole check.
+        target: of a draft of its own, which is the checkpoint.
     """
 
     source: Served | None
@@ -236,6 +267,7 @@ class ServeCheck(Fact):
     max_tokens: Count
     environment: Mapping[str, str]
     seconds: Figure
+    target: OfDraft = None
 
     @property
     def served(self) -> tuple[Served, ...]:

@@ -12,7 +12,7 @@ served again.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
@@ -26,12 +26,12 @@ from ...checkpoints.source import Source, small_bytes, view_of
 from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, frozen
-from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, counters
+from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, TargetFact, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
 from .room import options_of
-from .serve_line import method_words, setting
+from .serve_line import method_words, separate_draft, setting
 from .server import Server, ServerFailed, serving
 from .store import LineFile, Sitting
 
@@ -59,11 +59,28 @@ def unwatched(step: Step) -> None:
 
 @frozen
 class Model:
-    """One checkpoint: its role, its files on this machine, and their identity."""
+    """One checkpoint: its role, its files on this machine, and their identity; of a draft of its
+    own, also its target.
+    """
 
     role: Arm
     source: Source
     identity: Identity
+    target: "Model | None" = None
+
+    @property
+    def served(self) -> tuple["Model", ...]:
+        """What a server loads: a draft of its own comes after its target."""
+        if self.target is None:
+            return (self,)
+        return self.target, self
+
+    @property
+    def as_target(self) -> TargetFact:
+        """What a draft's results say of it."""
+        source = self.source
+        sha256 = self.identity.sha256
+        return TargetFact(path=source.where, revision=source.revision, sha256=sha256)
 
     @property
     def whose(self) -> Role:
@@ -99,9 +116,11 @@ class Setup:
     def asked_of(self, model: Model) -> Json:
         """What the header of every file says of a model and its servers."""
         words = self.extra
-        cures = curing.switched_on(model.source, self.vllm.version)
+        cures = curing.switched_on(model.served[0].source, self.vllm.version)
         if cures:
             words = (*words, setting(cures))
+        if model.target:
+            words = (*words, f"target {model.target.identity.sha256}")
         return {
             "role": model.role,
             "checkpoint_sha256": model.identity.sha256,
@@ -163,6 +182,7 @@ class Host:
 
     Attributes:
         folder: what is served.
+        draft: its draft, where that has a folder of its own.
         as_served, reason: whether it is a copy, and why.
     """
 
@@ -171,6 +191,7 @@ class Host:
     folder: Path
     as_served: AsServed
     reason: str
+    draft: Path | None = None
 
     def answer(self, *works: Work) -> None:
         """Start one server for works that are served alike, and ask it what is missing.
@@ -184,14 +205,18 @@ class Host:
         at_once = max(work.max_num_seqs or work.concurrency for work in works)
         limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
         step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
-        cures = curing.switched_on(self.model.source, self.setup.vllm.version)
+        source = self.model.served[0].source
+        cures = curing.switched_on(source, self.setup.vllm.version)
+        words = (*method_words(source), *limits, *first.words)
+        if self.draft:
+            words = (*separate_draft(str(self.draft)), *words)
         with serving(
             replace(self.setup.vllm, cures=cures),
             self.folder,
             k=first.k,
             log=self.setup.log(first.name),
             timeout=self.setup.timeout,
-            extra=(*method_words(self.model.source), *limits, *first.words, *self.setup.extra),
+            extra=(*words, *self.setup.extra),
             watch=lambda doing: self.setup.watch(replace(step, doing=f"k={first.k}: {doing}")),
         ) as server:
             for work in works:
@@ -285,29 +310,40 @@ class Host:
 
 @contextmanager
 def hosting(model: Model, setup: Setup) -> Iterator[Host]:
-    """The servers of one checkpoint. A copy is gone with the context.
+    """The servers of one checkpoint. A copy is gone with the context. A draft is in the form that
+    its target builds, so both are copied or neither.
 
     Raises:
         RecipeError: no room for a copy.
         CheckpointError: a weight cannot be read.
     """
-    source = model.source
-    assert source.folder is not None, "download() first"
-    host = Host(
-        model=model,
-        setup=setup,
-        folder=source.folder.absolute(),
-        as_served="native",
-        reason=why_no_kernel(source, setup.vllm),
-    )
-    if not host.reason:
-        yield host
-        return
-    with ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out) as scratch:
-        setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
-        folder = write_copy(source, scratch / "copy").absolute()
-        why = f"{host.reason}; {UNTRIED}"
-        yield replace(host, folder=folder, as_served=COPY, reason=why)
+    folders = list[Path]()
+    as_served: AsServed = "native"
+    reason = ""
+    for each in model.served:
+        assert each.source.folder is not None, "download() first"
+        folders.append(each.source.folder.absolute())
+        if not reason:
+            reason = why_no_kernel(each.source, setup.vllm)
+    with ExitStack() as scratch:
+        if reason:
+            copies = scratch.enter_context(ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out))
+            setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
+            for number, each in enumerate(model.served):
+                folders[number] = write_copy(each.source, copies / f"{number}").absolute()
+            as_served = COPY
+            reason = f"{reason}; {UNTRIED}"
+        draft = None
+        if model.target:
+            draft = folders[-1]
+        yield Host(
+            model=model,
+            setup=setup,
+            folder=folders[0],
+            draft=draft,
+            as_served=as_served,
+            reason=reason,
+        )
 
 
 def answer_missing(model: Model, works: Iterable[Work], setup: Setup) -> None:

@@ -59,6 +59,9 @@ def serve_check(
     """
     start = time.monotonic()
     original = None
+    target = None
+    if checkpoint.target:
+        target = checkpoint.target.as_target
     with setup.alone():
         if source is not None:
             original = serve(source, setup=setup, check=check)
@@ -70,6 +73,7 @@ def serve_check(
         max_tokens=check.max_tokens,
         environment=setup.vllm.versions,
         seconds=time.monotonic() - start,
+        target=target,
     )
 
 

@@ -217,9 +217,15 @@ def _facts(
         # A speed that is not the checkpoint's has no place on its card.
         if what != "speed" or (report.bench and counts_bench(report.bench)):
             plots[what] = chart
-    gpus = gpus_of(opened)
+    gpus = ()
+    parsers = ""
+    sampling = ""
     view = find_view(opened.config, opened.where, opened.entries)
     chat = is_chat(opened)
+    if report.target is None:  # of a draft, its target says it
+        gpus = gpus_of(opened)
+        parsers = parser_words(view.family) if chat else ""
+        sampling = sampling_of(opened)
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
@@ -239,8 +245,8 @@ def _facts(
         cured=tuple(by_version(opened)),
         plots=plots,
         room=_room(opened, report, gpus),
-        parsers=parser_words(view.family) if chat else "",
-        sampling=sampling_of(opened),
+        parsers=parsers,
+        sampling=sampling,
     )
 
 

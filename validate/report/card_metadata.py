@@ -138,7 +138,7 @@ def front_matter(facts: CardFacts) -> str:
     for key, value in asdict(metadata).items():
         if value:
             known[key] = value
-    if metadata.base_model:
+    if metadata.base_model and (facts.schemes() or not facts.report.target):
         known["base_model_relation"] = "quantized"
     if metadata.language:
         known["language"] = list(metadata.language)

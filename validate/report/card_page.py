@@ -20,7 +20,7 @@ from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..measure.serve_line import docker_words, serve_words
+from ..measure.serve_line import docker_words, separate_draft, serve_words
 from . import sections
 from .base_model import BaseModel
 from .best_k import BestK, best_k_of_report
@@ -142,9 +142,12 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     yield from sections.gates(report)
     yield from _serve(facts)
     yield title("Intended use")
+    what = "quantization"
+    if report.target:
+        what = "draft"
     yield (
         "Inference with vLLM, for what the base model is made for. Its card says what that is, and "
-        "its limits, risks and license hold here too. This quantization was judged on the "
+        f"its limits, risks and license hold here too. This {what} was judged on the "
         "questions and texts named below, and on nothing else."
     )
     yield from _hardware(facts)
@@ -153,7 +156,7 @@ def _blocks(facts: CardFacts) -> Iterator[Block]:
     yield from sections.closeness(report)
     if report.bench and counts_bench(report.bench):
         yield from sections.bench(report.bench, pictures)
-    else:
+    elif not report.target:
         yield title("Speed with and without MTP")
         yield (
             "Not measured in a way that promises a speed: that needs a GPU, and `keepmtp bench` of "
@@ -203,7 +206,16 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     for reason in report.judgement.reasons if report.judgement else ():
         if (reason.gate, reason.verdict) == ("acceptance", "pass"):
             kept += ", which still drafts for speculative decoding"
-    yield f"{code(source)} quantized to {schemes or 'no scheme'} for vLLM, with {block} {kept}."
+    says = f"{code(source)} quantized to {schemes or 'no scheme'} for vLLM, with {block} {kept}."
+    if report.target:
+        origin = code(source)
+        if record.mtp_source:
+            origin = code(record.mtp_source.name)
+        says = (
+            f"The multi-token-prediction (MTP) block of {origin}, {kept}: a checkpoint "
+            f"of its own, which vLLM serves as the draft of {code(report.target.path)}."
+        )
+    yield says
     yield f"Recipe {code(record.recipe.name)}: {record.recipe.summary}"
     base = facts.base_model
     based_on = inline(base.says)
@@ -215,6 +227,7 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     rows = [
         ("Base model", Md(based_on)),
         ("Source", f"{code(source)}, revision {code(record.source.revision)}"),
+        *sections.target(report),
         ("Format", f"{code(report.facts.dialect)}: {schemes or 'unquantized'}"),
         ("MTP block", f"{layers}, {tensors}: {codes(facts.schemes('mtp')) or 'unquantized'}"),
     ]
@@ -227,10 +240,11 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     devices = codes(dict.fromkeys(_devices(report)))
     where = f", on {devices}" if devices else ""
     rows.append(("Measured by", f"the publisher{where}; nobody else has verified it"))
-    gpus = [f"{number} x {name} ({memory} GB)" for number, name, memory in facts.gpus]
-    fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
-    how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
-    rows.append(("GPUs", f"{fewest}: {how}"))
+    if not report.target:
+        gpus = [f"{number} x {name} ({memory} GB)" for number, name, memory in facts.gpus]
+        fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"
+        how = f"the fewest that hold the weights and a cache, counted from {after}, not tried"
+        rows.append(("GPUs", f"{fewest}: {how}"))
     rows += [(name, says) for name, says in _wanted(facts) if says]
     versions = versions_in_short(report.dry) or "no other version was tried"
     rows.append(("vLLM", f"{report.vllm}; {versions}"))
@@ -280,9 +294,14 @@ def _devices(report: FullReport) -> list[str]:
 def _serve(facts: CardFacts) -> Iterator[Block]:
     """How to serve it, and to ask it."""
     best = facts.best_k
+    model = facts.model
     words = (best.k, *facts.drafting)
-    command = serve_words(facts.model, *words, cures=facts.cures)
-    in_docker = docker_words(facts.model, *words, version=facts.report.vllm, cures=facts.cures)
+    target = facts.report.target
+    if target:
+        model = target.path
+        words = (*words, *separate_draft(facts.model))
+    command = serve_words(model, *words, cures=facts.cures)
+    in_docker = docker_words(model, *words, version=facts.report.vllm, cures=facts.cures)
     drafts = "This serves without drafting"
     if best.k:
         drafts = f"This drafts {counted(best.k, 'token')} a step"
@@ -313,7 +332,7 @@ def _serve(facts: CardFacts) -> Iterator[Block]:
     lines = _COMPLETION
     if facts.is_chat:
         lines = _CHAT
-    yield Code(text=_CLIENT + lines.replace("MODEL", json.dumps(facts.model)), language="python")
+    yield Code(text=_CLIENT + lines.replace("MODEL", json.dumps(model)), language="python")
 
 
 _CLIENT = """from openai import OpenAI
@@ -367,6 +386,8 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
             "The source was a local folder, identified by no more than its files' names and sizes "
             "in `keepmtp.json`."
         )
+    if report.target and report.target.revision == "local":
+        yield "The target was a local folder, identified by the SHA-256 over its files alone."
     if record.recipe.whole.get("requantize"):
         yield "Weights were rounded twice: the source was quantized already."
     source = code(record.source.name)
@@ -442,10 +463,10 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
         "shows it whole."
     )
     name = facts.base_model.name if facts.base_model.is_proven else record.source.name
-    yield (
-        f"To cite: keepmtp {record.keepmtp}, quantization of {name} with its MTP block "
-        f"({record.recipe.name})."
-    )
+    what = f"quantization of {name} with its MTP block"
+    if report.target:
+        what = f"MTP block of {name} as a draft of its own"
+    yield f"To cite: keepmtp {record.keepmtp}, {what} ({record.recipe.name})."
 
 
 def shell(words: Iterable[str]) -> str:
@@ -477,9 +498,13 @@ def _commands(facts: CardFacts) -> Iterator[str]:
     if facts.record.mtp_source:
         block = ["--mtp-source", facts.record.mtp_source.name]
     yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
-    yield shell(["keepmtp", "check", out, "--record"])
+    served = [out]
+    target = facts.report.target
+    if target:
+        served = [target.path, "--draft", out]
+    yield shell(["keepmtp", "check", *served, "--record"])
     if facts.report.serve:
-        yield shell(["keepmtp", "serve-check", out, *source])
+        yield shell(["keepmtp", "serve-check", *served, *source])
     if facts.report.evaluation:
         yield shell(["keepmtp", "eval", out, "--source", facts.compared])
     if facts.report.bench:

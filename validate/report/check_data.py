@@ -20,8 +20,10 @@ from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.frozen import Raw
 from ..check.check import examine
+from ..check.pair import as_of_draft, with_draft
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
+from ..facts.served import TargetFact, is_same
 
 
 def check_data(
@@ -45,23 +47,43 @@ def check_data(
         absent["calibration"] = why
     try:
         sizes = sizes_by_group(opened, source)
+        if check.target is not None:  # what a draft leaves out of the source is its target's
+            sizes = tuple([row for row in sizes if row.num_tensors])
     except RecipeError as unknown:
         absent["sizes"] = f"No sizes: {unknown}"
     return check.model_copy(update={"sizes": sizes, "calibration": calibration, "absent": absent})
 
 
 def record_static(
-    folder: Path, checkpoint: Source, identity: Identity, *, source: Source | None = None
+    folder: Path,
+    checkpoint: Source,
+    identity: Identity,
+    *,
+    source: Source | None = None,
+    target: TargetFact | None = None,
 ) -> None:
     """Write check.json from the static check, unless there is one of the same bytes, which may hold
     dry loads.
     """
     found = read_result(folder, "check")
-    if found is not None and found.checkpoint.sha256 == identity.sha256:
+    if (
+        found is not None
+        and found.checkpoint.sha256 == identity.sha256
+        and is_same(found.data.target, target)
+    ):
         return
-    checked = examine(checkpoint.where, source=source)
-    data = check_data(checked.data, opened=checked.source, source=source)
+    data = static(checkpoint, source=source, target=target)
     write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
+
+
+def static(
+    checkpoint: Source, *, source: Source | None = None, target: TargetFact | None = None
+) -> CheckData:
+    """The static check of a checkpoint; of a draft of its own, with its target."""
+    checked = examine(checkpoint, source=source)
+    if target is not None:
+        checked = as_of_draft(with_draft(examine(target.path), checked), target)
+    return check_data(checked.data, opened=checked.source, source=source)
 
 
 def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[GroupSize, ...]:

@@ -32,7 +32,17 @@ from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
 from .drafted import counts_bench, drafted, has_no_block
 from .numbers import counted, nats, percent, points
-from .settle import Estimate, Recovery, mean_recovery, reason, recovery, settle, unmeasured, worst
+from .settle import (
+    Estimate,
+    Recovery,
+    mean_recovery,
+    of_pair,
+    reason,
+    recovery,
+    settle,
+    unmeasured,
+    worst,
+)
 
 CHANCE = 0.001
 """A split is no chance if two equal servers come to it less often than this: one good checkpoint in
@@ -66,18 +76,25 @@ def judge(
         closeness: what `keepmtp closeness` measured; likewise.
         listed_tasks: of the recipe.
     """
-    reasons = (
+    reasons = [
         _findings(check, serve),
         _loads(check, serve, evaluation, bench),
         _acceptance(gates, serve, evaluation),
-        _first_task(gates, evaluation),
-        *_all_tasks(gates, evaluation, listed_tasks),
-        *_drafting(evaluation),
-        *_probe(serve),
-        *_speed(gates, bench),
-        *_closeness(gates, closeness),
-    )
-    return JudgementFact(verdict=worst(reasons), gates=gates, reasons=reasons)
+    ]
+    if check is None or check.target is None:
+        reasons += [
+            _first_task(gates, evaluation),
+            *_all_tasks(gates, evaluation, listed_tasks),
+            *_drafting(evaluation),
+            *_probe(serve),
+            *_speed(gates, bench),
+            *_closeness(gates, closeness),
+        ]
+    else:  # a draft of its own answers nothing, so it has no score
+        reasons += _probe(serve)
+        for number, one in enumerate(reasons):
+            reasons[number] = one.model_copy(update={"says": of_pair(one.says)})
+    return JudgementFact(verdict=worst(reasons), gates=gates, reasons=tuple(reasons))
 
 
 def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:

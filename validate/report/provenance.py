@@ -77,7 +77,13 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     runtime = RuntimeView.of(checkpoint)
     policies = {"backbone": record.recipe.backbone, "mtp": record.recipe.mtp}
     if isinstance(record.recipe.mtp, str):
-        policies["mtp"] = dict.fromkeys(record.recipe.backbone, record.recipe.mtp)
+        groups = {*record.recipe.backbone}
+        if not groups:  # a draft alone
+            for module in runtime.weights:
+                place = runtime.placed.get(module)
+                if place and not place.row.why_kept:
+                    groups.add(place.role)
+        policies["mtp"] = dict.fromkeys(groups, record.recipe.mtp)
     asked = {*policies["backbone"].values(), *policies["mtp"].values()}
     stored = [(entry.name, "", entry.dtype) for entry in runtime.others]
     for module, weight in runtime.weights.items():

@@ -30,6 +30,7 @@ from ...recipes.extras import missing
 from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
 from ..check.check import examine
+from ..check.pair import of_draft
 from ..facts.benched import BenchFact
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places
@@ -47,12 +48,13 @@ from ..facts.results import (
     report_folder,
 )
 from ..facts.schema import FullReport, JudgementFact, VerdictFact
-from ..facts.served import ServeCheck
+from ..facts.served import ServeCheck, TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
 from .html import HTML_FILE, write_html
 from .numbers import counted, percent
+from .settle import of_pair
 
 JSON_FILE = "report.json"
 _PARTS: Mapping[str, str] = {"gsm8k": "evaluation"}
@@ -103,6 +105,8 @@ def assemble(
     parts: dict[str, Any] = dict(check) | measured | {"identity": identity}
     absent = {}
     for name, says in NOT_RUN.items():
+        if check.target is not None:
+            says = of_pair(says)
         if not parts.get(name):
             absent[name] = check.absent.get(name, says)
     parts["absent"] = absent
@@ -142,7 +146,7 @@ def from_results(folder: Path) -> FullReport:
     newest = check
     vllm = check.vllm
     for station, result in results.items():
-        _refuse_other(folder, result, check.checkpoint)
+        _refuse_other(folder, result, check.checkpoint, check.data.target)
         sums[f"{station}.json"] = file_sha256(file_of(folder, station))
         if result.made_at > newest.made_at:
             newest = result
@@ -253,7 +257,8 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
     version = NEWEST
     if full.dry and is_known(full.vllm):
         version = full.vllm
-    found = examine(checkpoint, vllm=version).data
+    checked = examine(checkpoint, vllm=version)
+    found = checked.data
     rule = ""
     got = ""
     for name, value in found.facts:
@@ -262,19 +267,27 @@ def of_checkpoint(checkpoint: Path) -> FullReport:
             rule = f"must have the headers' {name}, {value}"
             got = reported
     errors = errors_of(found.findings)
+    if full.target is not None:  # that it is a draft alone is no error then
+        errors = errors_of(of_draft(checked, None))
     if errors and not errors_of(full.findings):
         rule = "must have the error of the headers"
         got = f"none of {errors[0].where}, which is {errors[0].says}"
     if rule:
         where = file_of(folder, "check")
-        cure = f"Run `{command('check', folder)}` again"
+        cure = f"Run `{command('check', folder, full.target)}` again"
         raise CheckpointError(where, rule, got=got, cure=cure)
     return full
 
 
-def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
-    """Refuse, before the work, to measure where there are results of other bytes; those of `but`
-    are measured now.
+def refuse_stale(
+    folder: Path,
+    identity: Identity,
+    *,
+    but: tuple[Station, ...],
+    target: TargetFact | None = None,
+) -> None:
+    """Refuse, before the work, to measure where there are results of other bytes, or with another
+    target; those of `but` are measured now.
 
     Raises:
         CheckpointError: naming the file and both numbers.
@@ -284,7 +297,7 @@ def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) 
             continue
         result = read_result(folder, station)
         if result:
-            _refuse_other(folder, result, identity)
+            _refuse_other(folder, result, identity, target)
 
 
 def write(folder: Path, report: FullReport) -> Path:
@@ -325,16 +338,26 @@ def read_json(path: Path) -> FullReport:
         ) from error
 
 
-def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
+def _refuse_other(
+    folder: Path, result: Result[Any], identity: Identity, target: TargetFact | None
+) -> None:
     mine = result.checkpoint.sha256
+    served_with = getattr(result.data, "target", None)
     station = result.station
-    if mine != identity.sha256:
-        raise CheckpointError(
-            file_of(folder, station),
-            f"must be measured on the same bytes as the others, {identity.sha256}",
-            got=mine,
-            cure=f"Remove it, and measure again with `{command(station, folder)}`",
-        )
+    rule = f"must be measured on the same bytes as the others, {identity.sha256}"
+    got: object = mine
+    if mine == identity.sha256:
+        if is_same(served_with, target):
+            return
+        rule = f"must be measured with the same target as the others, {target}"
+        got = served_with
+    raise CheckpointError(
+        file_of(folder, station),
+        rule,
+        got=got,
+        cure="Remove it, and measure again with "
+        f"`{command(station, folder, target or served_with)}`",
+    )
 
 
 def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
@@ -384,7 +407,10 @@ def verdict_of(
     if check.dry:
         where = places(newest(check.dry), is_named=True)
         label = "Loads"
-        says = f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {where}"
+        what = "this checkpoint and its MTP draft"
+        if check.target is not None:
+            what = f"this draft and its target {check.target.path}"
+        says = f"vLLM {vllm}'s own classes load {what} on {where}"
         tried = "no server was run"
     warnings = len(check.findings) - len(errors_of(check.findings))
     if warnings:

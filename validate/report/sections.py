@@ -92,7 +92,10 @@ def gates(report: FullReport) -> Iterator[Block]:
     yield title(f"Gates: {judged.title}")
     rows = [(reason.gate, reason.title, reason.says) for reason in judged.reasons]
     yield Table(columns=("gate", "verdict", "reason"), rows=rows)
-    limits = [f"{name} {value}" for name, value in judged.gates if value is not None]
+    asked = dict(judged.gates)
+    if report.target is not None:
+        asked = judged.gates.model_dump(include={"min_acceptance", "confidence"})
+    limits = [f"{name} {value}" for name, value in asked.items() if value is not None]
     yield f"The recipe's limits: {', '.join(limits)}."
 
 
@@ -100,6 +103,7 @@ def _checkpoint(report: FullReport) -> Iterator[Block]:
     facts = report.facts
     rows = [
         ("path", code(report.path)),
+        *target(report),
         ("family", facts.family or "unknown"),
         ("quantization config", facts.dialect or "unknown"),
         ("size", size_in_words(facts.num_bytes)),
@@ -115,6 +119,15 @@ def _checkpoint(report: FullReport) -> Iterator[Block]:
     yield Table(columns=("", ""), rows=rows)
     if not report.identity:
         yield report.absent["identity"]
+
+
+def target(report: FullReport) -> list[tuple[str, str]]:
+    """What a draft of its own was measured with, as a row."""
+    found = report.target
+    if found is None:
+        return []
+    says = f"{code(found.path)}, revision {code(found.revision)}"
+    return [("Target", f"{says}; SHA-256 over its files {code(found.sha256)}")]
 
 
 def _findings(report: FullReport) -> Iterator[Block]:
@@ -193,6 +206,8 @@ def sizes(report: FullReport) -> Iterator[Block]:
 
 def calibration(report: FullReport) -> Iterator[Block]:
     """What it was calibrated on, and what was measured without a server."""
+    if report.target is not None:  # nothing of it can be
+        return
     yield title("Calibration, and acceptance without a server")
     fact = report.calibration
     if fact is None:
@@ -360,6 +375,8 @@ def closeness(report: FullReport) -> Iterator[Block]:
 
 def tasks(report: FullReport) -> Iterator[Block]:
     """Scores of source and checkpoint, and the protocol."""
+    if report.target is not None:  # a draft has none
+        return
     fact = report.evaluation
     asked = "GSM8K"
     if fact and fact.protocol.task != "gsm8k":

@@ -124,6 +124,12 @@ def reason(gate: str, verdict: JudgementWord, says: str) -> ReasonFact:
     return ReasonFact(gate=gate, verdict=verdict, says=says)
 
 
+def of_pair(says: str) -> str:
+    """A sentence with a command for a checkpoint, for a draft of its own."""
+    served = says.replace("eval CHECKPOINT", "serve-check CHECKPOINT")
+    return served.replace("CHECKPOINT", "TARGET --draft DRAFT")
+
+
 def unmeasured(gate: str, says: str) -> ReasonFact:
     """The reason of a gate that has nothing to judge."""
     return reason(gate, "infeasible", says)

@@ -6,13 +6,15 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 from checkpoint_files import write, write_single
-from commands import refused
+from commands import ran, refused
 from good import ours, released
 from hub import serving
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for, quantize, recipe_for
+from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.draft_alone import draft_as_written, recipe_of_draft
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.write.output import claim
@@ -23,6 +25,8 @@ from keepmtp.validate.check.check import check
 from live_tensors import tensors_of
 from outputs import digests
 from real_vllm import GLM
+from safetensors.torch import load_file, save_file
+from seeds import seeded
 
 
 def names_of(plan) -> list[str]:
@@ -112,6 +116,56 @@ def test_another_form_than_the_target_builds(tmp_path):
         plan_for(release, draft_for=str(target), mtp="bf16")
     plan, _ = plan_for(release, draft_for=str(target), mtp="FP8_DYNAMIC")
     assert replace(plan, target=None).is_draft_alone
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3.1", "mimo-v2-flash"])
+def test_for_a_target_in_native_blocks(model, tmp_path):
+    """The release's own tensors, byte for byte; and another release's, under the same names."""
+    release = write(tmp_path / "release", released(model))
+    for shard in release.glob("*.safetensors"):
+        numbers = {}
+        for name, tensor in load_file(shard).items():
+            values = torch.rand(tensor.shape, generator=seeded(len(numbers)))
+            numbers[name] = (values + 0.1).to(tensor.dtype)
+        save_file(numbers, shard)
+    plan, text = plan_for(str(release), draft_for=str(release), mtp="source")
+    assert plan.recipe.format == "fp8" and "format: fp8" in text
+    said = ran(f"quantize {release} --draft-for {release} --mtp source --out {tmp_path}/draft")
+    assert f"vllm serve {release} --speculative-config" in said
+    said = ran(f"plan {release} --draft-for {release}")
+    assert "scales renamed" not in said and "  ignore  model." in said, said
+    before, after = tensors_of(release), tensors_of(tmp_path / "draft")
+    assert {name: before[name] for name in after} == after
+    assert any(name.endswith(".weight_scale_inv") for name in after)
+    again, _ = plan_for(str(tmp_path / "draft" / "recipe.yaml"), source=str(release))
+    assert files_of(again) == files_of(plan) and names_of(again) == names_of(plan)
+    plain = released(model)
+    plain.config.pop("quantization_config")
+    plain.take(r".*_scale_inv")
+    for name, (dtype, shape) in plain.tensors.items():
+        if dtype == "F8_E4M3":
+            plain.tensors[name] = ("BF16", shape)
+    other = write(tmp_path / "other", plain)
+    made, _ = plan_for(str(other), draft_for=str(release), mtp="FP8_BLOCK")
+    assert names_of(made) == names_of(plan)
+    with pytest.raises(GateError, match=r"plain BF16, but vLLM builds .* --mtp FP8_BLOCK\."):
+        plan_for(str(other), draft_for=str(release), mtp="bf16")
+
+
+def test_other_native_fp8_is_not_written(tmp_path):
+    """One scale a tensor is no block: the sentence says so before a byte is written."""
+    target = released("deepseek-v3.1")
+    target.config["quantization_config"].pop("weight_block_size")
+    place = str(write(tmp_path / "target", target))
+    release = str(write(tmp_path / "release", released("deepseek-v3.1")))
+    with pytest.raises(GateError, match="in the dialect fp8, which keepmtp does not write"):
+        plan_for(release, draft_for=place, mtp="source")
+
+
+def test_native_blocks_are_for_a_draft_alone():
+    recipe = plan_for(str(GLM), scheme="FP8_DYNAMIC")[0].recipe
+    with pytest.raises(RecipeError, match="format: fp8 is for a draft alone"):
+        validated(recipe.model_dump() | {"format": "fp8"}, "here")
 
 
 def test_of_a_repository_only_the_blocks_files_are_downloaded(serve_hub, tmp_path, monkeypatch):

@@ -6,8 +6,9 @@ import pytest
 from checkpoint_files import Checkpoint, lose, write
 from good import ours, released
 from keepmtp import api
+from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.validate.check.check import check, examine
-from keepmtp.validate.check.pair import of_draft, with_draft
+from keepmtp.validate.check.pair import as_of_draft, of_draft, with_draft
 
 BACKBONE = r"model\.layers\.[0-2]\..*|model\.norm.*|lm_head.*"
 
@@ -52,6 +53,19 @@ def test_objections_to_another_family(tmp_path):
     ]
 
 
+def test_only_a_known_draft_is_recorded(tmp_path):
+    target = write(tmp_path / "target", released("glm-4.7"))
+    draft = draft_of(released("glm-4.7"))
+    draft.config["model_type"] = "unheard_of"
+    (pair,) = api.check_all([target], draft=str(write(tmp_path / "draft", draft)))
+    with pytest.raises(RecipeError, match=r"has a family's table; got none\. Leave --record out"):
+        as_of_draft(pair, None)
+    (target / "model.safetensors.index.json").write_text("{")
+    (pair,) = api.check_all([target], draft=str(tmp_path / "draft"))
+    with pytest.raises(CheckpointError, match="index"):
+        as_of_draft(pair, None)
+
+
 @pytest.mark.parametrize(
     ("model", "lost", "severity"),
     [
@@ -80,10 +94,19 @@ def test_as_the_target_builds(tmp_path):
 
 
 def test_a_target_in_a_dialect_that_is_not_written(tmp_path):
-    """No word would help: the cure says so."""
-    rows = found(tmp_path, released("deepseek-v3.1"), draft_of(ours("deepseek-v3.1", "FP8_BLOCK")))
-    assert {rule for rule, *_ in rows} == {"draft-form"}
-    assert rows[0][2].endswith("in the dialect fp8, which keepmtp does not write")
+    """No word would help, and the cure says so; but for FP8 in blocks, which a draft may have."""
+    for block, cure in (
+        ([64, 64], "in the dialect fp8, which keepmtp does not write"),
+        ([128, 128], "--mtp FP8_BLOCK"),
+    ):
+        target = released("deepseek-v3.1")
+        target.config["quantization_config"]["weight_block_size"] = block
+        draft = draft_of(ours("deepseek-v3.1", "FP8_BLOCK"))
+        place = tmp_path / f"{block[0]}"
+        place.mkdir()
+        rows = found(place, target, draft)
+        assert "draft-form" in {rule for rule, *_ in rows}
+        assert any(words.endswith(cure) for *_, words in rows), rows
 
 
 def test_a_class_that_reads_its_own_config(tmp_path):

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import benches
+import cards
 import measured
 import pytest
 import reports
 from closenesses import closeness
+from commands import keepmtp
 from json_files import json_of, put_json
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -42,6 +44,7 @@ from keepmtp.validate.report.check_data import record_static
 from keepmtp.validate.report.report import (
     JSON_FILE,
     from_results,
+    of_checkpoint,
     read_json,
     refresh,
     refuse_stale,
@@ -242,6 +245,36 @@ def test_results_of_other_bytes_do_not_meet(evidence):
     for make in (refresh, verify):
         with pytest.raises(CheckpointError, match=says):
             make(evidence)
+
+
+def test_results_with_another_target_do_not_meet(tmp_path):
+    """Of a draft of its own: another target than the one measured, and none."""
+    folder = cards.draft(tmp_path / "draft")
+    evidence = report_folder(folder)
+    before = file_of(evidence, "check").read_bytes()
+    other = shutil.copytree(reports.MODEL, tmp_path / "other")
+    (other / "generation_config.json").write_text("{}")
+    says = "serve.json: must be measured with the same target as the others, "
+    done = keepmtp(f"check {other} --draft {folder} --record", status=2)
+    assert f"{says}{other}" in done.stderr
+    assert file_of(evidence, "check").read_bytes() == before
+    again = shutil.copytree(reports.MODEL, tmp_path / "again")
+    keepmtp(f"check {again} --draft {folder} --record", status=0)
+    verify(evidence)
+    file_of(evidence, "check").unlink()
+    cure = rf"measure again with `keepmtp serve-check {reports.MODEL} --draft {folder}`"
+    with pytest.raises(CheckpointError, match=rf"{says}None; got .*{cure}"):
+        refresh(evidence)
+
+
+def test_an_edited_draft_is_judged_again(tmp_path):
+    """That it is a draft alone is no error; a config that counts no layer is one."""
+    folder = cards.draft(tmp_path / "draft")
+    assert of_checkpoint(folder).target is not None
+    config = json_of(folder / "config.json")
+    put_json(folder / "config.json", config | {"num_nextn_predict_layers": 0})
+    with pytest.raises(CheckpointError, match=r"must have the error of .*num_nextn_predict"):
+        of_checkpoint(folder)
 
 
 def test_a_check_of_the_same_bytes_is_kept(evidence):

@@ -15,10 +15,12 @@ from drafts import weights_of
 from json_files import json_of
 from keepmtp import api
 from keepmtp.checkpoints import files
+from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
+from keepmtp.validate.measure.harness import Model, Setup, hosting
 from safetensors.torch import save_file
 from vllms import CPU, H100
 
@@ -43,6 +45,27 @@ def made(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
         folder,
         {t.name.removesuffix(".weight"): t.scheme for t in plan.tensors if t.scheme},
     )
+
+
+def test_a_draft_and_its_target_are_copied_together(tmp_path):
+    """Where a CPU has no kernel for one of them, vLLM would build the other otherwise."""
+    model = str(ROOT / "models" / "tiny-glm4-moe")
+    plan = api.plan("tiny-glm4-moe", source=model, scheme="NVFP4A16", mtp="bf16")
+    target = api.quantize(plan, tmp_path / "target").out
+    plan = api.plan(model, draft_for=str(target), mtp="bf16")
+    draft = api.quantize(plan, tmp_path / "draft").out
+    served = [
+        Model(role="checkpoint", source=open_source(folder), identity=identify(folder))
+        for folder in (target, draft)
+    ]
+    pair = replace(served[1], target=served[0])
+    with hosting(pair, Setup(vllm=CPU, out=tmp_path)) as host:
+        assert host.as_served != "native" and host.draft is not None
+        for folder in (host.folder, host.draft):
+            assert "quantization_config" not in json_of(folder / "config.json")
+        assert len(open_source(host.draft).entries) == len(open_source(draft).entries)
+    with hosting(pair, Setup(vllm=H100, out=tmp_path)) as host:
+        assert (host.as_served, host.folder, host.draft) == ("native", target, draft)
 
 
 def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):

@@ -3,10 +3,12 @@
 import json
 import shutil
 
+import cards
 import pytest
 from commands import ROOT, keepmtp
 from json_files import put_json
-from keepmtp.validate.report.report import read_json
+from keepmtp.validate.facts.results import report_folder
+from keepmtp.validate.report.report import read_json, verify
 from stub_vllm import stub_vllm
 
 GLM = ROOT / "models" / "tiny-glm4-moe"
@@ -60,6 +62,31 @@ def test_cut_characters(tmp_path):
         assert "The probe, of 56 answers in twelve scripts" in (out / "report.html").read_text()
     (tmp_path / "python").write_text("no vLLM any more")
     assert keepmtp(words, VLLM_PYTHON=python)
+
+
+def test_answers_with_another_target_do_not_count(tmp_path):
+    """A draft of its own is asked anew with each target, and the last one is its evidence."""
+    draft = cards.draft(tmp_path / "draft")
+    shutil.rmtree(f"{draft}.report")
+    python = str(stub_vllm(tmp_path, start=0))
+    own = cards.checkpoint(tmp_path / "own")
+    evidence = cards.evidence(own)
+    words = f"serve-check {GLM} --draft {own} --source none --no-probe"
+    done = keepmtp(words, VLLM_PYTHON=python, status=2)
+    says = "gsm8k.json: must be measured with the same target as the others"
+    assert says in done.stderr and verify(evidence).target is None, "nothing of it is lost"
+    for text in ("1", "2", "1"):
+        target = tmp_path / f"target{text}"
+        if not target.is_dir():
+            shutil.copytree(GLM, target)
+            put_json(target / "answers.json", said(text))
+        words = f"serve-check {target} --draft {draft} --source none --no-probe"
+        keepmtp(words, VLLM_PYTHON=python, status=0)
+        report = verify(report_folder(draft))
+        assert report.serve is not None and report.target is not None
+        assert report.target == report.serve.target and report.target.path == str(target)
+        assert [run.outputs[0].text for run in report.serve.checkpoint.runs] == [text, text]
+        assert report.facts.num_tensors == 34 and not report_folder(target).exists()
 
 
 @pytest.mark.full

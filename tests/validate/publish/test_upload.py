@@ -23,10 +23,11 @@ from commands import captured, shell
 from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.upload import prepare
 from keepmtp.validate.report import card
+from keepmtp.validate.report.report import refresh
 from tables import cases, table
 from written_values import poke
 
@@ -239,6 +240,29 @@ def test_a_broken_value_is_refused_though_the_report_is_green(
     done = publish_here(code=1, says=wrong)
     assert f"got model.{ending}" in done.err and says in done.err
     assert REPO not in hub.repos
+
+
+def test_a_draft_of_its_own_is_published(hub, tmp_path):
+    """Whole, or not at all: without a server's evidence, or where it has changed since."""
+    folder = cards.draft(tmp_path / "draft")
+    card.build(folder)
+    done = publish(hub, folder)
+    assert done.code == 0, done.err
+    whole(hub, folder)
+    text = hub.read(REPO, "README.md").decode()
+    assert f'"model":"{REPO}"' in text and "vllm serve tiny-glm4-moe" in text
+    flip(folder / "model-00001-of-00001.safetensors")
+    cure = f"measure these: `keepmtp serve-check TARGET --draft {folder}` and card"
+    with pytest.raises(CheckpointError, match=f"got another model-00001-of-00001.*{cure}"):
+        prepare(folder)
+    shutil.rmtree(f"{folder}.report")
+    folder = cards.draft(tmp_path / "other")
+    Path(f"{folder}.report", "serve.json").unlink()
+    refresh(Path(f"{folder}.report"))
+    card.build(folder)
+    says = "Not measured of both source and checkpoint: `keepmtp serve-check TARGET --draft DRAFT`"
+    with pytest.raises(GateError, match=says):
+        prepare(folder)
 
 
 def test_without_a_server_nothing_is_published(publish_here, hub, folder):

@@ -181,6 +181,43 @@ def test_a_card_of_what_was_only_checked(made):
     printed("card_bare.md", card_of(made, assembled(cards.checked(made))))
 
 
+def test_a_card_of_a_draft(tmp_path):
+    """It names its target, in the serve line too, and nothing that a draft cannot have."""
+    folder = cards.draft(tmp_path / "draft")
+    _, report = card.build(folder, source=reports.MODEL)
+    assert report.judgement is not None and report.verdict.label == "Loads and drafts"
+    gates = {reason.gate: reason.verdict for reason in report.judgement.reasons}
+    assert gates == dict.fromkeys(("findings", "loads", "acceptance"), "pass")
+    text = (card.card_folder(folder) / "README.md").read_text()
+    heads = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+    assert heads == [
+        "Gates: pass",
+        "Serve",
+        "Intended use",
+        "Hardware",
+        "Dry load: vLLM's own classes on a pretended GPU",
+        "Draft acceptance",
+        "What is different: quantized, kept, and why",
+        "Size by module group",
+        "Limitations",
+        "Made with",
+    ]
+    assert report.target is not None
+    for says in (
+        "block of `tiny-glm4-moe`, kept unquantized, which still drafts for speculative decoding",
+        f"| Target | `tiny-glm4-moe`, revision `local`; SHA-256 over its files `{report.target.sha256}` |",
+        'vllm serve tiny-glm4-moe \\\n  --speculative-config \\\n  \'{"method":"mtp","num_speculative_tokens":1,"model":"ORG/draft"}\'',
+        "load this draft and its target tiny-glm4-moe on sm90 (H100, H200)",
+        "| mtp | experts | `BF16` | recipe: bf16 |",
+        "The recipe's limits: min_acceptance 0.97, confidence 0.95.",
+        "keepmtp serve-check tiny-glm4-moe --draft draft --source tiny-glm4-moe\n",
+        "license: apache-2.0\n",
+    ):
+        assert says in text + report.verdict.says, says
+    assert "gsm8k" not in text.lower() and "base_model_relation" not in text
+    assert "| backbone |" not in text, "what the draft leaves out is no loss"
+
+
 def test_a_card_says_whose_groups_it_has(made):
     record = read_record(made / RECORD)
     donor = record.source.model_copy(update={"name": "org/other", "revision": "5" * 40})
