@@ -149,10 +149,7 @@ def plan_graft(
             )
     made = dict[str, list[Entry]]()
     for shard in plan.shards:
-        made[shard.file] = [
-            Entry(**output._asdict(), file=shard.file, start=0, num_bytes=output.num_bytes)
-            for output in shard.outputs
-        ]
+        made[shard.file] = shard.entries
     # A file with nothing but the old block is left out, and one with tensors of the backbone is
     # written again without them.
     proposal.put_shards(old, made)

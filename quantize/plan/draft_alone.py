@@ -73,10 +73,7 @@ def draft_as_written(plan: Plan) -> Source:
     """The draft's headers and configs, as they will be."""
     entries = dict[HFName, Entry]()
     for shard in plan.shards:
-        for output in shard.outputs:
-            values = output._asdict()
-            entries[output.name] = Entry(
-                **values, file=shard.file, start=0, num_bytes=output.num_bytes
-            )
+        for entry in shard.entries:
+            entries[entry.name] = entry
     config = files_of(plan)["config.json"]
     return replace(plan.source, where="the draft", config=config, entries=entries, unindexed={})

@@ -65,6 +65,14 @@ class Shard:
     # It is the source's file of this name, which gets a second name.
     is_link: bool = False
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The headers of its tensors, as they will be; where their bytes start is left at 0."""
+        return [
+            Entry(**output._asdict(), file=self.file, start=0, num_bytes=output.num_bytes)
+            for output in self.outputs
+        ]
+
 
 @dataclass(frozen=True)
 class Plan:
