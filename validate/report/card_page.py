@@ -497,11 +497,12 @@ def _commands(facts: CardFacts) -> Iterator[str]:
     block = []
     if facts.record.mtp_source:
         block = ["--mtp-source", facts.record.mtp_source.name]
-    yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
     served = [out]
     target = facts.report.target
     if target:
         served = [target.path, "--draft", out]
+        block += ["--draft-for", target.path]
+    yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
     yield shell(["keepmtp", "check", *served, "--record"])
     if facts.report.serve:
         yield shell(["keepmtp", "serve-check", *served, *source])

@@ -210,6 +210,7 @@ def test_a_card_of_a_draft(tmp_path):
         "load this draft and its target tiny-glm4-moe on sm90 (H100, H200)",
         "| mtp | experts | `BF16` | recipe: bf16 |",
         "The recipe's limits: min_acceptance 0.97, confidence 0.95.",
+        "--draft-for tiny-glm4-moe",
         "keepmtp serve-check tiny-glm4-moe --draft draft --source tiny-glm4-moe\n",
         "license: apache-2.0\n",
     ):
