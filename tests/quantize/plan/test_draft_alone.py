@@ -137,7 +137,8 @@ def test_for_a_target_in_native_blocks(model, tmp_path):
     before, after = tensors_of(release), tensors_of(tmp_path / "draft")
     assert {name: before[name] for name in after} == after
     assert any(name.endswith(".weight_scale_inv") for name in after)
-    again, _ = plan_for(str(tmp_path / "draft" / "recipe.yaml"), source=str(release))
+    recipe = str(tmp_path / "draft" / "recipe.yaml")
+    again, _ = plan_for(recipe, source=str(release), draft_for=str(release))
     assert files_of(again) == files_of(plan) and names_of(again) == names_of(plan)
     plain = released(model)
     plain.config.pop("quantization_config")
