@@ -122,7 +122,7 @@ def serve_check(
         record_static(session.out, checkpoint.source, checkpoint.identity, **beside)
         judged = session.keep(fact, checkpoint)
     else:
-        checked = static(checkpoint.source, **beside)
+        checked = static(checkpoint.source, **beside).data
         judged = session.keep(fact, checkpoint, gates=gates, check=checked, serve=fact)
         facts = {"opened": checkpoint.source, "source": source_opened, "serve": fact}
         save(session.out, checked, vllm=session.setup.vllm.version, judgement=judged, **facts)

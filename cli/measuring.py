@@ -148,8 +148,9 @@ class Session:
         checkpoint = self.model("checkpoint", self.opened)
         target = None
         if self.target is not None:
-            checkpoint = replace(checkpoint, target=self.model("checkpoint", self.target))
-            target = checkpoint.served[0].as_target
+            served_with = self.model("checkpoint", self.target)
+            checkpoint = replace(checkpoint, target=served_with)
+            target = served_with.as_target
         if self.is_recorded:
             stations = (self.station, *but)
             reports.refuse_stale(self.out, checkpoint.identity, but=stations, target=target)

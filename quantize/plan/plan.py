@@ -38,7 +38,7 @@ from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
 from .decide import Decisions, Origins, added_aliases, matching_limit, origins_of, served_at
 from .kv_cache import with_cache_scales
-from .tables import refuse_tables
+from .tables import is_table, refuse_tables
 from .tensor_plan import Output, Spelled, TensorPlan, outputs_of, same_output
 
 SHARD_BYTES = 5_000_000_000
@@ -228,6 +228,15 @@ class Plan:
             if tensor.outputs:
                 by_unit[tensor.unit].append(tensor)
         return tuple(tuple(tensors) for tensors in by_unit.values())
+
+    @cached_property
+    def packed_tables(self) -> list[TensorPlan]:
+        """Embedding and head, where they are packed."""
+        found = []
+        for tensor in self.tensors:
+            if tensor.fate == "quantize" and is_table(tensor.place):
+                found.append(tensor)
+        return found
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -641,16 +650,16 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
         calibrated = ""
         is_weighted = False
         # Weights of embedding and head are rounded to nearest, whatever the algorithm.
-        is_table = tensor.role in TABLE_ROLES
+        is_nearest = tensor.role in TABLE_ROLES
         if recipe.search is not None and scheme in SEARCHES[recipe.search]:
             search = recipe.search
-            if is_table:
+            if is_nearest:
                 search = "mse"
             reason += f"; scales by {search}"
             if search == "imatrix":
                 calibrated = "scales"
                 is_weighted = True
-        if scheme in REWRITES[algorithm] and tuned is None and not is_table:
+        if scheme in REWRITES[algorithm] and tuned is None and not is_nearest:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"
         elif SCHEMES[scheme].needs_calibration:

@@ -19,7 +19,7 @@ from ...checkpoints.source import Source, small_file, view_of
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.frozen import Raw
-from ..check.check import examine
+from ..check.check import Checked, examine
 from ..check.pair import as_of_draft, with_draft
 from ..facts.results import CheckData, read_result, write_result
 from ..facts.schema import GroupSize
@@ -72,18 +72,19 @@ def record_static(
         and is_same(found.data.target, target)
     ):
         return
-    data = static(checkpoint, source=source, target=target)
+    checked = static(checkpoint, source=source, target=target)
+    data = check_data(checked.data, opened=checked.source, source=source)
     write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
 
 
 def static(
     checkpoint: Source, *, source: Source | None = None, target: TargetFact | None = None
-) -> CheckData:
+) -> Checked:
     """The static check of a checkpoint; of a draft of its own, with its target."""
     checked = examine(checkpoint, source=source)
     if target is not None:
         checked = as_of_draft(with_draft(examine(target.path), checked), target)
-    return check_data(checked.data, opened=checked.source, source=source)
+    return checked
 
 
 def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[GroupSize, ...]:

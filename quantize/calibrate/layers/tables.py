@@ -43,7 +43,7 @@ def served_tables(skeleton: Skeleton, stream: Stream) -> Iterator[None]:
     if not isinstance(head, NoHead):
         modules["head"] = head
     with ExitStack() as stack:
-        for tensor in skeleton.packed_tables:
+        for tensor in skeleton.plan.packed_tables:
             module = modules.get(tensor.role)
             if module is None or stream not in _OF_A_SERVER:
                 continue
@@ -77,7 +77,7 @@ def _served(skeleton: Skeleton, tensor: TensorPlan, weight: Tensor) -> Tensor:
 
 def calibrated_head(skeleton: Skeleton) -> TensorPlan | None:
     """The head, where its input scale comes from batches."""
-    for tensor in skeleton.packed_tables:
+    for tensor in skeleton.plan.packed_tables:
         if tensor.calibrated:
             return tensor
     return None

@@ -222,12 +222,6 @@ class Skeleton:
             for tensor in tensors:
                 self.served.pop(tensor.name, None)
 
-    @property
-    def packed_tables(self) -> list[TensorPlan]:
-        """Embedding and head, where the plan packs them."""
-        tables = _top(self.plan, "embedding") + _top(self.plan, "head")
-        return [tensor for tensor in tables if tensor.fate == "quantize"]
-
     @contextmanager
     def whole(self, places: Iterable[torch.device]) -> Iterator[PreTrainedModel]:
         """The model with all its weights; they are gone afterwards.

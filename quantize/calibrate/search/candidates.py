@@ -324,7 +324,7 @@ def as_tables(skeleton: Skeleton, plan: Plan | None, largest: LargestInputs) -> 
     """
     base, given = skeleton.plan, skeleton.given
     skeleton.plan = plan or base
-    for tensor in skeleton.packed_tables:
+    for tensor in skeleton.plan.packed_tables:
         if tensor.role == "head":
             skeleton.served.pop(tensor.name, None)
             skeleton.given = input_scales({f"{_HEAD}.weight": (Piece(tensor=tensor),)}, largest)

@@ -50,7 +50,7 @@ def test_served_logits_are_those_of_the_written_bytes(passed):
     (batch, *_) = backbone.batches("served", size=1).batches()
     with torch.no_grad():
         states = computed(skeleton, batch).logits[0]  # without a head
-        (head,) = skeleton.packed_tables
+        (head,) = skeleton.plan.packed_tables
         weight = load(skeleton.plan, head, skeleton.device)
         (packed,) = pack(SCHEMES[scheme], [weight])
         values = dequantize(SCHEMES[scheme].form, packed, shape=tuple(weight.shape), block=None)
