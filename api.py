@@ -109,6 +109,7 @@ def plan(
     requantize: bool = False,
     changes: Sequence[str] | None = None,
     draft_for: str | None = None,
+    changed_only: bool = False,
     trust_remote_code: bool = False,
     **choices: Unpack[ModelChoices],
 ) -> "Plan":
@@ -125,6 +126,7 @@ def plan(
         changes: groups of a checkpoint, each as `GROUP=VALUE`; all else stays as it is.
         draft_for: folder or Hub id of a finished checkpoint; the plan is of the MTP block alone, as
             a draft for it.
+        changed_only: of a repository of the Hub, only the files that change are read and written.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
         choices: see `ModelChoices`.
 
@@ -141,6 +143,7 @@ def plan(
         requantize=requantize,
         changes=changes,
         draft_for=draft_for,
+        changed_only=changed_only,
         trust_remote_code=trust_remote_code,
         **cast("dict[str, str | None]", choices),
     )

@@ -34,6 +34,12 @@ from .checkpoints.record import RECIPE, RECORD, read_record
 from .checkpoints.source import Source, download, open_source, uncollected
 from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
+from .quantize.plan.changes_alone import (
+    changes_alone,
+    read_for_changes,
+    with_changes,
+    written_entries,
+)
 from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint
 from .quantize.plan.choices import choices_of, found_text, refuse_budget
 from .quantize.plan.draft_alone import draft_as_written, recipe_of_draft
@@ -81,6 +87,7 @@ def plan_for(
     requantize: bool = False,
     changes: Sequence[str] | None = None,
     draft_for: str | None = None,
+    changed_only: bool = False,
     trust_remote_code: bool = False,
     **choices: str | None,
 ) -> tuple[Plan, str]:
@@ -94,6 +101,7 @@ def plan_for(
         requantize: what a tool has quantized may be rounded again.
         changes: `GROUP=VALUE`, for groups of a checkpoint that does not stay as it is.
         draft_for: a finished checkpoint; the MTP block alone becomes a draft for it.
+        changed_only: of a repository, only the files that change are read and written.
         trust_remote_code: the checkpoint's own Python may run.
         choices: scheme, mtp and calibration; see `find_recipe`.
 
@@ -132,6 +140,8 @@ def plan_for(
             rule = "a recipe without groups of the backbone must name who drafts with its block"
             cure = "Add --draft-for TARGET, or name the groups"
             raise RecipeError(recipe.name, rule, got="backbone: {}", cure=cure)
+        if changed_only:
+            made = changes_alone(made)
         return made, text
     target = open_source(draft_for)
     recipe = recipe_of_draft(recipe, RuntimeView.of(target))
@@ -350,7 +360,8 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
         recipe = recipe.resolved(read_record(out / RECORD).recipe.whole["mtp"])
     if recipe is not plan.recipe:
         plan = make_plan(recipe, plan.source, trust_remote_code=plan.trust_remote_code)
-    return FinishedRun(plan=plan, out=out, report=_checked(out, plan), was_there=True)
+    report = _checked(out, plan).model_copy(update={"path": str(out)})
+    return FinishedRun(plan=plan, out=out, report=report, was_there=True)
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
@@ -368,7 +379,14 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
         refusal = backbone_refusal(plan)
         if refusal is not None:
             raise refusal
-    local = (progress.download or download)(plan.source)
+    fetch = progress.download or download
+    if plan.changed_only:
+        local = fetch(read_for_changes(plan))
+        here = {"folder": local.folder, "states": local.states, "mtp_source": local.mtp_source}
+        plan = replace(plan, source=replace(plan.source, **here))
+        refuse_output(plan, out)
+        return plan
+    local = fetch(plan.source)
     if local is plan.source:
         return plan
     again = plan_before_measuring(
@@ -420,9 +438,15 @@ def _checked(
     folder: Path, plan: Plan, *, reads: bool = False, progress: RunProgress = SILENT
 ) -> CheckData:
     """The static check, and that of the values where this process reads them."""
-    checked = _passed(examine(folder, source=plan.source), plan, folder)
+    opened = with_changes(plan, folder) if plan.changed_only else folder
+    checked = _passed(examine(opened, source=plan.source), plan, folder)
     if not reads:
         return checked.data
+    if plan.changed_only and checked.runtime is not None:
+        entries = written_entries(plan, folder)
+        new = replace(plan.source, folder=folder, entries=entries, unindexed={}, donors={})
+        runtime = RuntimeView(source=new, view=checked.runtime.view)
+        checked = checked._replace(runtime=runtime)
     from .validate.check.values import refuse_broken_values  # imports torch
 
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)

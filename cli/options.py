@@ -80,6 +80,8 @@ class ModelOptions:
             byte.
         draft_for: Write the MTP block alone, as a draft of its own for this finished checkpoint: a
             folder or a Hub id. Its config decides in which form vLLM builds the draft.
+        changed_only: Of a Hub id as MODEL with --set, read and write only the files that change,
+            to propose them to its owner. No server loads them alone.
         requantize: Round weights that a tool has quantized already a second time.
         trust_remote_code: You have read the checkpoint's own Python: a recipe with
             `model_code: checkpoint` may run it, and the output gets its .py files.
@@ -93,6 +95,7 @@ class ModelOptions:
     mtp_source: str | None = None
     changes: SetOption = None
     draft_for: str | None = None
+    changed_only: bool = False
     requantize: bool = False
     trust_remote_code: bool = False
 
@@ -100,7 +103,7 @@ class ModelOptions:
         """The recipe for them; of a checkpoint as MODEL, its headers are read."""
         from .. import pipeline
 
-        return pipeline.recipe_for(**without(asdict(self), "trust_remote_code"))
+        return pipeline.recipe_for(**without(asdict(self), "trust_remote_code", "changed_only"))
 
     def plan(self) -> "Plan":
         """The plan for them."""

@@ -229,7 +229,10 @@ def totals(plan: Plan) -> str:
     elif plan.served is not None:
         links = [shard for shard in plan.shards if shard.is_link]
         stays = size_in_words(plan.num_bytes_staying)
-        line += f"; {stays} stay byte for byte, {len(links)} of {len(plan.shards)} shards as links"
+        how = "as links"
+        if plan.changed_only:
+            how = "where they are"
+        line += f"; {stays} stay byte for byte, {len(links)} of {len(plan.shards)} shards {how}"
     for group, donor in source.donors.items():
         size = size_in_words(plan.num_bytes_given[donor_files(group)])
         line += f"; {group} from {donor.where} ({donor.revision}): {size}"
@@ -238,6 +241,11 @@ def totals(plan: Plan) -> str:
 
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
+    if plan.changed_only:
+        repo = plan.source.where
+        size = size_in_words(plan.num_bytes_written)
+        upload = shlex.join(("hf", "upload", repo, str(folder), ".", "--create-pr"))
+        return Text(f"{printable(str(folder))}: {size} for {repo}. Propose it:\n  {upload}")
     words = method_words(plan.source)
     served = str(folder)
     if plan.is_draft_alone:

@@ -53,7 +53,10 @@ def output_bytes(plan: Plan) -> int:
     num_names = plan.num_outputs
     for tensor in plan.tensors:
         num_names += len(tensor.inputs)
-    return plan.num_bytes_after + plan.num_bytes_beside + num_names * _BYTES_A_NAME + _FIXED_BYTES
+    shards = plan.num_bytes_after
+    if plan.changed_only:
+        shards = plan.num_bytes_written
+    return shards + plan.num_bytes_beside + num_names * _BYTES_A_NAME + _FIXED_BYTES
 
 
 def calibration_bytes(plan: Plan) -> int:

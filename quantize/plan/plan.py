@@ -93,6 +93,8 @@ class Plan:
     origins: Origins = field(default_factory=dict)
     # The checkpoint that a server drafts for with it, where it is a draft alone.
     target: Source | None = None
+    # Of a repository, the output gets only what changes.
+    changed_only: bool = False
 
     @property
     def served(self) -> RuntimeView | None:
@@ -107,6 +109,8 @@ class Plan:
     @property
     def companions(self) -> tuple[str, ...]:
         """The source's files, weights apart, that the output gets."""
+        if self.changed_only:
+            return ()
         if self.trust_remote_code:
             return (*self.source.companions, *self.source.code)
         return self.source.companions
@@ -175,8 +179,12 @@ class Plan:
     @property
     def num_bytes_linked(self) -> int:
         """Bytes of the shards that are the source's."""
-        linked = [shard.outputs for shard in self.shards if shard.is_link]
-        return total_bytes(chain(*linked))
+        return total_bytes(chain(*[shard.outputs for shard in self.linked]))
+
+    @property
+    def num_bytes_written(self) -> int:
+        """Bytes of the other shards."""
+        return total_bytes(chain(*[shard.outputs for shard in self.written]))
 
     @cached_property
     def spelled(self) -> Mapping[HFName, Spelled]:
@@ -265,6 +273,18 @@ class Plan:
             name = f"{self.file_stem}-{number:05d}-of-{len(files):05d}.safetensors"
             shards.append(_shard(self, name, units))
         return tuple(shards)
+
+    @property
+    def written(self) -> list[Shard]:
+        """The shards that are no links."""
+        return [shard for shard in self.shards if not shard.is_link]
+
+    @property
+    def linked(self) -> list[Shard]:
+        """The shards of the source that the output has as links."""
+        if self.changed_only:
+            return []
+        return [shard for shard in self.shards if shard.is_link]
 
     @property
     def needs_calibration(self) -> list[str]:
@@ -393,7 +413,7 @@ def make_plan(
     tensors += added_aliases(view, entries)
     if is_draft_alone:
         tensors = _without_origins(tensors)
-        source = _read_alone(whole, tensors)
+        source = read_alone(whole, tensors)
     _refuse_unmatched(decisions, tensors)
     refuse_unservable(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
@@ -439,7 +459,7 @@ def _without_origins(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
     return kept
 
 
-def _read_alone(source: Source, tensors: Iterable[TensorPlan]) -> Source:
+def read_alone(source: Source, tensors: Iterable[TensorPlan]) -> Source:
     """The source with the tensors that these are made from, and no others."""
     read = set(chain(*[tensor.inputs for tensor in tensors]))
     entries = {name: entry for name, entry in source.entries.items() if name in read}

@@ -132,9 +132,8 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
     source = plan.source
     assert source.folder is not None
     # Last of the shards: while others are written, the folder has no links.
-    for shard in plan.shards:
-        if shard.is_link:
-            link(source.folder / shard.file, fresh(partial / shard.file))
+    for shard in plan.linked:
+        link(source.folder / shard.file, fresh(partial / shard.file))
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
     own.update(texts, plan.companions)
@@ -220,6 +219,9 @@ def is_finished(plan: Plan, out: Path) -> bool:
     for name in (*plan.companions, *source.code):
         if (out / name).is_file() != (name in plan.companions):
             return False
+    there = [shard for shard in plan.shards if (out / shard.file).is_file()]
+    if len(there) != len(plan.written) + len(plan.linked):
+        return False
     return (
         _is_same(source, record.source, file_sizes(source))
         and _is_same(source.mtp_source, record.mtp_source, sizes_from(source, MTP_FILES))

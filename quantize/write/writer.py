@@ -91,7 +91,7 @@ def write(
         finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
     ranks.wait()
     if progress:
-        own = _written(plan)[ranks.rank :: ranks.size]
+        own = plan.written[ranks.rank :: ranks.size]
         for shard in plan.shards:
             if shard not in own:
                 progress(plan.num_bytes_read(chain(*shard.units)))
@@ -118,7 +118,7 @@ def write_shards(
     torch.set_num_threads(1)
     with ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = []
-        for number, shard in enumerate(_written(plan)[ranks.rank :: ranks.size]):
+        for number, shard in enumerate(plan.written[ranks.rank :: ranks.size]):
             job = _Job(
                 plan=plan,
                 shard=shard,
@@ -135,11 +135,6 @@ def write_shards(
             stop.set()
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(torch_threads)
-
-
-def _written(plan: Plan) -> list[Shard]:
-    """The shards that are no links."""
-    return [shard for shard in plan.shards if not shard.is_link]
 
 
 def _devices() -> list[torch.device]:

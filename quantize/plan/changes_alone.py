@@ -1,0 +1,76 @@
+"""A change proposed to a repository: only the files that change are read and written.
+
+In: the plan of a finished checkpoint of the Hub. Out: the same plan without links; the source with
+the tensors that it reads; and the repository as it would be, to be judged.
+
+Easy to get wrong: a server reads the whole repository, so that is what the check judges. Values are
+read of the new files alone: the others are as their owner made them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from ...checkpoints.companions import INDEX
+from ...checkpoints.json_file import read_config
+from ...checkpoints.safetensors_file import Entry, read_header
+from ...checkpoints.source import Source
+from ...recipes.errors import RecipeError
+from ...recipes.family import HFName
+from ...recipes.schema import AUTO
+from .configs import files_of
+from .plan import Plan, read_alone
+
+_WHERE = "--changed-only"
+
+
+def changes_alone(plan: Plan) -> Plan:
+    """The plan of the changed files.
+
+    Raises:
+        RecipeError: no finished checkpoint of the Hub, or a run that reads all of it.
+    """
+    rule = "is for a finished checkpoint of the Hub, with --set"
+    if plan.served is None or plan.is_draft_alone:
+        got = f"{plan.source.where}, which becomes another one"
+        raise RecipeError(_WHERE, rule, got=got, cure="Leave it out")
+    if plan.source.folder is not None:
+        cure = "Leave it out: what stays is a link, which takes no room"
+        raise RecipeError(_WHERE, rule, got="a folder", cure=cure)
+    if plan.needs_batches:
+        rule = "reads no text, which all weights would be needed for"
+        got = ", ".join(plan.needs_calibration) or f"mtp: {AUTO}"
+        raise RecipeError(_WHERE, rule, got=got, cure="Choose a form without data, or leave it out")
+    return replace(plan, changed_only=True)
+
+
+def read_for_changes(plan: Plan) -> Source:
+    """The source with the tensors that the changed files are made from, and no others."""
+    units = chain(*[shard.units for shard in plan.written])
+    return read_alone(plan.source, chain(*units))
+
+
+def with_changes(plan: Plan, folder: Path) -> Source:
+    """The repository with the files of an output in it: its headers and configs."""
+    entries = dict[HFName, Entry]()
+    for shard in plan.shards:
+        if shard.is_link:
+            entries |= {output.name: plan.entries[output.name] for output in shard.outputs}
+    entries |= written_entries(plan, folder)
+    unindexed = {**plan.source.unindexed}
+    for name in entries.keys() & unindexed.keys():
+        del unindexed[name]
+    changed = {name: (folder / name).read_bytes() for name in (INDEX, *files_of(plan))}
+    config = read_config(folder / "config.json", str(folder))
+    tensors = {"entries": entries, "unindexed": unindexed, "donors": {}, "replaced": {}}
+    return replace(plan.source, config=config, changed=changed, **tensors)
+
+
+def written_entries(plan: Plan, folder: Path) -> Mapping[HFName, Entry]:
+    """The headers of the changed shards, as they are in an output."""
+    entries = dict[HFName, Entry]()
+    for shard in plan.written:
+        path = folder / shard.file
+        entries |= read_header(path, str(path)).entries
+    return entries
