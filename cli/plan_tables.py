@@ -226,7 +226,7 @@ def totals(plan: Plan) -> str:
         line += f" of {other.where} ({other.revision})"
     if plan.is_draft_alone:
         line += f"; the block alone: {counted(plan.source.num_unread, 'other tensor')} left out"
-    elif plan.served is not None:
+    elif plan.keeps_shards:
         links = [shard for shard in plan.shards if shard.is_link]
         stays = size_in_words(plan.num_bytes_staying)
         how = "as links"
@@ -334,7 +334,7 @@ def plan_json(plan: Plan) -> Json:
     for group, donor in plan.source.donors.items():
         given = {"bytes": plan.num_bytes_given[donor_files(group)]}
         value.setdefault("from", {})[group] = _named(donor) | given
-    if plan.served is not None:
+    if plan.keeps_shards:
         links = [shard.file for shard in plan.shards if shard.is_link]
         value["stays"] = {"bytes": plan.num_bytes_staying, "links": links}
     if plan.recipe.is_searched:

@@ -31,8 +31,8 @@ def changes_alone(plan: Plan) -> Plan:
     Raises:
         RecipeError: no finished checkpoint of the Hub, or a run that reads all of it.
     """
-    rule = "is for a finished checkpoint of the Hub, with --set"
-    if plan.served is None or plan.is_draft_alone:
+    rule = "is for a checkpoint of the Hub of which all stays but what --set names"
+    if not plan.keeps_shards:
         got = f"{plan.source.where}, which becomes another one"
         raise RecipeError(_WHERE, rule, got=got, cure="Leave it out")
     if plan.source.folder is not None:

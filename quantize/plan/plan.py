@@ -255,7 +255,7 @@ class Plan:
         sglang #35395 by the index. Embedding and head, which target and draft share, stay in the
         first files.
         """
-        if self.served is not None and not self.is_draft_alone:
+        if self.keeps_shards:
             return tuple(_shards_of_source(self))
         files = list[list[Unit]]()
         part = ""
@@ -273,6 +273,17 @@ class Plan:
             name = f"{self.file_stem}-{number:05d}-of-{len(files):05d}.safetensors"
             shards.append(_shard(self, name, units))
         return tuple(shards)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether the output has the source's files: that of a finished checkpoint, and of a
+        release whose groups all stay.
+        """
+        words = set[str]()
+        for group, word in self.recipe.backbone.items():
+            if group not in TABLE_ROLES:
+                words.add(word)
+        return not self.is_draft_alone and (self.served is not None or words == {"source"})
 
     @property
     def written(self) -> list[Shard]:

@@ -269,7 +269,7 @@ def _is_older(plan: Plan, made_ns: int) -> bool:
     newest = 0
     for state in states:
         newest = max(newest, state.mtime_ns)
-        if plan.served is None:  # a link changes the ctime
+        if not plan.keeps_shards:  # a link changes the ctime
             newest = max(newest, state.ctime_ns)
     return newest < made_ns
 

@@ -229,7 +229,7 @@ class _Job:
         # is written again as fast as compared.
         for file in sorted(files & plan.source.states.keys()):
             state = plan.source.states[file]
-            if plan.served is not None:  # a link changes the ctime
+            if plan.keeps_shards:  # a link changes the ctime
                 state = state.model_copy(update={"ctime_ns": 0})
             digest.update(f"{file} {state!r}".encode())
         return digest.hexdigest()

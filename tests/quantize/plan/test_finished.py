@@ -95,6 +95,21 @@ def test_nothing_changes(format, finished, tmp_path):
     assert json_of(out / "config.json") == json_of(first / "config.json")
 
 
+def test_of_a_release_too(tmp_path):
+    """Its plain shards are links; what else a server has of it is what it was."""
+    shutil.copytree(TINY, tmp_path / "first")
+    out = tmp_path / "out"
+    made = planned(tmp_path / "first", "mtp=FP8_DYNAMIC")
+    quantize(made, "", out=out)
+    new = {shard.file for shard in made.written}
+    shards = {path.name for path in out.glob("*.safetensors")}
+    assert linked(tmp_path / "first", out) == shards - new and new < shards
+    assert check(out).findings == ()
+    old = tensors_of(TINY)
+    changed = {name for name, value in tensors_of(out).items() if value != old.get(name)}
+    assert changed and all(name.startswith("model.layers.3.") for name in changed)
+
+
 def test_there_and_back(finished, tmp_path):
     """Modelopt's scales become compressed-tensors', with their values in their dtype."""
     out = tmp_path / "out"
