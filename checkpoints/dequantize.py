@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from ..recipes.errors import CheckpointError
-from ..recipes.forms import FORMS, Form
+from ..recipes.forms import FORMS, TRANSPOSED, Form
 from ..recipes.frozen import Shape
 from .stored import num_slices, scale_of, weight_of
 from .values import row_ranges
 
+# Where in a word of AWQ the code of each of its eight outputs is (vLLM 0.32.0, awq_triton.py).
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _E2M1_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -38,7 +40,8 @@ def dequantize(
     """A stored weight as values.
 
     Args:
-        form: from `stored.stored_weights`, and none of `forms.NOT_COMPUTED`. Of the packed forms,
+        form: from `stored.stored_weights`, and none of `forms.NOT_COMPUTED` but one of
+            `TRANSPOSED` with the codes of a scheme. Of the packed forms,
             the weight is [N, K] in FP8 or int8; [N, K / 2] bytes of E2M1; or int32 [N, ceil(K *
             bits / 32)] of offset binary, first column in the low bits.
         parts: the tensors it is stored as, by the last component of their names, all on one device.
@@ -55,6 +58,9 @@ def dequantize(
 
     Raises: CheckpointError if a shape, a dtype or a width does not fit.
     """
+    if form in TRANSPOSED:
+        parts = upright(form, parts, shape)
+        form = "int_packed"
     weight = weight_of(parts)
     if form == "plain":
         return weight
@@ -90,6 +96,38 @@ def dequantize(
         if scale.numel() in (1, num_rows):
             scale = scale.reshape(-1, 1).expand(num_rows, 1)
     return _scaled(table, weight, scale, shape, block, common=common, divides=storage.divides)
+
+
+def upright(form: Form, parts: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+    """The integers of GPTQ or AWQ as compressed-tensors has them: the same codes and scales.
+
+    Args:
+        form: "gptq", int32 [K / pack, N], the first input in the low bits of a word; or "awq",
+            int32 [K, N / 8], the outputs of a word in AWQ's order.
+        parts: qweight, scales [G, N], and AWQ's qzeros, int32 [G, N / 8].
+        shape: (N, K).
+    """
+    found = {"weight_scale": parts["scales"].T.contiguous(), "weight_shape": torch.tensor(shape)}
+    if form == "gptq":
+        return {**found, "weight_packed": parts["qweight"].T.contiguous()}
+    zeros = _words(_in_order(parts["qzeros"])).T.contiguous()
+    packed = _words(_in_order(parts["qweight"]).T)
+    return {**found, "weight_packed": packed, "weight_zero_point": zeros}
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """The codes of AWQ's words, by their outputs: int32 [R, C] -> [R, 8 * C]."""
+    codes = (words.unsqueeze(-1) >> _shifts(words)) & 15
+    return codes[..., _AWQ_ORDER].flatten(1)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Eight codes of a row in a word, the first in its low bits: int32 [R, 8 * C] -> [R, C]."""
+    return (codes.unflatten(1, (-1, 8)) << _shifts(codes)).sum(-1, dtype=torch.int32)
+
+
+def _shifts(words: Tensor) -> Tensor:
+    return torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
 
 
 def _int_packed(

@@ -161,5 +161,7 @@ FORMS: Mapping[Form, Storage] = MappingProxyType(
         "unknown": Storage(),
     }
 )
-NOT_COMPUTED: tuple[Form, ...] = ("gptq", "awq", "unknown")
+TRANSPOSED: tuple[Form, ...] = ("gptq", "awq")
+"""Matrices as [K, N]. Where the config says how they are read, a scheme may have the same codes."""
+NOT_COMPUTED: tuple[Form, ...] = (*TRANSPOSED, "unknown")
 """Forms that keepmtp recognizes and does not compute with."""

@@ -12,10 +12,13 @@ the real functions by tests/checkpoints/dialects/test_dialects.py and test_forei
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ...recipes.family import VLLMName
 from ...recipes.renamer import Renamer
+from ...recipes.schemes import SCHEMES
+from ..stored import StoredWeight
 from .dialect import ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import AwqGiven, GptqGiven, Raw, read_given
 from .matching import (
@@ -266,6 +269,23 @@ def gptq_built(bits: int, group_size: int) -> VLLMModule:
     unused = frozenset({"qzeros", "g_idx"})
     size = _group(group_size)
     return registers("gptq", "qweight", "scales", optional=unused, group_size=size, bits=bits)
+
+
+def scheme_of(weight: StoredWeight, built: VLLMModule) -> str:
+    """The scheme that has the codes of GPTQ, which count from the middle, or of AWQ, which count
+    from zero points; "" where none has as many bits and scales.
+    """
+    has_zeros = "qzeros" in built.leaves
+    if has_zeros != (weight.form == "awq"):
+        return ""
+    for name, scheme in SCHEMES.items():
+        is_same = (scheme.bits, scheme.group_size) == (built.bits, built.group_size)
+        if is_same and scheme.form == "int_packed" and scheme.has_zero_point == has_zeros:
+            codes, scale, *_ = scheme.weight_tensors(*weight.shape)
+            sizes = [prod(weight.parts[leaf].shape) for leaf in ("qweight", "scales")]
+            if sizes == [prod(codes.shape), prod(scale.shape)]:
+                return name
+    return ""
 
 
 def awq_built(group_size: int, *, has_zeros: bool) -> VLLMModule:

@@ -25,6 +25,7 @@ from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
+from ...recipes.forms import TRANSPOSED
 from ...recipes.runtimes.vllm import NEWEST
 from ..companions import HF_QUANT_CONFIG
 from ..safetensors_file import Entry
@@ -34,7 +35,7 @@ from .choose import quantization_of, read_dialect
 from .compressed_tensors import CompressedTensors
 from .dialect import PLAIN, Dialect, Kind, Resolution, UnknownDialect
 from .given import Raw
-from .gptq import Gptq
+from .gptq import Gptq, scheme_of
 from .matching import FUSED, plain
 from .modelopt import ModelOpt
 from .patterns import time_limit
@@ -423,11 +424,13 @@ class RuntimeView(StoredView):
         schemes = dict[HFName, str]()
         for module in self.modules:
             dialect = self.dialect_of(module.part)
-            if not isinstance(dialect, CompressedTensors | ModelOpt):
-                continue
             for member in module.members:
-                if member.weight.form != "plain":
-                    schemes[member.weight.module] = dialect.scheme_of(module.resolution)
+                weight = member.weight
+                form = module.resolution.built.form
+                if weight.form == form and form in TRANSPOSED:
+                    schemes[weight.module] = scheme_of(weight, module.resolution.built)
+                elif weight.form != "plain" and isinstance(dialect, CompressedTensors | ModelOpt):
+                    schemes[weight.module] = dialect.scheme_of(module.resolution)
         return schemes
 
     def refuse_more(self) -> None:

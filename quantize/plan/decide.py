@@ -24,14 +24,13 @@ from ...checkpoints.stored import (
     INPUT_SCALES,
     KV_SCALE_LEAVES,
     OTHER_LEAVES,
-    TRANSPOSED_LEAVES,
     StoredWeight,
 )
-from ...recipes.conventions import CACHE_LEAVES, FORMATS, cache_scale_in
+from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.family_view import FamilyView, Place, unknown_place
-from ...recipes.forms import NOT_COMPUTED
+from ...recipes.forms import NOT_COMPUTED, TRANSPOSED
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
@@ -171,13 +170,6 @@ class Decisions:
             )
             return self.weight(stack)
         is_other = place.leaf in ("weight", *OTHER_LEAVES) or row.role == "vision"
-        if place.leaf in TRANSPOSED_LEAVES:
-            raise CheckpointError(
-                f"{self._source_of(entry).where}: {name}",
-                f"{' and '.join(FORMATS)} must have a word for how a weight is packed",
-                got="the packing of GPTQ and AWQ",
-                cure="Start from the original release, or from another build of it",
-            )
         if is_other and not row.stacked:
             why = row.why_kept or "a bias, not a matrix"
             return TensorPlan(name, (name,), "keep", why, entry.shape, (same_output(entry),), place)
@@ -304,7 +296,10 @@ class Decisions:
     def _refuse_unreadable(self, weight: StoredWeight, place: Place) -> None:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme
         is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
-        if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
+        is_unknown = weight.form in (*NOT_COMPUTED, "mxfp8")
+        if weight.form in TRANSPOSED and weight.scheme:
+            is_unknown = False
+        if is_unknown or is_foreign_integer or is_sliced:
             stored = list[str]()
             for leaf, entry in weight.parts.items():
                 stored.append(f"{leaf} {entry.dtype}{list(entry.shape)}")

@@ -20,7 +20,7 @@ from itertools import chain
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import DONOR_FILES, MTP_FILES, Source, origin_of
-from ...checkpoints.stored import stored_weights
+from ...checkpoints.stored import stored_weights, transposed_weights
 from ...recipes.conventions import (
     ALGORITHMS,
     CACHE,
@@ -495,8 +495,9 @@ def decided(decisions: Decisions, entries: Iterable[Entry]) -> list[TensorPlan]:
         RecipeError, CheckpointError: see `Decisions`.
     """
     weights, others = stored_weights(entries)
+    transposed, others = transposed_weights(others)
     with matching_limit():
-        tensors = [decisions.weight(weight) for weight in weights.values()]
+        tensors = [decisions.weight(weight) for weight in (weights | transposed).values()]
         tensors += [decisions.other(entry) for entry in others]
     return tensors
 

@@ -185,7 +185,7 @@ def renamed_outputs(weight: StoredWeight, scheme: str) -> tuple[Output, ...]:
     """The outputs for a weight that keeps its bytes under the scheme's names; float scales keep
     their precision.
     """
-    scale = weight.parts.get("weight_scale")
+    scale = weight.parts.get("weight_scale") or weight.parts.get("scales")
     outputs = list(_outputs_of(weight.module, scheme, weight.shape))
     if scale is not None and scale.dtype in ("F32", "F16"):
         for number, output in enumerate(outputs):

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from ...checkpoints.dequantize import upright
 from ...checkpoints.files import (
     WORK,
     complete,
@@ -33,10 +34,11 @@ from ...checkpoints.files import (
 )
 from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ...checkpoints.stored import scale_of, weight_of
-from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
+from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_parts, read_tensor
 from ...recipes.conventions import Change, in_compressed_tensors
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from ...recipes.forms import TRANSPOSED
 from ...recipes.frozen import Advance, Raw, frozen
 from ..pack.unit import load, packed_groups, parts, separate
 from ..plan.decide import served_at
@@ -285,6 +287,11 @@ class _Job:
                     place.put(output, value.reshape(output.shape))
                 else:
                     place.copy(output, entry)
+            return
+        if tensor.form in TRANSPOSED:
+            values = upright(tensor.form, read_parts(self.plan.source, found), tensor.shape)
+            for output in tensor.outputs:
+                place.put(output, values[output.name.rpartition(".")[2]])
             return
         # By their names in compressed-tensors' convention: a part of the source, and its change.
         origins = dict[str, tuple[Entry, Change]]()

@@ -237,7 +237,7 @@ BROKEN = {
     "an expert": (without(rf"{EXPERT}\..*"), f"heavy: {EXPERT}: a donor must have the modules of"),
     "GPTQ": (
         lambda other: other.rename(rf"({EXPERT})\.weight_packed", r"\1.qweight"),
-        rf"heavy: {EXPERT}\.qweight: .* got the packing of GPTQ",
+        rf"heavy: {EXPERT}\.weight: must be plain, .*; got qweight U8",
     ),
     "a scale": (without(rf"{EXPERT}\.weight_scale"), rf"heavy: {EXPERT}\.weight: must be plain"),
 }
