@@ -303,17 +303,17 @@ def convert(
     value: Json = {
         "path": path,
         "from": planned.first,
-        "to": planned.to,
+        "to": to,
         "tensors_changed": planned.num_changed,
-        "tensors_with_other_bytes": len(proposal.made),
-        "shards_written": [*proposal.shards_again],
-        "bytes_written": proposal.num_bytes_again,
+        "tensors_with_other_bytes": planned.num_remade,
+        "shards_written": sorted(proposal.made_shards),
+        "bytes_written": planned.plan.num_bytes_written,
     }
     out = new.folder("convert")
     if out is None:
         answer(value, [in_words(value), *proposal.diffs()], as_json=new.as_json)
         return
-    with bytes_bar("converting")(proposal.num_bytes_again) as progress:
+    with bytes_bar("converting")(planned.num_bytes_read) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = new.judge(out)
     checked = judged.checked

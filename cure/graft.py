@@ -37,7 +37,6 @@ from ..checkpoints.source_of import refuse_another_model
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
-from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
@@ -49,7 +48,7 @@ from ..validate.facts.findings import Finding
 from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored
 from .proposal import CONFIG, Faulty, Proposal
-from .rewritten import Rewritten, rewrite
+from .rewritten import Rewritten, rewrite, write_planned
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 
@@ -211,10 +210,9 @@ def carry_out(
     def make(folder: Path) -> None:
         """Write the block's files."""
         plan = graft.plan
-        work = folder / WORK / "graft"
         if release.folder is None:
             with bar("fetching")(graft.num_bytes_read) as progress:
-                plan = replace(plan, source=_fetched(graft, work / "release", progress))
+                plan = replace(plan, source=_fetched(graft, folder / WORK / "release", progress))
         entries = {entry.name: entry for entry in graft.entries}
         block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
         for found in check_values(block, "all", reading=bar("reading values")):
@@ -228,13 +226,10 @@ def carry_out(
                     cure="Download the release again; "
                     "if its values stay so, nothing can draft with them",
                 )
-        (work / WORK).mkdir(parents=True, exist_ok=True)
         with bar("packing")(plan.num_bytes_before) as progress:
-            write_shards(plan, work, threads=os.cpu_count() or 1, progress=progress)
+            write_planned(plan, folder, progress)
         if release.folder is not None:
             refuse_changed(release.folder, release.states, cure="Run the same command again")
-        for shard in plan.shards:
-            os.replace(work / shard.file, within(folder, shard.file))
 
     return rewrite(
         graft.proposal,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
 from ..checkpoints.dialects.runtime_view import RuntimeView
-from ..checkpoints.safetensors_file import Entry, total_bytes
+from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes, small_object
 from ..recipes.errors import CheckpointError, printable
 from ..recipes.family import HFName
@@ -73,7 +73,6 @@ class Proposal:
         edits: those that were made, in their order.
         not_here: reasons of those that need the shards on this machine, for a repository that was
             not downloaded.
-        made: bytes of tensors that get others, by their new names.
         made_shards: names of new shards that somebody else writes.
     """
 
@@ -81,7 +80,6 @@ class Proposal:
         self.source = source
         self.edits: list[Edit] = []
         self.not_here: dict[str, None] = {}
-        self.made: dict[HFName, bytes] = {}
         self.made_shards: set[str] = set()
         self._docs: dict[str, Any] = {
             CONFIG: deepcopy(dict(source.config)),
@@ -230,11 +228,6 @@ class Proposal:
             if self._shards[file]:
                 again[file] = [*self._shards[file].values()]
         return again
-
-    @property
-    def num_bytes_again(self) -> int:
-        """Bytes of the tensors in `shards_again`."""
-        return sum(total_bytes(entries) for entries in self.shards_again.values())
 
     # --- what becomes of it -----------------------------------------------------------------------
 

@@ -40,11 +40,12 @@ from ..checkpoints.files import (
 )
 from ..checkpoints.identity import FileStamp, refuse_changed, states_of
 from ..checkpoints.record import RECIPE, RECORD
-from ..checkpoints.safetensors_file import Entry, lay_out
+from ..checkpoints.safetensors_file import Entry, lay_out, total_bytes
 from ..checkpoints.source import Source, read
+from ..quantize.plan.plan import Plan
 from ..quantize.write.output import refuse_place
 from ..recipes.errors import RecipeError, VLLMError
-from ..recipes.frozen import Advance, Say, nowhere, silent
+from ..recipes.frozen import Advance, Say, silent
 from ..recipes.schemes import DTYPE_BITS
 from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
@@ -92,7 +93,6 @@ def rewrite(
     also_read: Source | None = None,
     make_shards: Callable[[Path], None] = lambda folder: None,
     num_bytes: int = 0,
-    written: Advance = nowhere,
 ) -> Rewritten:
     """Write the new folder; a killed run's is begun again, and gets the same bytes.
 
@@ -105,7 +105,6 @@ def rewrite(
             tensors. What it keeps in the folder's `.keepmtp` is still there when a killed command
             runs again.
         num_bytes: how much that will be.
-        written: called with numbers of bytes of the other new shards.
 
     Raises:
         RecipeError: something is there, the disk is too small, or another run is at work.
@@ -133,7 +132,7 @@ def rewrite(
     refuse_place(source, out)
     new = {*small, *again, *proposal.made_shards}
     kept = [name for name in kept_files(source) if name not in new | gone]
-    num_bytes += sum(map(len, small.values())) + proposal.num_bytes_again
+    num_bytes += sum(map(len, small.values())) + sum(map(total_bytes, again.values()))
     if source.folder is not None and not can_link(source.folder, out):
         # What cannot be linked is copied.
         num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
@@ -161,7 +160,7 @@ def rewrite(
         # OUT.partial, and never opened where it was.
         make_shards(partial)
         for name, entries in again.items():
-            _write_shard(within(partial, name), entries, proposal, written)
+            _write_shard(within(partial, name), entries, source)
         for name, data in small.items():
             with making(within(partial, name)) as path:
                 path.write_bytes(data)
@@ -206,9 +205,20 @@ def _finished(out: Path, command: str) -> Rewritten | None:
     return found
 
 
-def _write_shard(
-    path: Path, entries: Iterable[Entry], proposal: Proposal, written: Advance
-) -> None:
+def write_planned(plan: Plan, folder: Path, progress: Advance) -> None:
+    """Write the shards of a plan that are no links into an unfinished folder. What the same command
+    had finished before it was killed is kept.
+    """
+    from ..quantize.write.writer import write_shards  # imports torch, which `fix` does not need
+
+    work = folder / WORK / "shards"
+    (work / WORK).mkdir(parents=True, exist_ok=True)
+    write_shards(plan, work, threads=os.cpu_count() or 1, progress=progress)
+    for shard in plan.written:
+        os.replace(work / shard.file, within(folder, shard.file))
+
+
+def _write_shard(path: Path, entries: Iterable[Entry], source: Source) -> None:
     """Write a shard from old tensors. Wider dtypes come first, since readers map the file; a shard
     that was touched is written again, whole, because vLLM reads whole files.
     """
@@ -217,16 +227,11 @@ def _write_shard(
     with naming_file(path), open(path, "xb") as file:
         file.write(layout.header)
         for entry in in_order:
-            if entry.name in proposal.made:
-                file.write(proposal.made[entry.name])
-                written(entry.num_bytes)
-                continue
             buffer = memoryview(bytearray(min(_PART, entry.num_bytes)))
             for offset in range(0, entry.num_bytes, _PART):
                 part = buffer[: entry.num_bytes - offset]
-                read(proposal.source, entry, part, offset=offset)
+                read(source, entry, part, offset=offset)
                 file.write(part)
-                written(len(part))
         file.flush()
         os.fsync(file.fileno())
         assert file.tell() == layout.num_bytes, f"{path}: bytes of another shape"

@@ -14,20 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...recipes.family import HFName, VLLMName
-from ...recipes.family_view import FamilyView, Place, unknown_place
+from ...recipes.family_view import FamilyView, Place
 from ...recipes.frozen import frozen
 from ...recipes.runtimes.sglang import table_paths
 
 
 class Matrix(Protocol):
-    """A matrix that a server may ask the quantization config about: a `TensorPlan`, or what `cure/`
-    finds on disk.
-    """
+    """A matrix that a server may ask the quantization config about: a `TensorPlan`."""
 
     @property
-    def module(self) -> HFName: ...
-    @property
-    def place(self) -> Place | None: ...
+    def place(self) -> Place: ...
     @property
     def scheme(self) -> str: ...
 
@@ -76,7 +72,7 @@ def named_modules(view: FamilyView, matrices: Iterable[Matrix]) -> list[NamedMod
     """The modules of these matrices, in their order."""
     found = dict[tuple[str, str, int | None, str], NamedModule]()
     for matrix in matrices:
-        place = matrix.place or unknown_place(matrix.module)
+        place = matrix.place
         key = (place.row.path, place.part, place.layer, matrix.scheme)
         if key in found:
             continue

@@ -1,5 +1,4 @@
-"""The one writer of quantization configs: for a plan, and for the matrices of a finished
-checkpoint.
+"""The one writer of quantization configs, of a release's plan as of a finished checkpoint's.
 
 In: matrices, each with its place and its scheme, and a dialect. Out: the `quantization_config` of
 config.json for vLLM and, where nothing stands against it, for SGLang; config.json with it; and what

@@ -20,13 +20,15 @@ from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import scale_of, weight_of
+from ...checkpoints.stored import WEIGHT_LEAVES, scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_parts, typed
+from ...recipes.conventions import Change, in_compressed_tensors
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ...recipes.forms import GLOBAL_SCALE
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
+from ..plan.decide import served_at
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
 from .pack import pack
@@ -276,3 +278,30 @@ def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:
 def parts(plan: Plan, tensor: TensorPlan) -> dict[str, Entry]:
     """Where the tensors of a weight are in the source, by the last component of their names."""
     return {name.rpartition(".")[2]: plan.entries[name] for name in tensor.inputs}
+
+
+def carried(plan: Plan, tensor: TensorPlan) -> Iterator[tuple[Output, Entry, Change]]:
+    """Each output of a tensor that is kept or added, the tensor of the source that it is made from,
+    and what becomes of its values in compressed-tensors' convention.
+    """
+    if not tensor.scheme:
+        for output, name in zip(tensor.outputs, tensor.inputs, strict=True):
+            yield output, plan.entries[name], "dtype"
+        return
+    found = parts(plan, tensor)
+    weight = weight_of(found)
+    # By their names in compressed-tensors' convention, and by their own.
+    origins = dict[str, tuple[Entry, Change]]()
+    served = served_at(plan.origins, weight)
+    for leaf, entry in found.items():
+        origins[leaf] = entry, "none"
+        if served is not None and served.dialect.name == "modelopt":
+            other = in_compressed_tensors(tensor.scheme, leaf, entry.dtype, entry.shape)
+            origins[other.leaf] = entry, other.change
+    for output in tensor.outputs:
+        leaf = output.name.rpartition(".")[2]
+        if leaf in WEIGHT_LEAVES:
+            yield output, weight, "none"
+            continue
+        entry, change = origins.get(leaf) or (scale_of(found), "none")
+        yield output, entry, change

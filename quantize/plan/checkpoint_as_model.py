@@ -111,7 +111,7 @@ def recipe_of_checkpoint(
     if requantize:
         raw["requantize"] = True
     if changes:
-        recipe, source = _changed(
+        recipe, source = changed_recipe(
             source, raw, changes, scheme=scheme, mtp=mtp, calibration=calibration
         )
         return recipe, found_text(recipe), source
@@ -141,14 +141,14 @@ def recipe_of_checkpoint(
     return recipe, text, source
 
 
-def _changed(
+def changed_recipe(
     source: Source,
     raw: Json,
     changes: Sequence[str],
     *,
-    scheme: str | None,
-    mtp: str | None,
-    calibration: str | None,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
 ) -> tuple[Recipe, Source]:
     """The recipe with which a checkpoint stays as it is, but for the groups that --set names; and
     the checkpoint, with those that are from donors.

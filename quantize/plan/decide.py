@@ -215,7 +215,7 @@ class Decisions:
             fate = "drop"
             reason = "the KV cache is not quantized"
             outputs = ()
-        elif not self._keeps_dialect(entry) and leaf in CACHE_LEAVES:
+        elif leaf in CACHE_LEAVES and not (self._keeps_dialect(entry) or holder.endswith(".attn")):
             outputs = (Output(HFName(name), entry.dtype, (1,)),)
         return TensorPlan(entry.name, (entry.name,), fate, reason, entry.shape, outputs, place)
 

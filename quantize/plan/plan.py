@@ -206,7 +206,8 @@ class Plan:
             if tensor.name.endswith(CACHE_LEAVES):
                 for output in tensor.outputs:
                     name = HFName(cache_scale_in("modelopt", output.name))
-                    spelled[output.name] = Spelled(Output(name, "F32", ()), "dtype")
+                    if served is None or name != output.name:  # vLLM's own stays
+                        spelled[output.name] = Spelled(Output(name, "F32", ()), "dtype")
             elif tensor.scheme:
                 # `fp8` writes blocks as modelopt those of experts.
                 of_experts = tensor.role == "experts" or self.recipe.format == "fp8"

@@ -33,15 +33,13 @@ from ...checkpoints.files import (
     write_whole,
 )
 from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out
-from ...checkpoints.stored import scale_of, weight_of
+from ...checkpoints.stored import WEIGHT_LEAVES
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_parts, read_tensor
-from ...recipes.conventions import Change, in_compressed_tensors
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ...recipes.forms import TRANSPOSED
 from ...recipes.frozen import Advance, Raw, frozen
-from ..pack.unit import load, packed_groups, parts, separate
-from ..plan.decide import served_at
+from ..pack.unit import carried, load, packed_groups, parts, separate
 from ..plan.plan import Output, Plan, Shard, TensorPlan
 from ..plan.tensor_plan import outputs_of, same_output
 from ..run.ranks import Ranks
@@ -51,6 +49,7 @@ from .output import finish
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 32 * 2**20
 _BLOCK_BYTES = 2**20
+_WEIGHTS = tuple(f".{leaf}" for leaf in WEIGHT_LEAVES)
 _FREE_IT = "Free the device of other processes, or pack fewer weights at a time with --threads 1"
 _ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
@@ -270,7 +269,6 @@ class _Job:
         """A tensor that is not quantized here. Scales get compressed-tensors' names and, exactly,
         its dtypes.
         """
-        found = parts(self.plan, tensor)
         if tensor.fate == "dequantize":
             weight = load(self.plan, tensor, self.device)
             pieces = (weight,)
@@ -279,38 +277,17 @@ class _Job:
             for output, piece in zip(tensor.outputs, pieces, strict=True):
                 place.put(output, piece)
             return
-        if not tensor.scheme:
-            for output, name in zip(tensor.outputs, tensor.inputs, strict=True):
-                entry = self.plan.entries[name]
-                if output.name in self.plan.spelled:  # a scale of the cache
-                    value = read_tensor(self.plan.source, entry)
-                    place.put(output, value.reshape(output.shape))
-                else:
-                    place.copy(output, entry)
-            return
-        if tensor.form in TRANSPOSED:
-            values = upright(tensor.form, read_parts(self.plan.source, found), tensor.shape)
+        if tensor.form in TRANSPOSED and tensor.scheme:
+            found = read_parts(self.plan.source, parts(self.plan, tensor))
+            values = upright(tensor.form, found, tensor.shape)
             for output in tensor.outputs:
                 place.put(output, values[output.name.rpartition(".")[2]])
             return
-        # By their names in compressed-tensors' convention: a part of the source, and its change.
-        origins = dict[str, tuple[Entry, Change]]()
-        served = served_at(self.plan.origins, weight_of(found))
-        for leaf, entry in found.items():
-            origins[leaf] = entry, "none"
-            if served is not None and served.dialect.name == "modelopt":
-                other = in_compressed_tensors(tensor.scheme, leaf, entry.dtype, entry.shape)
-                origins[other.leaf] = entry, other.change
-        for output in tensor.outputs:
-            leaf = output.name.rpartition(".")[2]
-            entry = found.get(leaf)
-            if entry is not None and self.plan.on_disk(output) == same_output(entry):
+        for output, entry, change in carried(self.plan, tensor):
+            is_same = self.plan.on_disk(output) == same_output(entry)
+            if is_same or tensor.fate == "add" or output.name.endswith(_WEIGHTS):
                 place.copy(output, entry)
                 continue
-            if leaf in ("weight", "weight_packed"):
-                place.copy(output, weight_of(found))
-                continue
-            entry, change = origins.get(leaf) or (scale_of(found), "none")
             value = read_tensor(self.plan.source, entry)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)

@@ -16,16 +16,19 @@ from checkpoint_files import Checkpoint, pack, write
 from good import cached, llmcompressor, ours, outputs_of
 from good_checkpoints import GOOD
 from json_files import json_of
+from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.cure.convert import Conversion, convert, plan_conversion
+from keepmtp.cure.rewritten import rewrite
 from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import check
 from live_tensors import tensors_of
 from outputs import digests
 from real_vllm import QWEN, in_vllm
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tables import table
 from typer.testing import CliRunner
 from written_values import fill, poke
@@ -87,7 +90,7 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
         named.format("k_proj." * (name == "modelopt")) for name in (first, OTHER[first])
     ]
     before, after = tensors_of(made), tensors_of(tmp_path / "there")
-    assert was in before and was not in after and len(there.proposal.made) >= 6
+    assert was in before and was not in after and there.num_remade >= 6
     # Numbers that BF16 does not hold stay F32.
     assert after[becomes][:2] == ("F32", () if OTHER[first] == "modelopt" else (1,))
     own = "model.layers.3.self_attn.attn.v_scale"
@@ -100,7 +103,7 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
 def test_there_and_back(twins, first, tmp_path):
     there = converted(twins[first], tmp_path / "there")
     back = converted(tmp_path / "there", tmp_path / "back")
-    assert (there.first, there.to, back.to) == (first, OTHER[first], first)
+    assert (there.first, back.first, back.plan.recipe.format) == (first, OTHER[first], first)
     assert_back(tmp_path, twins[first])
 
 
@@ -116,12 +119,49 @@ def test_the_plain_block_is_a_hard_link(twins, tmp_path):
     first = twins["compressed-tensors"]
     planned = converted(first, tmp_path / "out")
     shards = {file.name for file in first.glob("*.safetensors")}
-    linked = shards - set(planned.proposal.shards_again)
+    linked = shards - planned.proposal.made_shards
     assert linked and all(
         os.path.samefile(first / name, tmp_path / "out" / name) for name in linked
     )
     entries = open_source(first).entries.values()
     assert {entry.file for entry in entries if "eh_proj" in entry.name} <= linked
+
+
+def test_a_killed_run_keeps_the_shards_that_it_had(twins, tmp_path):
+    first, out = twins["modelopt"], tmp_path / "out"
+    planned = plan_conversion(str(first), "compressed-tensors")
+
+    def killed(folder: Path) -> None:
+        work = folder / WORK / "shards"
+        (work / WORK).mkdir(parents=True)
+        write_shards(planned.plan, work, threads=1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        command = "convert --to compressed-tensors"
+        rewrite(planned.proposal, out, made_by=command, make_shards=killed)
+    work = partial_path(out) / WORK / "shards"
+    finished = {path.stat().st_ino for path in work.glob("*.safetensors")}
+    convert(planned, out)
+    assert finished <= {path.stat().st_ino for path in out.glob("*.safetensors")} and finished
+    convert(planned, tmp_path / "whole")
+    assert digests(out).items() >= digests(tmp_path / "whole").items()
+
+
+def test_scales_of_one_module_may_have_two_dtypes(tmp_path):
+    """Each keeps its values: one in BF16, and one in F32, which BF16 does not hold."""
+    first = write(tmp_path / "first", ours("glm-4.7", "FP8"))
+    fill(first)
+    for path in first.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith(".input_scale"):
+                tensors[name] = torch.full((1,), 1 / 3)
+        save_file(tensors, path)
+    converted(first, tmp_path / "there")
+    name = "model.layers.1.mlp.experts.0.up_proj.input_scale"
+    before, after = tensors_of(first)[name], tensors_of(tmp_path / "there")[name]
+    assert before == ("F32", (1,), after[2]) and after[:2] == ("F32", ())
 
 
 def test_a_second_config_that_nobody_reads_must_be_json(twins, tmp_path):

@@ -53,13 +53,12 @@ def old(tmp_path) -> Path:
 
 
 def changed(old: Path) -> Proposal:
-    """Another config, `two` with other bytes, no `three`, and `four` in the index."""
+    """Another config, `two` in another shape, no `three`, and `four` in the index."""
     source = open_source(old)
     proposal = Proposal(source)
     proposal.set(CONFIG, ("model_type",), "y", "why")
     two = source.entries["two"]
-    proposal.retensor(two, replace(two, shape=(3,), num_bytes=3), "why")
-    proposal.made["two"] = b"abc"
+    proposal.retensor(two, replace(two, shape=(2, 1)), "why")
     proposal.retensor(source.entries["three"], None, "why")
     proposal.index("mtp.safetensors", "why")
     return proposal
@@ -85,8 +84,9 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
         "two": "a.safetensors",
         "four": "mtp.safetensors",
     }
-    assert json_of(out / INDEX)["metadata"] == {"by": "x", "total_size": 8}
-    assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
+    assert json_of(out / INDEX)["metadata"] == {"by": "x", "total_size": 7}
+    assert found.entries["two"].shape == (2, 1)
+    assert (out / "a.safetensors").read_bytes().endswith(b"111122")
     assert "3 new, 3 kept" in written.sentence
     whole, again = digests(out), made(changed(old), out)
     assert again.is_from_before and "finished before" in again.sentence
