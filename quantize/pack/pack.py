@@ -24,7 +24,7 @@ generate_gparam), quantization/utils/mxfp_utils.py, quantization/lifecycle/forwa
 observers/min_max.py. tests/quantize/test_pack.py runs both side by side.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -63,6 +63,7 @@ def pack(
     *,
     search: str = "",
     importance: Sequence[Tensor] = (),
+    shared: Mapping[str, Tensor] | None = None,
 ) -> list[dict[str, Tensor]]:
     """Quantize the members of one fused group and lay them out as they go to disk.
 
@@ -76,6 +77,8 @@ def pack(
         search: a key of `recipes.schemes.SEARCHES`; "" for scales from the largest magnitude alone,
             which is also what schemes without a meaning for it get.
         importance: for `imatrix`: F32 [K] for each weight, the mean square of its input channels.
+        shared: outputs that are given, by suffix: those that say something of the whole matrix,
+            where the weights are some of its rows. By default they are computed.
 
     Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them,
         on the weight's device.
@@ -95,9 +98,8 @@ def pack(
             )
     if not search or scheme.name not in SEARCHES[search]:
         search = ""
-    shared = {}
-    if scheme.has_tensor_scale and weights:
-        shared = _shared_scale(scheme, weights)
+    if shared is None:
+        shared = shared_scale(scheme, weights)
     packed = []
     for number, weight in enumerate(weights):
         own = None
@@ -108,18 +110,22 @@ def pack(
     return packed
 
 
-def _shared_scale(scheme: Scheme, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The scale that a fused group has in common, by its suffix.
+def shared_scale(scheme: Scheme, weights: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The scale that a fused group has in common, by its suffix; {} where there is none.
+
+    The weights may also be slices of one matrix, [N_i, K]; each is looked at once.
 
     NVFP4's is a divisor, 448 * 6 / amax, and 1.0 where that is not finite (amax near 0). It is
     rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
     if they differ.
     """
-    found = []
-    for weight in weights:
+    found = list[Tensor]()
+    for weight in weights if scheme.has_tensor_scale else ():
         chunks = (magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight))
         own = finite(torch.stack([*chunks]).amax(), _working(weight[:1]).dtype)
         found.append(own.view(1))
+    if not found:
+        return {}
     amax = torch.cat(found).amax()
     if not scheme.shares_global_scale:
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
@@ -138,10 +144,9 @@ def _pack_weight(
     outputs = {}
     for spec in scheme.weight_tensors(*weight.shape):
         outputs[spec.suffix] = weight.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-    if "weight_shape" in outputs:
-        outputs["weight_shape"].copy_(torch.tensor(weight.shape))
-    for suffix, scale in shared.items():
-        outputs[suffix].copy_(scale)
+    shared = {"weight_shape": torch.tensor(weight.shape), **shared}
+    for suffix in shared.keys() & outputs.keys():
+        outputs[suffix].copy_(shared[suffix])
     block_rows = 1
     if scheme.block:
         block_rows = scheme.block[0]

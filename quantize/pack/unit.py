@@ -12,7 +12,8 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import WEIGHT_LEAVES, scale_of, weight_of
-from ...checkpoints.values import read_bytes, read_parts, typed
+from ...checkpoints.values import read_bytes, read_parts, row_ranges, typed
 from ...recipes.conventions import Change, in_compressed_tensors
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
@@ -31,13 +32,15 @@ from ...recipes.schemes import SCHEMES
 from ..plan.decide import served_at
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
-from .pack import pack
+from .pack import pack, shared_scale
 
 CPU = torch.device("cpu")
 # E4M3 has the powers of two from 2**-9, its smallest subnormal, to 2**8.
 _TOP = 8
 _BOTTOM = -9
 _MAGNITUDE_BITS = 0x77
+# A slice has a multiple of these rows: whole blocks, whole words of zero points.
+_ROWS = 128
 
 
 class Calibrations(Protocol):
@@ -57,7 +60,8 @@ class PackedModule:
     Attributes:
         module: its name in the finished checkpoint.
         outputs: what the plan says of its tensors.
-        tensors: by the last component of their names.
+        tensors: by the last component of their names; of a slice, its rows and what is of the
+            whole.
     """
 
     module: HFName
@@ -86,16 +90,15 @@ def packed_groups(
         unit: a member of `plan.units`.
         given: takes the place of what would be packed from the source.
         device: where weights are packed.
-        read: gives weights as the source holds them; by default they are read from there.
+        read: gives weights as the source holds them, whole. By default they are read from there,
+            a large matrix that is packed alone in slices of rows.
 
-    Returns: a group for each expert of a stack, otherwise one.
+    Returns: a group for each expert of a stack, or each slice in order, otherwise one.
 
     Raises:
         CheckpointError: a weight is not finite; the message names the unit.
     """
     static = batch_suffixes(unit[0].scheme)
-    if read is None:
-        read = from_source(plan, device)
     experts: Sequence[int | None] = [None]
     if unit[0].stacked:
         experts = range(unit[0].shape[0])
@@ -112,7 +115,7 @@ def packed_groups(
             for output in tensor.outputs[first:last]:
                 modules[HFName(output.name.rpartition(".")[0])].append(output)
                 is_given &= output.name in given or output.name.endswith(static)
-        computed: Sequence[Mapping[str, Tensor]] = [{}] * len(modules)
+        computed: Iterable[Sequence[Mapping[str, Tensor]]] = [[{}] * len(modules)]
         # Where an algorithm rewrote every weight of the group, nothing is left to be packed.
         if not is_given:
             importance = list[Tensor]()
@@ -120,17 +123,18 @@ def packed_groups(
                 for name in modules:
                     importance.append(_importance(name, given))
             computed = _packed(plan, unit, expert, device, read, importance)
-        group = []
-        for (name, outputs), own in zip(modules.items(), computed, strict=True):
-            tensors = {}
-            for output in outputs:
-                leaf = output.name.rpartition(".")[2]
-                if output.name in given:  # what calibration gave comes first
-                    tensors[leaf] = given.read(output.name)
-                else:
-                    tensors[leaf] = own[leaf]
-            group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
-        yield group
+        for packed in computed:
+            group = []
+            for (name, outputs), own in zip(modules.items(), packed, strict=True):
+                tensors = {}
+                for output in outputs:
+                    leaf = output.name.rpartition(".")[2]
+                    if output.name in given:  # what calibration gave comes first
+                        tensors[leaf] = given.read(output.name)
+                    else:
+                        tensors[leaf] = own[leaf]
+                group.append(PackedModule(module=name, outputs=tuple(outputs), tensors=tensors))
+            yield group
 
 
 def from_source(plan: Plan, device: torch.device) -> ReadWeights:
@@ -139,7 +143,8 @@ def from_source(plan: Plan, device: torch.device) -> ReadWeights:
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
         if expert is None:
             return [load(plan, tensor, device)]
-        return load_expert(plan, tensor, expert, device).chunk(len(tensor.stacked))
+        weight = load_rows(plan, tensor, expert, expert + 1, device)[0]
+        return weight.chunk(len(tensor.stacked))
 
     return read
 
@@ -149,11 +154,11 @@ def _packed(
     unit: Sequence[TensorPlan],
     expert: int | None,
     device: torch.device,
-    read: ReadWeights,
+    read: ReadWeights | None,
     importance: Sequence[Tensor],
-) -> list[dict[str, Tensor]]:
+) -> Iterator[list[dict[str, Tensor]]]:
     """The weights of one fused group, without rounding where source and scheme have the same
-    codes.
+    codes; or those of each slice.
     """
     scheme = SCHEMES[unit[0].scheme]
     if scheme.form == "nvfp4" and {tensor.form for tensor in unit} == {"mxfp4"}:
@@ -163,15 +168,30 @@ def _packed(
             members.append((weight_of(found).to(device), scale_of(found).to(device)))
         exact = mxfp4_as_nvfp4(members)
         if exact is not None:
-            return exact
-    weights = list[Tensor]()
-    for tensor in unit:
-        weights += read(tensor, expert)
+            yield exact
+            return
     search = plan.recipe.search or ""
     if search == "imatrix" and not importance:
         search = "mse"  # of an embedding or a head
+    pack_these = partial(pack, scheme, search=search, importance=importance)
+    tensor = unit[0]
+    # As long on a CPU as on a GPU.
+    slices = [*row_ranges(torch.empty(tensor.shape[-2:], device="meta"), _ROWS)]
+    is_alone = len(unit) == 1 and expert is None and tensor.form == "plain"
     try:
-        return pack(scheme, weights, search=search, importance=importance)
+        if read is None and is_alone and len(slices) > 1:
+            # A scale of the whole needs a look at all rows before the first is packed.
+            looked_at = (load_rows(plan, tensor, *rows, device) for rows in slices)
+            shared = shared_scale(scheme, looked_at)
+            shared["weight_shape"] = torch.tensor(tensor.shape)
+            for rows in slices:
+                yield pack_these([load_rows(plan, tensor, *rows, device)], shared=shared)
+            return
+        read = read or from_source(plan, device)
+        weights = list[Tensor]()
+        for tensor in unit:
+            weights += read(tensor, expert)
+        yield pack_these(weights)
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error
@@ -262,12 +282,17 @@ def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(part.flatten(0, 1) for part in parts_of_slices)
 
 
-def load_expert(plan: Plan, tensor: TensorPlan, expert: int, device: torch.device) -> Tensor:
-    """One expert's slice [N, K] of a stacked parameter [E, N, K], without reading the others."""
+def load_rows(
+    plan: Plan, tensor: TensorPlan, first: int, last: int, device: torch.device
+) -> Tensor:
+    """Rows of a plain matrix, or experts of a stacked parameter [E, N, K], from the first to before
+    the last, without reading the others.
+    """
     entry = plan.entries[tensor.inputs[0]]
     num_bytes = entry.num_bytes // tensor.shape[0]
-    raw = read_bytes(plan.source, entry, offset=expert * num_bytes, length=num_bytes)
-    return typed(raw, entry.dtype, tensor.shape[1:]).to(device)
+    length = (last - first) * num_bytes
+    raw = read_bytes(plan.source, entry, offset=first * num_bytes, length=length)
+    return typed(raw, entry.dtype, (last - first, *tensor.shape[1:])).to(device)
 
 
 def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ Easy to get wrong: that a file has a shard's name says nothing about its bytes.
 import hashlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from ...checkpoints.files import (
     write_at,
     write_whole,
 )
-from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out
+from ...checkpoints.safetensors_file import Entry, FileLayout, lay_out, total_bytes
 from ...checkpoints.stored import WEIGHT_LEAVES
 from ...checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_parts, read_tensor
 from ...recipes.errors import RecipeError
@@ -242,20 +243,28 @@ class _Job:
     def run(self, unit: tuple[TensorPlan, ...], place: "_Place") -> None:
         """Read, compute and write one unit of the plan."""
         num_bytes = self.plan.num_bytes_read(unit)
+        outputs = outputs_of(unit)
         if unit[0].fate == "quantize":
-            # Experts in 3-D tensors are packed an expert at a time: such a tensor alone may be
-            # several GiB.
-            num_groups = 1
-            for tensor in unit:
-                if tensor.stacked:
-                    num_groups = tensor.shape[0]
+            # A 3-D tensor of experts, or a head, may be several GiB: it is packed an expert, or
+            # some rows, at a time.
+            rows = Counter[HFName]()
+            size = total_bytes(outputs)
             for group in packed_groups(self.plan, unit, self.given, device=self.device):
+                written = 0
                 for module in group:
                     for output in module.outputs:
-                        place.put(output, module.tensors[output.name.rpartition(".")[2]])
-                self._done(num_bytes // num_groups)
+                        first = rows[output.name]
+                        if first == output.shape[0]:  # of the whole, and came with the first rows
+                            continue
+                        value = module.tensors[output.name.rpartition(".")[2]]
+                        part = output._replace(shape=(len(value), *output.shape[1:]))
+                        at = self.plan.on_disk(output).num_bytes * first // output.shape[0]
+                        place.put(part, value, at=at)
+                        rows[output.name] += len(value)
+                        written += part.num_bytes
+                self._done(num_bytes * written // size)
+            assert all(rows[output.name] == output.shape[0] for output in outputs), unit[0].name
             return
-        outputs = outputs_of(unit)
         given = [output for output in outputs if output.name in self.given]
         if len(given) == len(outputs):  # an algorithm rescaled it
             for output in given:
@@ -308,15 +317,15 @@ class _Place:
     starts: Mapping[HFName, int]
     sums: Mapping[HFName, "hashlib._Hash"]
 
-    def put(self, output: Output, value: torch.Tensor) -> None:
-        """Write a tensor, as the recipe's format spells it."""
+    def put(self, output: Output, value: torch.Tensor, *, at: int = 0) -> None:
+        """Write a tensor, or rows of it at this byte, as the recipe's format spells it."""
         got = (tuple(value.shape), value.dtype)
         assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output}: computed {got}"
         value = value.cpu().contiguous()
         other = self.plan.spelled.get(output.name)
         if other is not None:
             value = changed(value, other.change, TORCH_DTYPES[other.output.dtype])
-        self._write(output, value.reshape(-1).view(torch.uint8), at=0)
+        self._write(output, value.reshape(-1).view(torch.uint8), at=at)
 
     def copy(self, output: Output, entry: Entry) -> None:
         """Copy the bytes of a source tensor."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ....checkpoints.dequantize import dequantize
 from ....recipes.family import HFName
 from ....recipes.schemes import SCHEMES
-from ...pack.unit import packed_groups
+from ...pack.unit import from_source, packed_groups
 from ...plan.tensor_plan import TensorPlan
 from ..model.batches import Batches
 from ..model.binding import Piece
@@ -68,7 +68,8 @@ def served_tables(skeleton: Skeleton, stream: Stream) -> Iterator[None]:
 def _served(skeleton: Skeleton, tensor: TensorPlan, weight: Tensor) -> Tensor:
     """The values [N, K] of a table in the finished checkpoint."""
     given = InMemory(skeleton.given)
-    (group,) = packed_groups(skeleton.plan, [tensor], given, device=weight.device)
+    read = from_source(skeleton.plan, weight.device)
+    (group,) = packed_groups(skeleton.plan, [tensor], given, device=weight.device, read=read)
     (packed,) = group
     scheme = SCHEMES[tensor.scheme]
     values = dequantize(scheme.form, packed.tensors, shape=tuple(weight.shape), block=scheme.block)
