@@ -63,6 +63,7 @@ def pack(
     *,
     search: str = "",
     importance: Sequence[Tensor] = (),
+    amax: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
     """Quantize the members of one fused group and lay them out as they go to disk.
 
@@ -76,6 +77,7 @@ def pack(
         search: a key of `recipes.schemes.SEARCHES`; "" for scales from the largest magnitude alone,
             which is also what schemes without a meaning for it get.
         importance: for `imatrix`: F32 [K] for each weight, the mean square of its input channels.
+        amax: the `largest` magnitude of a group of which these are a part; by default of these.
 
     Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them,
         on the weight's device.
@@ -97,7 +99,9 @@ def pack(
         search = ""
     shared = {}
     if scheme.has_tensor_scale and weights:
-        shared = _shared_scale(scheme, weights)
+        if amax is None:
+            amax = largest(weights)
+        shared = _shared_scale(scheme, amax)
     packed = []
     for number, weight in enumerate(weights):
         own = None
@@ -108,19 +112,27 @@ def pack(
     return packed
 
 
-def _shared_scale(scheme: Scheme, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The scale that a fused group has in common, by its suffix.
+def largest(weights: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of a fused group, in its dtype, F32 if they differ.
 
-    NVFP4's is a divisor, 448 * 6 / amax, and 1.0 where that is not finite (amax near 0). It is
-    rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
-    if they differ.
+    Raises:
+        CheckpointError: a weight holds NaN or Inf.
     """
     found = []
     for weight in weights:
         chunks = (magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight))
         own = finite(torch.stack([*chunks]).amax(), _working(weight[:1]).dtype)
         found.append(own.view(1))
-    amax = torch.cat(found).amax()
+    return torch.cat(found).amax()
+
+
+def _shared_scale(scheme: Scheme, amax: Tensor) -> dict[str, Tensor]:
+    """The scale that a fused group has in common, by its suffix.
+
+    NVFP4's is a divisor, 448 * 6 / amax, and 1.0 where that is not finite (amax near 0). It is
+    rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
+    if they differ.
+    """
     if not scheme.shares_global_scale:
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
     scale = amax.reciprocal() * (_E4M3_MAX * _E2M1_MAX)

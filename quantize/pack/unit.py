@@ -13,6 +13,7 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -24,12 +25,12 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_parts, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
-from ...recipes.forms import GLOBAL_SCALE
+from ...recipes.forms import GLOBAL_SCALE, IN_MODELOPT
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
-from .pack import pack
+from .pack import largest, pack
 
 CPU = torch.device("cpu")
 # E4M3 has the powers of two from 2**-9, its smallest subnormal, to 2**8.
@@ -86,7 +87,7 @@ def packed_groups(
         device: where weights are packed.
         read: gives weights as the source holds them; by default they are read from there.
 
-    Returns: a group for each expert of a stack, otherwise one.
+    Returns: a group for each expert of a stack and each part of a table, otherwise one.
 
     Raises:
         CheckpointError: a weight is not finite; the message names the unit.
@@ -94,6 +95,9 @@ def packed_groups(
     static = batch_suffixes(unit[0].scheme)
     if read is None:
         read = from_source(plan, device)
+    if unit[0].role == "table":
+        yield from _table(plan, unit, device, read)
+        return
     experts: Sequence[int | None] = [None]
     if unit[0].stacked:
         experts = range(unit[0].shape[0])
@@ -142,6 +146,36 @@ def from_source(plan: Plan, device: torch.device) -> ReadWeights:
     return read
 
 
+def _table(
+    plan: Plan, unit: Sequence[TensorPlan], device: torch.device, read: ReadWeights
+) -> Iterator[list[PackedModule]]:
+    """An n-gram table part by part. It is read twice, because one scale is that of all parts: the
+    published one has 100 GB.
+    """
+    amax = list[Tensor]()
+    for tensor in unit:
+        with _named(plan, [tensor]):
+            amax.append(largest(read(tensor, None)))
+    for tensor in unit:
+        (own,) = _packed(plan, [tensor], None, device, read, [], torch.stack(amax).amax())
+        if "weight_packed" in own:  # vLLM has modelopt's names and multiplier
+            common = own[GLOBAL_SCALE].reciprocal()
+            own |= {"weight": own["weight_packed"], IN_MODELOPT[GLOBAL_SCALE]: common}
+        else:
+            own["weight_scale"] = own["weight_scale"].float()
+        yield [PackedModule(module=tensor.module, outputs=tensor.outputs, tensors=own)]
+
+
+@contextmanager
+def _named(plan: Plan, unit: Sequence[TensorPlan]) -> Iterator[None]:
+    """A refusal names the tensors."""
+    try:
+        yield
+    except CheckpointError as error:
+        names = ", ".join(tensor.name for tensor in unit)
+        raise error.at(f"{plan.source.where}: {names}") from error
+
+
 def _packed(
     plan: Plan,
     unit: Sequence[TensorPlan],
@@ -149,6 +183,7 @@ def _packed(
     device: torch.device,
     read: ReadWeights,
     importance: Sequence[Tensor],
+    amax: Tensor | None = None,
 ) -> list[dict[str, Tensor]]:
     """The weights of one fused group, without rounding where source and scheme have the same
     codes.
@@ -168,11 +203,8 @@ def _packed(
     search = plan.recipe.search or ""
     if search == "imatrix" and not importance:
         search = "mse"  # of an embedding or a head
-    try:
-        return pack(scheme, weights, search=search, importance=importance)
-    except CheckpointError as error:
-        names = ", ".join(tensor.name for tensor in unit)
-        raise error.at(f"{plan.source.where}: {names}") from error
+    with _named(plan, unit):
+        return pack(scheme, weights, search=search, importance=importance, amax=amax)
 
 
 def _importance(module: HFName, given: Calibrations) -> Tensor:

@@ -9,18 +9,18 @@ from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtim
 from ...checkpoints.dialects.written import QuantizationConfig, config_files, quantization_config
 from ...recipes.conventions import FP8_CACHE
 from ...recipes.frozen import Json
-from .decide import FP8_TABLE
 from .plan import Plan
+from .tables import TABLE_FORMS
 from .tensor_plan import TensorPlan
 
 
 def matrices_of(plan: Plan) -> list[TensorPlan]:
     """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding
-    or a head holds.
+    or a head holds. Of an n-gram table the config says nothing.
     """
     opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
     return [
-        tensor
+        tensor._replace(scheme="" if tensor.role == "table" else tensor.scheme)
         for tensor in plan.tensors
         if len(tensor.shape) >= 2
         and tensor.fate != "drop"
@@ -52,9 +52,11 @@ def files_of(plan: Plan) -> dict[str, Json]:
     """
     family = plan.view.family
     config = {**plan.source.config, **family.config_changes}
-    if family.fp8_table_key and any(
-        tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE
-        for tensor in plan.tensors
-    ):  # a table in FP8, which the quantization config cannot say
-        config["text_config"] = {**config["text_config"], family.fp8_table_key: "float8_e4m3fn"}
+    tables = {tensor.outputs[0].dtype for tensor in plan.tensors if tensor.role == "table"}
+    for dtype in tables & TABLE_FORMS.keys():
+        if family.table_key:  # the quantization config cannot say it
+            told: Json = {family.table_key: TABLE_FORMS[dtype][1]}
+            if "text_config" in config:
+                told = {"text_config": config["text_config"] | told}
+            config |= told
     return config_files(config, config_of(plan).value, plan.view)

@@ -250,6 +250,8 @@ class _Job:
             # Experts in 3-D tensors are packed an expert at a time: such a tensor alone may be
             # several GiB.
             num_groups = 1
+            if unit[0].role == "table":
+                num_groups = len(unit)
             for tensor in unit:
                 if tensor.stacked:
                     num_groups = tensor.shape[0]
