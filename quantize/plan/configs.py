@@ -5,6 +5,8 @@ quantization config in the dialect that the recipe's `format` names. `checkpoint
 the writing, for a plan as for a finished checkpoint.
 """
 
+from dataclasses import replace
+
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
 from ...checkpoints.dialects.written import QuantizationConfig, config_files, quantization_config
 from ...recipes.conventions import FP8_CACHE
@@ -43,7 +45,17 @@ def config_of(plan: Plan) -> QuantizationConfig:
     cache = plan.recipe.kv_cache and dict(FP8_CACHE)
     if cache is None and plan.served is not None:
         cache = plan.served.kv_cache_scheme
-    return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
+    matrices = matrices_of(plan)
+    made = quantization_config(plan.view, matrices, format=plan.recipe.format, cache=cache)
+    if "U8" in _tables_of(plan):
+        says = "models/qwen4_exp.py has no n-gram table in NVFP4"
+        made = replace(made, obstacles=(says, *made.obstacles))
+    return made
+
+
+def _tables_of(plan: Plan) -> set[str]:
+    """The dtypes of the n-gram tables' tensors."""
+    return {tensor.outputs[0].dtype for tensor in plan.tensors if tensor.role == "table"}
 
 
 def files_of(plan: Plan) -> dict[str, Json]:
@@ -52,11 +64,13 @@ def files_of(plan: Plan) -> dict[str, Json]:
     """
     family = plan.view.family
     config = {**plan.source.config, **family.config_changes}
-    tables = {tensor.outputs[0].dtype for tensor in plan.tensors if tensor.role == "table"}
-    for dtype in tables & TABLE_FORMS.keys():
-        if family.table_key:  # the quantization config cannot say it
-            told: Json = {family.table_key: TABLE_FORMS[dtype][1]}
-            if "text_config" in config:
-                told = {"text_config": config["text_config"] | told}
-            config |= told
+    tables = _tables_of(plan)
+    if family.table_key and tables:  # the quantization config cannot say it
+        told = dict(config.get("text_config", config))
+        told.pop(family.table_key, None)
+        for dtype in tables & TABLE_FORMS.keys():
+            told[family.table_key] = TABLE_FORMS[dtype][1]
+        if "text_config" in config:
+            told = {**config, "text_config": told}
+        config = told
     return config_files(config, config_of(plan).value, plan.view)

@@ -12,6 +12,7 @@ from drafts import weights_of
 from good import outputs_of, planned
 from heads import packed
 from keepmtp.checkpoints.source import open_source
+from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.configs import config_of, files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import RecipeError
@@ -84,9 +85,21 @@ def test_a_packed_table_of_ngrams_stays():
     plan = make_plan(Recipe.model_validate(again), source)
     assert all(map(plan.stays, plan.tensors))
     assert files_of(plan)["config.json"]["text_config"]["ple_embedding_dtype"] == "nvfp4"
+    assert "no n-gram table in NVFP4" in config_of(plan).line
     again["backbone"]["table"] = "FP8"
     with pytest.raises(RecipeError, match="a table that is packed stays as it is; got FP8 for U8"):
         make_plan(Recipe.model_validate(again), source)
+
+
+def test_a_table_of_another_build_comes_with_its_scale_and_its_key(tmp_path):
+    release = tiny(tmp_path / "release", "qwen3.8-flash-next")
+    recipe = packed("qwen3.8-flash-next", "table", "NVFP4A16").recipe
+    written(make_plan(recipe, open_source(release)), tmp_path / "packed")
+    for own, donor, told in (("release", "packed", "nvfp4"), ("packed", "release", None)):
+        plan, _ = plan_for(str(tmp_path / own), changes=[f"table=from:{tmp_path / donor}"])
+        names = {output.name for tensor in plan.tensors for output in tensor.outputs}
+        assert (f"{TABLE}.weight_scale_2" in names) == (told is not None)
+        assert files_of(plan)["config.json"]["text_config"].get("ple_embedding_dtype") == told
 
 
 @pytest.mark.parametrize("word", ["NVFP4A16", "FP8"])
