@@ -13,7 +13,6 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -25,7 +24,7 @@ from ...checkpoints.stored import scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_parts, typed
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
-from ...recipes.forms import GLOBAL_SCALE, IN_MODELOPT
+from ...recipes.forms import GLOBAL_SCALE
 from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
@@ -154,26 +153,16 @@ def _table(
     """
     amax = list[Tensor]()
     for tensor in unit:
-        with _named(plan, [tensor]):
+        try:
             amax.append(largest(read(tensor, None)))
+        except CheckpointError as error:
+            raise error.at(f"{plan.source.where}: {tensor.name}") from error
     for tensor in unit:
         (own,) = _packed(plan, [tensor], None, device, read, [], torch.stack(amax).amax())
-        if "weight_packed" in own:  # vLLM has modelopt's names and multiplier
-            common = own[GLOBAL_SCALE].reciprocal()
-            own |= {"weight": own["weight_packed"], IN_MODELOPT[GLOBAL_SCALE]: common}
-        else:
-            own["weight_scale"] = own["weight_scale"].float()
+        if GLOBAL_SCALE in own:  # vLLM has modelopt's names and multiplier
+            own["weight"] = own["weight_packed"]
+            own["weight_scale_2"] = own[GLOBAL_SCALE].reciprocal()
         yield [PackedModule(module=tensor.module, outputs=tensor.outputs, tensors=own)]
-
-
-@contextmanager
-def _named(plan: Plan, unit: Sequence[TensorPlan]) -> Iterator[None]:
-    """A refusal names the tensors."""
-    try:
-        yield
-    except CheckpointError as error:
-        names = ", ".join(tensor.name for tensor in unit)
-        raise error.at(f"{plan.source.where}: {names}") from error
 
 
 def _packed(
@@ -203,8 +192,11 @@ def _packed(
     search = plan.recipe.search or ""
     if search == "imatrix" and not importance:
         search = "mse"  # of an embedding or a head
-    with _named(plan, unit):
+    try:
         return pack(scheme, weights, search=search, importance=importance, amax=amax)
+    except CheckpointError as error:
+        names = ", ".join(tensor.name for tensor in unit)
+        raise error.at(f"{plan.source.where}: {names}") from error
 
 
 def _importance(module: HFName, given: Calibrations) -> Tensor:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
 from ...checkpoints.dialects.written import QuantizationConfig, config_files, quantization_config
 from ...recipes.conventions import FP8_CACHE
-from ...recipes.frozen import Json
+from ...recipes.frozen import Json, without
 from .plan import Plan
-from .tables import TABLE_FORMS
+from .tables import TABLE_WORDS
 from .tensor_plan import TensorPlan
 
 
@@ -66,10 +66,9 @@ def files_of(plan: Plan) -> dict[str, Json]:
     config = {**plan.source.config, **family.config_changes}
     tables = _tables_of(plan)
     if family.table_key and tables:  # the quantization config cannot say it
-        told = dict(config.get("text_config", config))
-        told.pop(family.table_key, None)
-        for dtype in tables & TABLE_FORMS.keys():
-            told[family.table_key] = TABLE_FORMS[dtype][1]
+        told = without(config.get("text_config", config), family.table_key)
+        for dtype in tables & TABLE_WORDS.keys():
+            told[family.table_key] = TABLE_WORDS[dtype]
         if "text_config" in config:
             told = {**config, "text_config": told}
         config = told

@@ -35,7 +35,7 @@ from ...recipes.forms import NOT_COMPUTED
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
-from .tables import TABLE_FORMS, is_table, refuse_table, table_outputs, table_scale
+from .tables import TABLE_WORDS, is_table, refuse_table, table_outputs, table_scale
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
 Origins = Mapping[str, RuntimeView | None]
@@ -110,7 +110,7 @@ class Decisions:
         if place.leaf != "weight":  # a parameter whose own name ends in .weight
             return self.other(weight.weight)
         word, reason = self._word(place, is_served=served is not None)
-        if place.row.table_scale and weight.weight.dtype in TABLE_FORMS:
+        if place.row.table_scale and weight.weight.dtype in TABLE_WORDS:
             return self._packed_table(weight, place)
         self._refuse_unreadable(weight, place)
         if place.row.interleaved:
@@ -138,7 +138,6 @@ class Decisions:
     def _packed_table(self, weight: StoredWeight, place: Place) -> TensorPlan:
         """A part of a table that is packed already, with one scale for all parts or its own."""
         dtype = weight.weight.dtype
-        form, _ = TABLE_FORMS[dtype]
         scale = table_scale(place, dtype)
         if scale not in self._source_of(weight.weight).entries:
             raise CheckpointError(
@@ -148,7 +147,7 @@ class Decisions:
                 cure="Check the download",
             )
         asked = self.recipe.backbone.get(place.role, "source")
-        if asked != "source" and (asked not in SCHEMES or SCHEMES[asked].form != form):
+        if asked != "source":
             raise RecipeError(
                 self._group(place),
                 "a table that is packed stays as it is",
@@ -365,11 +364,9 @@ class Decisions:
             raise RecipeError(
                 self._group(place), rule, got=got, cure=f"Set {place.role}: {otherwise}"
             )
+        outputs = packed_outputs(place, scheme.name, weight.shape)
         if place.role == "table":
             outputs = table_outputs(place, scheme, weight.shape)
-            made = _planned(weight, place, "quantize", reason, outputs, scheme.name)
-            return made._replace(shares=table_scale(place, outputs[0].dtype))
-        outputs = packed_outputs(place, scheme.name, weight.shape)
         return _planned(weight, place, "quantize", reason, outputs, scheme.name)
 
     def _refuse_second_rounding(self, weight: StoredWeight, place: Place, scheme: Scheme) -> None:

@@ -17,24 +17,20 @@ from types import MappingProxyType
 from ...recipes.errors import RecipeError
 from ...recipes.family import TABLE_ROLES, HFName, Part, Role
 from ...recipes.family_view import FamilyView, Place
-from ...recipes.forms import Form
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import NEWEST
 from ...recipes.schema import Recipe
 from ...recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Output, TensorPlan
 
-TABLE_FORMS: Mapping[str, tuple[Form, str]] = MappingProxyType(
-    {"F8_E4M3": ("fp8_tensor", "float8_e4m3fn"), "U8": ("nvfp4", "nvfp4")}
-)
-"""Dtype of a packed n-gram table's rows -> their form, and the word of `Family.table_key`."""
+TABLE_WORDS: Mapping[str, str] = MappingProxyType({"F8_E4M3": "float8_e4m3fn", "U8": "nvfp4"})
+"""Dtype of a packed n-gram table's rows -> the word of `Family.table_key`."""
 _BLOCKS = "vocab_parallel_embedding.py takes no scales of blocks"
 
 
 def is_table(place: Place) -> bool:
     """Whether this is the backbone's embedding, head or n-gram table, which a recipe may name."""
-    is_outside = place.layer is None or place.role == "table"
-    return place.part == "backbone" and is_outside and place.role in TABLE_ROLES
+    return place.part == "backbone" and place.role in TABLE_ROLES
 
 
 def table_scale(place: Place, dtype: str) -> HFName:
@@ -54,11 +50,11 @@ def table_outputs(place: Place, scheme: Scheme, shape: Shape) -> tuple[Output, .
     """
     outputs = list[Output]()
     for spec in scheme.weight_tensors(*shape):
-        leaf = spec.suffix.removesuffix("_packed")
-        if spec.shape != (1,):
-            outputs.append(Output(HFName(f"{place.module}.{leaf}"), spec.dtype, spec.shape))
-    if place.module.endswith("_0"):
-        outputs.append(Output(table_scale(place, outputs[0].dtype), "F32", (1,)))
+        name = HFName(f"{place.module}.{spec.suffix.removesuffix('_packed')}")
+        if spec.shape == (1,):
+            name = table_scale(place, outputs[0].dtype)
+        if spec.shape != (1,) or place.module.endswith("_0"):
+            outputs.append(Output(name, spec.dtype, spec.shape))
     return tuple(outputs)
 
 
@@ -69,10 +65,8 @@ def refuse_table(recipe: Recipe, view: FamilyView, place: Place, scheme: Scheme)
         RecipeError: names the module, vLLM's file and version.
     """
     misfits = _head_misfits
-    if place.role == "embedding":
+    if place.role != "head":
         misfits = _embedding_misfits
-    elif place.role == "table":
-        misfits = _ngram_misfits
     for why, otherwise in misfits(recipe, view, place, scheme):
         raise RecipeError(
             f"{recipe.name}: backbone {place.role}",
@@ -97,9 +91,8 @@ def refuse_tables(recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan
             packed.append(tensor)
     is_tied = view.text_config.get("tie_word_embeddings", view.config.get("tie_word_embeddings"))
     if is_tied or ("backbone", "head") not in roles:
-        for group in TABLE_ROLES:
-            is_packed = group != "table" and recipe.backbone.get(group) in SCHEMES
-            if is_packed and ("backbone", "embedding") in roles:
+        for group in ("embedding", "head"):
+            if recipe.backbone.get(group) in SCHEMES and ("backbone", "embedding") in roles:
                 raise RecipeError(
                     f"{recipe.name}: backbone {group}",
                     "embedding and head must be two matrices: one is looked up, the other "
@@ -139,7 +132,14 @@ def _head_misfits(
 def _embedding_misfits(
     recipe: Recipe, view: FamilyView, place: Place, scheme: Scheme
 ) -> Iterator[tuple[str, str]]:
-    """Why not, and what the embedding can have instead."""
+    """Why not, and what an embedding or an n-gram table can have instead."""
+    if place.role == "table":
+        if scheme.name not in ("FP8", "NVFP4A16"):
+            yield (
+                "qwen4_exp/common/ngram_embedding.py, which looks up no other",
+                "NVFP4A16, FP8 or bf16",
+            )
+        return
     family = view.family
     plain = family.loader.plain_alone.get("embedding", "")
     # Where the class asks without a name, no target reaches the embedding alone.
@@ -151,17 +151,4 @@ def _embedding_misfits(
         yield (
             "compressed_tensors_embedding.py, which looks up integers without zero points",
             "W8A16",
-        )
-
-
-def _ngram_misfits(
-    recipe: Recipe, view: FamilyView, place: Place, scheme: Scheme
-) -> Iterator[tuple[str, str]]:
-    """Why not, and what the table can have instead."""
-    if not view.family.table_key:
-        yield "its class, which looks up the release's form alone", "source"
-    if scheme.name not in ("FP8", "NVFP4A16"):
-        yield (
-            "qwen4_exp/common/ngram_embedding.py, which has no rows of it",
-            "NVFP4A16, FP8 or bf16",
         )
