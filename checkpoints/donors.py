@@ -107,6 +107,8 @@ def _group_of(opened: Source, group: str) -> tuple[dict[HFName, Entry], set[str]
 
 
 def _modules_at(place: Place, entry: Entry) -> Iterator[str]:
+    if place.role == "table" and not place.row.table_scale:
+        return  # the scale of all parts, which a plain table has not
     if not place.row.stacked or place.leaf:
         yield place.module
         return

@@ -25,7 +25,8 @@ Role = Literal[
     # what recipes choose schemes for
     "attention", "linear_attention", "dense_mlp", "experts", "shared_experts",
     # kept as they are
-    "indexer", "compressor", "router", "glue", "norm", "state", "embedding", "head", "vision",
+    "indexer", "compressor", "router", "glue", "norm", "state", "embedding", "head", "table",
+    "vision",
 ]  # fmt: skip
 QUANTIZABLE_ROLES: tuple[Role, ...] = (
     "attention",
@@ -34,7 +35,7 @@ QUANTIZABLE_ROLES: tuple[Role, ...] = (
     "shared_experts",
     "experts",
 )
-TABLE_ROLES: tuple[Role, ...] = ("embedding", "head")
+TABLE_ROLES: tuple[Role, ...] = ("embedding", "head", "table")
 """Groups of the backbone that stay as they are where no recipe names them."""
 Part = Literal["backbone", "mtp"]
 
@@ -93,7 +94,7 @@ class Row:
         joins: a second module of vLLM's that loads the same tensors: one for all layers of the
             block, which the quantization config is asked about by this name.
         table_scale: for a part of a table whose rows are looked up: path of the one scale that all
-            parts share where they are stored in FP8, or of the table's own.
+            parts share where they are stored in FP8, or of the table's own. NVFP4's ends in `_2`.
     """
 
     path: str
@@ -395,8 +396,8 @@ class Family:
             experts are MXFP4 or NVFP4, with scales that are called `.scale` on disk; "" for the
             usual one.
         released_as: quant_method of its release, where that is one that tools write, too.
-        fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"),
-            whatever the quantization config says; "" where a table is always FP8.
+        table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn") or NVFP4
+            ("nvfp4"), whatever the quantization config says; "" where a table is always FP8.
         mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release),
             where they differ.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes
@@ -452,7 +453,7 @@ class Family:
     modelopt_by_module: bool = False
     fp8_class: str = ""
     released_as: str = ""
-    fp8_table_key: str = ""
+    table_key: str = ""
     mtp_source_prefixes: tuple[tuple[str, str], ...] = ()
     norms_add_one: bool = False
     embeddings: Mapping[Part, str] = field(default_factory=dict)

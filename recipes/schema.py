@@ -225,7 +225,7 @@ class Recipe(Frozen):
         for group, word in self.backbone.items():
             if group not in TABLE_ROLES:
                 words.add(word)
-            elif word in SCHEMES and SCHEMES[word].needs_calibration:
+            elif group != "table" and word in SCHEMES and SCHEMES[word].needs_calibration:
                 of_tables.add(word)
         return sorted(of_tables | {*self.calibrated_among(words | self.mtp_decisions())})
 

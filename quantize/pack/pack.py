@@ -99,7 +99,9 @@ def pack(
     if not search or scheme.name not in SEARCHES[search]:
         search = ""
     if shared is None:
-        shared = shared_scale(scheme, weights)
+        shared = {}
+        if scheme.has_tensor_scale and weights:
+            shared = shared_scale(scheme, largest(weights))
     packed = []
     for number, weight in enumerate(weights):
         own = None
@@ -110,23 +112,28 @@ def pack(
     return packed
 
 
-def shared_scale(scheme: Scheme, weights: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The scale that a fused group has in common, by its suffix; {} where there is none.
+def largest(weights: Iterable[Tensor]) -> Tensor:
+    """The largest magnitude of a fused group, or of slices of a matrix, in their dtype, F32 if they
+    differ. Each is looked at once.
 
-    The weights may also be slices of one matrix, [N_i, K]; each is looked at once.
+    Raises:
+        CheckpointError: a weight holds NaN or Inf.
+    """
+    found = list[Tensor]()
+    for weight in weights:
+        chunks = (magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight))
+        own = finite(torch.stack([*chunks]).amax(), _working(weight[:1]).dtype)
+        found.append(own.view(1))
+    return torch.cat(found).amax()
+
+
+def shared_scale(scheme: Scheme, amax: Tensor) -> dict[str, Tensor]:
+    """The scale that a fused group has in common, by its suffix.
 
     NVFP4's is a divisor, 448 * 6 / amax, and 1.0 where that is not finite (amax near 0). It is
     rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32
     if they differ.
     """
-    found = list[Tensor]()
-    for weight in weights if scheme.has_tensor_scale else ():
-        chunks = (magnitude_bits(_working(weight[a:b])).amax() for a, b in row_ranges(weight))
-        own = finite(torch.stack([*chunks]).amax(), _working(weight[:1]).dtype)
-        found.append(own.view(1))
-    if not found:
-        return {}
-    amax = torch.cat(found).amax()
     if not scheme.shares_global_scale:
         return {"weight_scale": linear_scale(amax, _E4M3_MAX, torch.bfloat16)}
     scale = amax.reciprocal() * (_E4M3_MAX * _E2M1_MAX)

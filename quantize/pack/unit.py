@@ -32,7 +32,7 @@ from ...recipes.schemes import SCHEMES
 from ..plan.decide import served_at
 from ..plan.plan import Plan
 from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
-from .pack import pack, shared_scale
+from .pack import largest, pack, shared_scale
 
 CPU = torch.device("cpu")
 # E4M3 has the powers of two from 2**-9, its smallest subnormal, to 2**8.
@@ -93,12 +93,16 @@ def packed_groups(
         read: gives weights as the source holds them, whole. By default they are read from there,
             a large matrix that is packed alone in slices of rows.
 
-    Returns: a group for each expert of a stack, or each slice in order, otherwise one.
+    Returns: a group for each expert of a stack, each part of a table and each slice in order,
+        otherwise one.
 
     Raises:
         CheckpointError: a weight is not finite; the message names the unit.
     """
     static = batch_suffixes(unit[0].scheme)
+    if unit[0].role == "table":
+        yield from _table(plan, unit, device, read)
+        return
     experts: Sequence[int | None] = [None]
     if unit[0].stacked:
         experts = range(unit[0].shape[0])
@@ -149,6 +153,29 @@ def from_source(plan: Plan, device: torch.device) -> ReadWeights:
     return read
 
 
+def _table(
+    plan: Plan, unit: Sequence[TensorPlan], device: torch.device, read: ReadWeights | None
+) -> Iterator[list[PackedModule]]:
+    """An n-gram table part by part. It is read twice, because one scale is that of all parts: the
+    published one has 100 GB.
+    """
+    scheme = SCHEMES[unit[0].scheme]
+    look = read or from_source(plan, device)
+    amax = list[Tensor]()
+    for tensor in unit:
+        try:
+            amax.append(largest(look(tensor, None)))
+        except CheckpointError as error:
+            raise error.at(f"{plan.source.where}: {tensor.name}") from error
+    shared = shared_scale(scheme, torch.stack(amax).amax())
+    for tensor in unit:
+        for (own,) in _packed(plan, [tensor], None, device, read, [], shared):
+            if GLOBAL_SCALE in own:  # vLLM has modelopt's names and multiplier
+                own["weight"] = own["weight_packed"]
+                own["weight_scale_2"] = own[GLOBAL_SCALE].reciprocal()
+            yield [PackedModule(module=tensor.module, outputs=tensor.outputs, tensors=own)]
+
+
 def _packed(
     plan: Plan,
     unit: Sequence[TensorPlan],
@@ -156,6 +183,7 @@ def _packed(
     device: torch.device,
     read: ReadWeights | None,
     importance: Sequence[Tensor],
+    shared: Mapping[str, Tensor] | None = None,
 ) -> Iterator[list[dict[str, Tensor]]]:
     """The weights of one fused group, without rounding where source and scheme have the same
     codes; or those of each slice.
@@ -180,18 +208,19 @@ def _packed(
     is_alone = len(unit) == 1 and expert is None and tensor.form == "plain"
     try:
         if read is None and is_alone and len(slices) > 1:
-            # A scale of the whole needs a look at all rows before the first is packed.
-            looked_at = (load_rows(plan, tensor, *rows, device) for rows in slices)
-            shared = shared_scale(scheme, looked_at)
-            shared["weight_shape"] = torch.tensor(tensor.shape)
+            given = {"weight_shape": torch.tensor(tensor.shape), **(shared or {})}
+            if shared is None and scheme.has_tensor_scale:
+                # It needs a look at all rows before the first is packed.
+                looked_at = (load_rows(plan, tensor, *rows, device) for rows in slices)
+                given |= shared_scale(scheme, largest(looked_at))
             for rows in slices:
-                yield pack_these([load_rows(plan, tensor, *rows, device)], shared=shared)
+                yield pack_these([load_rows(plan, tensor, *rows, device)], shared=given)
             return
         read = read or from_source(plan, device)
         weights = list[Tensor]()
         for tensor in unit:
             weights += read(tensor, expert)
-        yield pack_these(weights)
+        yield pack_these(weights, shared=shared)
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error

@@ -5,22 +5,24 @@ quantization config in the dialect that the recipe's `format` names. `checkpoint
 the writing, for a plan as for a finished checkpoint.
 """
 
+from dataclasses import replace
+
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
 from ...checkpoints.dialects.written import QuantizationConfig, config_files, quantization_config
 from ...recipes.conventions import FP8_CACHE
-from ...recipes.frozen import Json
-from .decide import FP8_TABLE
+from ...recipes.frozen import Json, without
 from .plan import Plan
+from .tables import TABLE_WORDS
 from .tensor_plan import TensorPlan
 
 
 def matrices_of(plan: Plan) -> list[TensorPlan]:
     """The plan's weights of two and more dimensions: what a Linear, an expert stack, an embedding
-    or a head holds.
+    or a head holds. Of an n-gram table the config says nothing.
     """
     opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
     return [
-        tensor
+        tensor._replace(scheme="" if tensor.role == "table" else tensor.scheme)
         for tensor in plan.tensors
         if len(tensor.shape) >= 2
         and tensor.fate != "drop"
@@ -43,7 +45,17 @@ def config_of(plan: Plan) -> QuantizationConfig:
     cache = plan.recipe.kv_cache and dict(FP8_CACHE)
     if cache is None and plan.served is not None:
         cache = plan.served.kv_cache_scheme
-    return quantization_config(plan.view, matrices_of(plan), format=plan.recipe.format, cache=cache)
+    matrices = matrices_of(plan)
+    made = quantization_config(plan.view, matrices, format=plan.recipe.format, cache=cache)
+    if "U8" in _tables_of(plan):
+        says = "models/qwen4_exp.py has no n-gram table in NVFP4"
+        made = replace(made, obstacles=(says, *made.obstacles))
+    return made
+
+
+def _tables_of(plan: Plan) -> set[str]:
+    """The dtypes of the n-gram tables' tensors."""
+    return {tensor.outputs[0].dtype for tensor in plan.tensors if tensor.role == "table"}
 
 
 def files_of(plan: Plan) -> dict[str, Json]:
@@ -52,9 +64,12 @@ def files_of(plan: Plan) -> dict[str, Json]:
     """
     family = plan.view.family
     config = {**plan.source.config, **family.config_changes}
-    if family.fp8_table_key and any(
-        tensor.place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE
-        for tensor in plan.tensors
-    ):  # a table in FP8, which the quantization config cannot say
-        config["text_config"] = {**config["text_config"], family.fp8_table_key: "float8_e4m3fn"}
+    tables = _tables_of(plan)
+    if family.table_key and tables:  # the quantization config cannot say it
+        told = without(config.get("text_config", config), family.table_key)
+        for dtype in tables & TABLE_WORDS.keys():
+            told[family.table_key] = TABLE_WORDS[dtype]
+        if "text_config" in config:
+            told = {**config, "text_config": told}
+        config = told
     return config_files(config, config_of(plan).value, plan.view)

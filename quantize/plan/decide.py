@@ -34,10 +34,9 @@ from ...recipes.forms import NOT_COMPUTED, TRANSPOSED
 from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.schema import TUNED, Recipe
 from ...recipes.schemes import SCHEMES, Scheme
-from .tables import is_table, refuse_table
+from .tables import TABLE_WORDS, is_table, refuse_table, table_outputs, table_scale
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
-FP8_TABLE = "F8_E4M3"
 Origins = Mapping[str, RuntimeView | None]
 """What a server has of a finished checkpoint, by the key "", and of the donors of its groups, by
 what the names of their files begin with. None for a release, whose stored forms alone say what its
@@ -110,19 +109,8 @@ class Decisions:
         if place.leaf != "weight":  # a parameter whose own name ends in .weight
             return self.other(weight.weight)
         word, reason = self._word(place, is_served=served is not None)
-        if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
-            # A part of such a table has one scale with all other parts, or a row has its own.
-            scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
-            if scale not in self.source.entries:
-                raise CheckpointError(
-                    f"{self.source.where}: {name}",
-                    f"a table in FP8 must have its scale {scale}",
-                    got="no such tensor",
-                    cure="Check the download",
-                )
-            reason = "FP8 rows, which vLLM looks up as they are"
-            kept = tuple(map(same_output, weight.parts.values()))
-            return _planned(weight, place, "keep", reason, kept)
+        if place.row.table_scale and weight.weight.dtype in TABLE_WORDS:
+            return self._packed_table(weight, place)
         self._refuse_unreadable(weight, place)
         if place.row.interleaved:
             return self._separated(weight, place, reason)
@@ -145,6 +133,29 @@ class Decisions:
                 cure="Use bf16 or a scheme",
             )
         return _planned(weight, place, "dequantize", reason, (Output(name, "BF16", weight.shape),))
+
+    def _packed_table(self, weight: StoredWeight, place: Place) -> TensorPlan:
+        """A part of a table that is packed already, with one scale for all parts or its own."""
+        dtype = weight.weight.dtype
+        scale = table_scale(place, dtype)
+        if scale not in self._source_of(weight.weight).entries:
+            raise CheckpointError(
+                f"{self.source.where}: {weight.weight.name}",
+                f"a table in {dtype} must have its scale {scale}",
+                got="no such tensor",
+                cure="Check the download",
+            )
+        asked = self.recipe.backbone.get(place.role, "source")
+        if asked != "source":
+            raise RecipeError(
+                self._group(place),
+                "a table that is packed stays as it is",
+                got=f"{asked} for {dtype} in {place.module}.weight",
+                cure=f"Set {place.role}: source, or quantize a release with a BF16 table",
+            )
+        reason = "packed rows, which vLLM looks up as they are"
+        kept = tuple(map(same_output, weight.parts.values()))
+        return _planned(weight, place, "keep", reason, kept)
 
     def other(self, entry: Entry) -> TensorPlan:
         """The fate of a tensor that is no matrix: a bias, a parameter without a module, a buffer
@@ -349,6 +360,8 @@ class Decisions:
                 self._group(place), rule, got=got, cure=f"Set {place.role}: {otherwise}"
             )
         outputs = packed_outputs(place, scheme.name, weight.shape)
+        if place.role == "table":
+            outputs = table_outputs(place, scheme, weight.shape)
         return _planned(weight, place, "quantize", reason, outputs, scheme.name)
 
     def _refuse_second_rounding(self, weight: StoredWeight, place: Place, scheme: Scheme) -> None:

@@ -695,7 +695,7 @@ def _marked(tensor: TensorPlan, recipe: Recipe, algorithm: str) -> TensorPlan:
         if scheme in REWRITES[algorithm] and tuned is None and not is_nearest:
             calibrated = "weights"
             reason += f"; {algorithm} on calibration data"
-        elif SCHEMES[scheme].needs_calibration:
+        elif SCHEMES[scheme].needs_calibration and tensor.role != "table":
             calibrated = "scales"
             reason += "; input scales from calibration data"
         if calibrated or reason != tensor.reason:

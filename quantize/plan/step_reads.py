@@ -19,7 +19,7 @@ from .tensor_plan import TensorPlan
 
 MOST_DRAFTS = 3
 # What is looked up, or never run for text.
-_NOT_READ = ("embedding", "vision")
+_NOT_READ = ("embedding", "table", "vision")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k")
 
 

@@ -1,5 +1,5 @@
-"""Embedding and head of the backbone: which forms vLLM's classes take, of the target and of the
-draft, which gets the target's.
+"""Embedding, head and n-gram table of the backbone: which forms vLLM's classes take, of the target
+and of the draft, which gets the target's embedding and head.
 
 In: a recipe that names one of them, and the family. Out: a refusal where the form does not load.
 
@@ -11,22 +11,51 @@ Source: vLLM 0.32.0 and 0.33.0 layers/vocab_parallel_embedding.py, layers/quanti
 that the family files name. Seen in dry loads of every family (docs/heads.md).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from ...recipes.errors import RecipeError
-from ...recipes.family import TABLE_ROLES, Part, Role
+from ...recipes.family import TABLE_ROLES, HFName, Part, Role
 from ...recipes.family_view import FamilyView, Place
+from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import NEWEST
 from ...recipes.schema import Recipe
 from ...recipes.schemes import SCHEMES, Scheme
-from .tensor_plan import TensorPlan
+from .tensor_plan import Output, TensorPlan
 
+TABLE_WORDS: Mapping[str, str] = MappingProxyType({"F8_E4M3": "float8_e4m3fn", "U8": "nvfp4"})
+"""Dtype of a packed n-gram table's rows -> the word of `Family.table_key`."""
 _BLOCKS = "vocab_parallel_embedding.py takes no scales of blocks"
 
 
 def is_table(place: Place) -> bool:
-    """Whether this is the backbone's embedding or head, which a recipe may name."""
-    return place.part == "backbone" and place.layer is None and place.role in TABLE_ROLES
+    """Whether this is the backbone's embedding, head or n-gram table, which a recipe may name."""
+    return place.part == "backbone" and place.role in TABLE_ROLES
+
+
+def table_scale(place: Place, dtype: str) -> HFName:
+    """The scale that all parts of an n-gram table share, whose rows have this dtype."""
+    scale = place.module.removesuffix(place.row.path) + place.row.table_scale
+    if dtype == "U8":
+        scale += "_2"
+    return HFName(scale)
+
+
+def table_outputs(place: Place, scheme: Scheme, shape: Shape) -> tuple[Output, ...]:
+    """A part of an n-gram table as vLLM reads it under any dialect: modelopt's names, and the first
+    part with the scale of all.
+
+    Source: vLLM 0.33.0 models/qwen4_exp/nvidia/ngram_embedding.py (load_weights) and
+    common/ngram_embedding.py (create_weights).
+    """
+    outputs = list[Output]()
+    for spec in scheme.weight_tensors(*shape):
+        name = HFName(f"{place.module}.{spec.suffix.removesuffix('_packed')}")
+        if spec.shape == (1,):
+            name = table_scale(place, outputs[0].dtype)
+        if spec.shape != (1,) or place.module.endswith("_0"):
+            outputs.append(Output(name, spec.dtype, spec.shape))
+    return tuple(outputs)
 
 
 def refuse_table(recipe: Recipe, view: FamilyView, place: Place, scheme: Scheme) -> None:
@@ -36,7 +65,7 @@ def refuse_table(recipe: Recipe, view: FamilyView, place: Place, scheme: Scheme)
         RecipeError: names the module, vLLM's file and version.
     """
     misfits = _head_misfits
-    if place.role == "embedding":
+    if place.role != "head":
         misfits = _embedding_misfits
     for why, otherwise in misfits(recipe, view, place, scheme):
         raise RecipeError(
@@ -62,7 +91,7 @@ def refuse_tables(recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan
             packed.append(tensor)
     is_tied = view.text_config.get("tie_word_embeddings", view.config.get("tie_word_embeddings"))
     if is_tied or ("backbone", "head") not in roles:
-        for group in TABLE_ROLES:
+        for group in ("embedding", "head"):
             if recipe.backbone.get(group) in SCHEMES and ("backbone", "embedding") in roles:
                 raise RecipeError(
                     f"{recipe.name}: backbone {group}",
@@ -103,7 +132,14 @@ def _head_misfits(
 def _embedding_misfits(
     recipe: Recipe, view: FamilyView, place: Place, scheme: Scheme
 ) -> Iterator[tuple[str, str]]:
-    """Why not, and what the embedding can have instead."""
+    """Why not, and what an embedding or an n-gram table can have instead."""
+    if place.role == "table":
+        if scheme.name not in ("FP8", "NVFP4A16"):
+            yield (
+                "qwen4_exp/common/ngram_embedding.py, which looks up no other",
+                "NVFP4A16, FP8 or bf16",
+            )
+        return
     family = view.family
     plain = family.loader.plain_alone.get("embedding", "")
     # Where the class asks without a name, no target reaches the embedding alone.

@@ -197,7 +197,7 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
     if name := model.glue.get(place.row.path):
         return "", (name.replace("{i}", str(place.layer)),)
     is_plain_glue = place.role == "glue" and place.row in view.family.mtp_block
-    if place.layer is None or place.role in ("router", "embedding") or is_plain_glue:
+    if place.layer is None or place.role in ("router", "embedding", "table") or is_plain_glue:
         return "", ()
     if place.part == "mtp" and model.plain_draft:
         return "", ()

@@ -56,7 +56,7 @@ def packed(model: str, group: str, word: str, format: Format = "compressed-tenso
         return plan
     recipe = plan.recipe.model_dump()
     recipe["backbone"] |= {group: word}
-    if SCHEMES[word].needs_calibration:
+    if SCHEMES[word].needs_calibration and group != "table":
         recipe["calibration"] = table("helpers/good")["calibration"]
     return make_plan(Recipe.model_validate(recipe), plan.source)
 

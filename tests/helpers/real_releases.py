@@ -70,6 +70,22 @@ def qwen38_fp8() -> Checkpoint:
     return checkpoint
 
 
+def qwen38_nvfp4() -> Checkpoint:
+    """The same with the n-gram table in NVFP4.
+
+    Names, dtypes and shapes: vLLM 0.33.0 models/qwen4_exp/nvidia/ngram_embedding.py (load_weights)
+    and common/ngram_embedding.py (Qwen4ExpPLENvFp4EmbeddingMethod).
+    """
+    checkpoint = qwen38_fp8()
+    for name, (_, (rows, columns)) in checkpoint.take(rf"{re.escape(TABLE)}\.shard_.*").items():
+        checkpoint.tensors[name] = ("U8", (rows, columns // 2))
+        checkpoint.tensors[f"{name}_scale"] = ("F8_E4M3", (rows, columns // 16))
+    checkpoint.take(rf"{re.escape(TABLE)}\.weight_scale")
+    checkpoint.tensors[f"{TABLE}.weight_scale_2"] = ("F32", ())
+    checkpoint.config["text_config"]["ple_embedding_dtype"] = "nvfp4"
+    return checkpoint
+
+
 def minimax_halves() -> tuple[Checkpoint, Checkpoint]:
     """MiniMax-M3 as it is released, and the MTP block alone, as vLLM's loader takes it.
 

@@ -29,7 +29,7 @@ from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
 from ...checkpoints.values import read_parts, row_ranges
-from ...recipes.family import HFName
+from ...recipes.family import TABLE_ROLES, HFName
 from ...recipes.family_view import Place
 from ...recipes.forms import FORMS, NOT_COMPUTED
 from ...recipes.frozen import Advance, nowhere
@@ -86,7 +86,7 @@ def _is_sampled(runtime: RuntimeView, module: HFName, place: Place) -> bool:
     expert = place.expert
     if place.row.stacked:  # then its number is in the name that it has apart
         expert = int(module.rpartition(".")[0].rpartition(".")[2])
-    return place.role not in ("embedding", "head") and expert in _SAMPLED_EXPERTS
+    return place.role not in TABLE_ROLES and expert in _SAMPLED_EXPERTS
 
 
 def can_be_read(weight: StoredWeight) -> bool:

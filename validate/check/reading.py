@@ -268,5 +268,5 @@ def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
     if len(entry.shape) <= 1:
         return True
     place = runtime.view.place(entry.name)
-    is_large = place is not None and place.role in ("experts", "embedding", "head")
+    is_large = place is not None and place.role in ("experts", "embedding", "head", "table")
     return is_mtp and not is_large

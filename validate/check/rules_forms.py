@@ -13,7 +13,7 @@ not the one on disk.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import mode
 
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
@@ -345,8 +345,8 @@ def schemes_are_known(view: StoredView) -> Objections:
 
 
 def table_is_as_built(runtime: RuntimeView) -> Objections:
-    """A table whose rows are looked up is stored as vLLM holds it: BF16, or FP8 with one scale for
-    all of its parts.
+    """A table whose rows are looked up is stored as vLLM holds it: BF16, FP8 with one scale for
+    all of its parts, or NVFP4 with one more for every 16 values.
 
     vLLM chooses the form by a key of text_config first, and by the quantization config where that
     key is absent. Under modelopt and compressed-tensors a table that is not excluded is refused,
@@ -363,21 +363,20 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
                 tables[HFName(stem + scale), module.name].append(member.weight)
     for (scale, name), parts in tables.items():
         built = _table_built(runtime, name)
-        odd = [part.weight for part in parts]
-        if built != "refused":
-            odd = [part for part in odd if _TABLES.get(part.dtype, "plain") != built]
-        has_scale = scale in runtime.source.entries
-        if built == "unknown" or not (odd or (built != "nvfp4" and has_scale != (built == "fp8"))):
+        wrong = [*_parts_stored_otherwise(parts, built)]
+        scales = {"fp8": scale, "nvfp4": HFName(f"{scale}_2")}
+        for form, shared in scales.items():
+            if (shared in runtime.source.entries) != (form == built):
+                wrong.append(shared)
+        if built == "unknown" or not wrong:
             continue
-        where = scale
-        if odd:
-            where = odd[0].name
+        where = wrong[0]
         if built == "refused":
             where = name
-        key = runtime.view.family.fp8_table_key
+        key = runtime.view.family.table_key
         cure = (
-            f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", or nothing and '
-            f"add {name} to the modules that stay plain; with the table's own scale"
+            f'Set "{key}" of text_config to what is stored: "{_FP8_TABLE}", "nvfp4" for vLLM 0.33, '
+            f"or nothing and add {name} to the modules that stay plain; with the table's own scale"
         )
         if not key:
             cure = "Take the table and its scale from the release: vLLM has no other form of it"
@@ -390,11 +389,24 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
         )
 
 
+def _parts_stored_otherwise(parts: Iterable[StoredWeight], built: str) -> Iterator[HFName]:
+    """The tensors of a table that vLLM's loader does not take."""
+    for part in parts:
+        rows = part.weight
+        scale = part.parts.get("weight_scale")
+        if _TABLES.get(rows.dtype, "plain") != built:
+            yield rows.name
+        elif built == "nvfp4" and (
+            scale is None or scale.dtype != "F8_E4M3" or 8 * scale.num_bytes != rows.num_bytes
+        ):
+            yield HFName(f"{part.module}.weight_scale")
+
+
 def _table_built(runtime: RuntimeView, name: VLLMName) -> str:
     """How vLLM holds the table."""
     dialect = runtime.dialect
     has_nvfp4 = holds(">=0.33", runtime.vllm)
-    key = runtime.view.family.fp8_table_key
+    key = runtime.view.family.table_key
     named = runtime.view.text_config.get(key)
     if not key or named == _FP8_TABLE:
         return "fp8"

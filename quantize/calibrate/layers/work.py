@@ -159,11 +159,13 @@ class LayerWork:
 
 
 def schemes_in(binding: Binding, path: str) -> dict[str, str]:
-    """Module in the model -> scheme, for the linears under `path` that this run quantizes."""
+    """Module in the model -> scheme, for the linears under `path` that this run quantizes. No
+    observer looks at a table.
+    """
     return {
         f"{path}{name.rpartition('.')[0]}": scheme_of(pieces[0])
         for name, pieces in binding.items()
-        if name.endswith("weight") and scheme_of(pieces[0])
+        if name.endswith("weight") and scheme_of(pieces[0]) and pieces[0].tensor.role != "table"
     }
 
 

@@ -9,7 +9,7 @@ from checkpoint_files import ignoring, lose, pack
 from foreign_form import autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
 from good import ours
 from modelopt_form import mixed, modelopt
-from real_releases import TABLE, qwen38_fp8
+from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
 
 INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
 
@@ -784,6 +784,30 @@ NGRAMS = re.escape(TABLE)
         retype(rf"{NGRAMS}\.shard_\d+\.weight", "BF16"),
         where=f"{TABLE}.shard_0.weight",
         cure="ple_embedding_dtype",
+        count=2,
+    ),
+    case("a table in NVFP4", qwen38_nvfp4, found=[]),
+    case(
+        "its scale of all parts lost",
+        qwen38_nvfp4,
+        lose(rf"{NGRAMS}\.weight_scale_2"),
+        where=f"{TABLE}.weight_scale_2",
+        says="ngram_embedding nvfp4",
+        count=2,
+    ),
+    case(
+        "the scales of its parts lost",
+        qwen38_nvfp4,
+        lose(rf"{NGRAMS}\.shard_\d\.weight_scale"),
+        where=f"{TABLE}.shard_0.weight_scale",
+        count=2,
+    ),
+    case(
+        "NVFP4 where FP8 is said",
+        qwen38_nvfp4,
+        config("text_config/ple_embedding_dtype", "float8_e4m3fn"),
+        where=f"{TABLE}.shard_0.weight",
+        cure='"nvfp4"',
         count=2,
     ),
     case(

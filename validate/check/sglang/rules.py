@@ -208,6 +208,15 @@ def cache_scheme_is_read(view: SglangView) -> Objections:
         )
 
 
+def table_is_looked_up(view: SglangView) -> Objections:
+    """SGLang's n-gram table is BF16 or FP8 (models/qwen4_exp.py: _ple_table_is_fp8)."""
+    for module in view.runtime.modules:
+        first = module.members[0].weight.weight
+        if module.role == "table" and first.dtype == "U8":
+            says = f"is packed, and {SGLANG} has no {module.name} but in BF16 or FP8"
+            yield _error("sglang-table", first.name, says, "Serve it with vLLM 0.33")
+
+
 RULES: tuple[Callable[[SglangView], Objections], ...] = (
     draft_class_exists,
     config_is_read,
@@ -216,6 +225,7 @@ RULES: tuple[Callable[[SglangView], Objections], ...] = (
     stored_form_is_what_is_built,
     absorbed_weight_is_read,
     cache_scheme_is_read,
+    table_is_looked_up,
 )
 
 

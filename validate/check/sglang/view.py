@@ -40,7 +40,7 @@ from ....recipes.runtimes.sglang import (
 
 # The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for
 # the tests.
-_NOT_JUDGED = ("vision", "embedding", "norm", "state", "indexer", "compressor")
+_NOT_JUDGED = ("vision", "embedding", "table", "norm", "state", "indexer", "compressor")
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from heads import packed
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers.activations import fp8_tokens, nvfp4
+from keepmtp.quantize.calibrate.layers.served import InMemory, serve_weights
 from keepmtp.quantize.calibrate.layers.tables import served_tables
+from keepmtp.quantize.calibrate.layers.work import LayerWork
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.mtp.acceptance import computed, target
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.quantize.pack.unit import load
@@ -14,6 +18,8 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import shipped_path
 from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated, finished
+from real_releases import TABLE
+from writing import tiny, written
 
 MODEL = shipped_path("tiny-glm4-moe")
 HELD_OUT = torch.arange(128).reshape(2, 64) + 7
@@ -29,6 +35,31 @@ def passed(request, tmp_path_factory):
     plan = as_calibrated(make_plan(recipe, open_source(MODEL)))
     folder = tmp_path_factory.mktemp("pass")
     return finished(plan, folder, held_out=HELD_OUT, samples=2), request.param
+
+
+@pytest.mark.parametrize("word", ["NVFP4A16", "FP8"])
+def test_a_layer_looks_up_the_served_rows_of_ngrams(word, tmp_path):
+    """What the writer writes, part by part."""
+    recipe = packed("qwen3.8-flash-next", "table", word).recipe
+    plan = make_plan(recipe, open_source(tiny(tmp_path / "release", "qwen3.8-flash-next")))
+    made = written(plan, tmp_path / "out")
+    scheme = SCHEMES[word]
+    expected = []
+    for part in (0, 1):
+        name = f"{TABLE}.shard_{part}.weight"
+        parts = {"weight_packed": made[name], "weight_scale": made.get(f"{name}_scale")}
+        if word == "FP8":
+            parts = {"weight": made[name], "weight_scale": made[f"{TABLE}.weight_scale"]}
+        else:
+            parts["weight_global_scale"] = 1 / made[f"{TABLE}.weight_scale_2"]
+        shape = (len(made[name]), 16)
+        expected.append(dequantize(scheme.form, parts, shape=shape, block=None))
+    skeleton = Skeleton(plan, device=torch.device("cpu"))
+    work = LayerWork.of(as_calibrated(plan), skeleton.bind_layer(1), f"{skeleton.layer_path}.1.")
+    with skeleton.layer(1) as layer:
+        serve_weights(skeleton.model, plan, work, InMemory())
+        rows = layer.ple.ple_embedding.ngram_embedding.weight
+        torch.testing.assert_close(rows, torch.cat(expected))  # 1 / x is rounded once more
 
 
 def rounded_by(backbone, scheme, states):

@@ -8,6 +8,7 @@ from checkpoint_files import lose
 from foreign_form import quark, w4afp8
 from good import ours
 from modelopt_form import modelopt
+from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
 
 SGLANG = ["sglang"]
 IGNORED = [
@@ -298,6 +299,15 @@ def test_misbuilt_where_vllm_builds_it(case, tmp_path):
 )
 def test_absorbed_weight_is_read(case, tmp_path):
     assert_found(case, tmp_path, runtimes=SGLANG)
+
+
+@rows(
+    "sglang-table",
+    case("SGLang looks rows of FP8 up", qwen38_fp8, found=[]),
+    case("SGLang has no table in NVFP4", qwen38_nvfp4, where=f"{TABLE}.shard_0.weight"),
+)
+def test_table_is_looked_up(case, tmp_path):
+    assert_found(case, tmp_path, runtimes=SGLANG, about=["sglang-table"])
 
 
 @rows(
