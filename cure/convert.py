@@ -9,6 +9,7 @@ Easy to get wrong: the plan knows dtypes, and only values say whether BF16 holds
 back: 1 / (1 / x) is not x for one F32 in seven, but its neighbour.
 """
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     first = checked.runtime.dialect.name
     if {first, to} != {*FORMATS}:
         got = first
-        cure = "Quantize the original release anew"
+        cure = f"Run `keepmtp quantize {shlex.quote(where)} --set format={to}`"
         if first == to:
             got = f"one in {to} already"
             cure = "There is nothing to do"
