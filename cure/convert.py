@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.dialects.choose import UNQUANTIZED
 from ..checkpoints.values import read_tensor
 from ..quantize.pack.unit import carried
 from ..quantize.plan.checkpoint_as_model import changed_recipe, family_mapping
@@ -92,7 +93,9 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     first = checked.runtime.dialect.name
     if {first, to} != {*FORMATS}:
         got = first
-        cure = f"Run `keepmtp quantize {shlex.quote(where)} --set format={to}`"
+        cure = "Quantize the original release anew"
+        if to == "compressed-tensors" and first != UNQUANTIZED.name:
+            cure = f"Run `keepmtp quantize {shlex.quote(where)} --set format={to}`"
         if first == to:
             got = f"one in {to} already"
             cure = "There is nothing to do"

@@ -13,6 +13,7 @@ import torch
 from broken import built
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, pack, write
+from commands import ran
 from good import cached, llmcompressor, ours, outputs_of
 from good_checkpoints import GOOD
 from json_files import json_of
@@ -232,6 +233,16 @@ def test_what_cannot_be_said_is_refused_before_a_byte(name, tmp_path):
     assert re.search(row["where"], f"{caught.value.where} {caught.value.got}")
     assert row["says"] in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_integers_of_other_tools_are_for_quantize(tmp_path):
+    folder = write(tmp_path / "first", built({"of": "glm gptq"}))
+    with pytest.raises(KeepMTPError) as caught:
+        plan_conversion(str(folder), "compressed-tensors")
+    cure = f"Run `keepmtp quantize {folder} --set format=compressed-tensors`"
+    assert f"got gptq. {cure}" in str(caught.value)
+    (command,) = re.findall(r"`keepmtp (.*)`", cure)
+    assert "W4A16" in ran(f"{command} --dry-run")
 
 
 def test_a_scale_of_zero_is_named(tmp_path):
