@@ -440,11 +440,6 @@ class FamilyView:
             return self._rows["linear"]
         return self._rows[part]
 
-    @property
-    def has_linear_attention(self) -> bool:
-        """Whether a layer has linear attention, whose state is no cache of keys and values."""
-        return bool(self.linear_layers)
-
     @cached_property
     def linear_layers(self) -> frozenset[int]:
         """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list
