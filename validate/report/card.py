@@ -12,7 +12,6 @@ Easy to get wrong: somebody changes a number after it was measured. A report tha
 result files makes no card, and a card that differs from what its report makes is refused.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -62,8 +61,7 @@ _OF_OTHERS = (
 
 def card_folder(checkpoint: Path) -> Path:
     """The folder of a checkpoint's card: `NAME.card`, next to NAME."""
-    whole = Path(os.path.realpath(checkpoint))  # `resolve` raises on a link to itself
-    return whole.with_name(f"{whole.name}.card")
+    return report_folder(checkpoint).with_suffix(".card")
 
 
 def build(
