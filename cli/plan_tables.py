@@ -36,9 +36,10 @@ from ..recipes.schema import AUTO, candidates_for
 from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.room import least_gpus
 from ..validate.measure.serve_line import method_words, separate_draft, serve_words
+from ..validate.report.numbers import counted
 from ..validate.report.provenance import gpus_of
 from . import tables
-from .tables import by_reason, counted, in_words, table
+from .tables import by_reason, in_words, table
 
 _LOCAL = "local"
 # The keys by which tensors are grouped into rows.

@@ -17,9 +17,10 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
 from ..recipes.frozen import Json, without
+from ..validate.report.numbers import counted
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
-from .tables import ERR, answer, counted, in_words, table, tell
+from .tables import ERR, answer, in_words, table, tell
 
 if TYPE_CHECKING:
     from ..validate.publish.hub import Remote
