@@ -7,7 +7,6 @@ exactly those files.
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +23,7 @@ from .tables import ERR, answer, in_words, table, tell
 
 if TYPE_CHECKING:
     from ..validate.publish.hub import Remote
-    from ..validate.publish.upload import FileState, Parcel, Published
+    from ..validate.publish.upload import FileState, Parcel
 
 
 def publish(
@@ -81,7 +80,8 @@ def publish(
     made_from = publishing.commit_to_change(path, repo, update=update, public=public)
     token = get_token()
     if token is None and not dry_run:
-        raise _no_token()
+        cure = "Set HF_TOKEN, or run `hf auth login`"
+        raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
     # What was public once cannot be taken back. It is asked before hours of hashing.
     if public and not dry_run and not yes:
         _confirm(f"{repo} would be public")
@@ -102,12 +102,12 @@ def publish(
             is_public = before is not None and not before.is_private
             found = publishing.compared(parcel, before, made_from)
         changed = publishing.to_send(parcel, found, made_from)
-        num_bytes = sum(parcel.files[name].num_bytes for name in changed)
+        num_bytes = parcel.num_bytes(changed)
         files = _files(parcel, found)
         value = {"repo": repo, "files": files}
         if not token or dry_run:
-            others = publishing.named(found, "other")
-            value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
+            value |= {"there": there, "bytes": parcel.num_bytes(parcel.files)}
+            value["other_files"] = publishing.named(found, "other")
             if made_from and found:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
             answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
@@ -118,14 +118,26 @@ def publish(
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
-            _may_be_read(repo)
-        how = {"public": public, "update": update, "may_be_public": is_public}
-        send = partial(publishing.publish, **how)
+            read = "so what is sent can be read on a branch before it is checked"
+            _confirm(f"{repo} is public, {read}")
+        value["url"] = url
         if made_from:
-            send = partial(publishing.propose, made_from=made_from)
-        done = send(parcel, hub, repo)
-    value |= {"url": url, **_done(done)}
-    said = Text.assemble((done.verb, "green"), f" {_rest(value)}")
+            verb = "proposed"
+            done = publishing.propose(parcel, hub, repo, made_from=made_from)
+            value["pull_request"] = done.pull_request
+        else:
+            verb = "published"
+            how = {"public": public, "update": update, "may_be_public": is_public}
+            done = publishing.publish(parcel, hub, repo, **how)
+    value |= {
+        "commit": done.commit,
+        "private": done.is_private,
+        "uploaded_bytes": done.num_bytes,
+        "kept_files": done.kept,
+        "other_files": done.others,
+        "verified": True,
+    }
+    said = Text.assemble((verb, "green"), f" {_rest(value)}")
     answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
 
 
@@ -137,11 +149,6 @@ def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
     return files
 
 
-def _no_token() -> RecipeError:
-    cure = "Set HF_TOKEN, or run `hf auth login`"
-    return RecipeError("publish", "needs a token with write access", got="none", cure=cure)
-
-
 def _would_be_sent(files: list[Json]) -> RenderableType:
     rows = []
     for file in files:
@@ -151,12 +158,6 @@ def _would_be_sent(files: list[Json]) -> RenderableType:
 
 def _rest(value: Json) -> str:
     return in_words(without(value, "files"))
-
-
-def _may_be_read(repo: str) -> None:
-    """Ask before files go to a repository that everybody reads."""
-    read = "so what is sent can be read on a branch before it is checked"
-    _confirm(f"{repo} is public, {read}")
 
 
 def _confirm(what: str) -> None:
@@ -176,15 +177,3 @@ def _there(before: "Remote | None") -> str:
     return (
         f"a {kind} repository with {counted(len(before.files), 'file')}, at commit {before.commit}"
     )
-
-
-def _done(done: "Published") -> Json:
-    return {
-        **({"pull_request": done.pull_request} if done.pull_request else {}),
-        "commit": done.commit,
-        "private": done.is_private,
-        "uploaded_bytes": done.num_bytes,
-        "kept_files": done.kept,
-        "other_files": done.others,
-        "verified": True,
-    }
