@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ..recipes.extras import require_extra
 from ..recipes.protocol import Gates
 from ..validate.check.check import Checked
 from ..validate.check.pair import as_of_draft
-from ..validate.facts.results import TIME, CheckData, Station, file_of, report_folder, write_result
+from ..validate.facts.results import CheckData, Station, file_of, now, report_folder, write_result
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import Role
 from ..validate.measure.cures import switched_on, told
@@ -222,7 +221,7 @@ def save(
     data = check_data(found, opened=opened, source=source)
     return reports.write(
         folder,
-        reports.assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured),
+        reports.assemble(data, vllm=vllm, made_at=now(), **measured),
     )
 
 

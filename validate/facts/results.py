@@ -54,7 +54,11 @@ _WORDS: Mapping[Station, str] = {
 }
 SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""
-TIME = "%Y-%m-%d %H:%M:%S UTC"
+
+
+def now() -> str:
+    """The time, as a result says when it was made."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 class CheckData(Fact):
@@ -165,7 +169,7 @@ def write_result(
     *,
     checkpoint: Identity,
     vllm: str,
-    made_at: datetime | None = None,
+    made_at: str = "",
 ) -> Path:
     """Write a station's result over an older one; returns the file's path.
 
@@ -175,16 +179,15 @@ def write_result(
         data: what was measured; of another station's form it is refused.
         checkpoint: the bytes it was measured on, from `identity.identify`.
         vllm: the version that judged or served.
-        made_at: default now.
+        made_at: default `now`.
     """
     refuse_strange(folder)
-    when = (made_at or datetime.now(UTC)).strftime(TIME)
     result = _FORMS[station](
         station=station,
         schema=SCHEMAS[station],
         keepmtp=__version__,
         vllm=vllm,
-        made_at=when,
+        made_at=made_at or now(),
         checkpoint=checkpoint,
         data=data,
     )
