@@ -421,7 +421,12 @@ class FamilyView:
             ("mtp", self.layout.mtp),
             ("backbone", self.layout.layers),
         ]
-        return tuple((part, stem.disk_regex(), stem) for part, stem in stems if stem is not None)
+        found = []
+        for part, stem in stems:
+            if stem is not None:
+                disk = re.escape(stem.disk).replace(r"\{i\}", f"({INDEX})")
+                found.append((part, re.compile(f"^{disk}(.+)$"), stem))
+        return tuple(found)
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from ... import __version__
 from ...checkpoints.fact import Fact
@@ -93,12 +93,10 @@ class CheckData(Fact):
 Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, ClosenessFact)
 
 
-class Result(BaseModel, Generic[Data]):
+class Result(Fact, Generic[Data]):
     """One result file; see the module's docstring."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
-    )
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     station: Station
     version: int = Field(alias="schema")
