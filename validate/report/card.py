@@ -150,9 +150,7 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
         )
 
 
-def verified_files(
-    checkpoint: Path, *, repository: str = "", out: Path | None = None
-) -> dict[str, bytes]:
+def verified_files(checkpoint: Path, *, repository: str = "") -> dict[str, bytes]:
     """Name -> bytes of a checkpoint's card, once every file of it is compared with what the
     evidence makes. The checkpoint's own bytes are not hashed; an upload does that after it.
 
@@ -162,7 +160,7 @@ def verified_files(
         CheckpointError: no card, or a file of it that differs.
     """
     require_extra("keepmtp card", "report")
-    folder = out or card_folder(checkpoint)
+    folder = card_folder(checkpoint)
     cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
     # License, language, task and base model are taken as the card has them: nobody measured them.
