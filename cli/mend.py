@@ -295,20 +295,21 @@ def convert(
 
     planned = cure.plan_conversion(path, to)
     proposal = planned.proposal
+    plan = planned.plan
     value: Json = {
         "path": path,
         "from": planned.first,
         "to": to,
-        "tensors_changed": planned.num_changed,
+        "tensors_changed": sum(bool(edit.says) for edit in proposal.edits),
         "tensors_with_other_bytes": planned.num_remade,
         "shards_written": sorted(proposal.made_shards),
-        "bytes_written": planned.plan.num_bytes_written,
+        "bytes_written": plan.num_bytes_written,
     }
     out = new.folder("convert")
     if out is None:
         answer(value, [in_words(value), *proposal.diffs()], as_json=new.as_json)
         return
-    with bytes_bar("converting")(planned.num_bytes_read) as progress:
+    with bytes_bar("converting")(plan.num_bytes_before - plan.num_bytes_linked) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = new.judge(out)
     checked = judged.checked

@@ -100,8 +100,13 @@ def publish(
             there = _there(before)
             tell(f"on the Hub  {there}")
             is_public = before is not None and not before.is_private
-            found = publishing.compared(parcel, before, made_from)
-        changed = publishing.to_send(parcel, found, made_from)
+            if made_from and before is not None:
+                found = publishing.refuse_other_commit(parcel, before, made_from)
+            else:
+                found = publishing.compare(parcel, before)
+        changed = list(parcel.files)
+        if made_from:
+            changed = publishing.named(found, "new", "differs")
         num_bytes = parcel.num_bytes(changed)
         files = _files(parcel, found)
         value = {"repo": repo, "files": files}
@@ -110,7 +115,9 @@ def publish(
             value["other_files"] = publishing.named(found, "other")
             if made_from and found:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
-            answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
+            answer(
+                value, [_would_be_sent(files), in_words(without(value, "files"))], as_json=as_json
+            )
             return
         if not update and not made_from:
             publishing.refuse_overwriting(repo, found)
@@ -137,7 +144,7 @@ def publish(
         "other_files": done.others,
         "verified": True,
     }
-    said = Text.assemble((verb, "green"), f" {_rest(value)}")
+    said = Text.assemble((verb, "green"), f" {in_words(without(value, 'files'))}")
     answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
 
 
@@ -154,10 +161,6 @@ def _would_be_sent(files: list[Json]) -> RenderableType:
     for file in files:
         rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
     return table("would be sent", ("file", ">size", "on the Hub"), rows)
-
-
-def _rest(value: Json) -> str:
-    return in_words(without(value, "files"))
 
 
 def _confirm(what: str) -> None:
