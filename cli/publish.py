@@ -22,7 +22,7 @@ from .progress import bytes_bar
 from .tables import ERR, answer, in_words, table, tell
 
 if TYPE_CHECKING:
-    from ..validate.publish.hub import Remote
+    from ..validate.publish.hub import Hub, Remote
     from ..validate.publish.upload import FileState, Parcel
 
 
@@ -80,8 +80,7 @@ def publish(
     made_from = publishing.commit_to_change(path, repo, update=update, public=public)
     token = get_token()
     if token is None and not dry_run:
-        cure = "Set HF_TOKEN, or run `hf auth login`"
-        raise RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+        raise _no_token()
     # What was public once cannot be taken back. It is asked before hours of hashing.
     if public and not dry_run and not yes:
         _confirm(f"{repo} would be public")
@@ -100,13 +99,8 @@ def publish(
             there = _there(before)
             tell(f"on the Hub  {there}")
             is_public = before is not None and not before.is_private
-            if made_from and before is not None:
-                found = publishing.refuse_other_commit(parcel, before, made_from)
-            else:
-                found = publishing.compare(parcel, before)
-        changed = list(parcel.files)
-        if made_from:
-            changed = publishing.named(found, "new", "differs")
+            found = publishing.compared(parcel, before, made_from)
+        changed = publishing.to_send(parcel, found, made_from)
         num_bytes = parcel.num_bytes(changed)
         files = _files(parcel, found)
         value = {"repo": repo, "files": files}
@@ -115,9 +109,7 @@ def publish(
             value["other_files"] = publishing.named(found, "other")
             if made_from and found:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
-            answer(
-                value, [_would_be_sent(files), in_words(without(value, "files"))], as_json=as_json
-            )
+            answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
             return
         if not update and not made_from:
             publishing.refuse_overwriting(repo, found)
@@ -127,16 +119,26 @@ def publish(
         if is_public and not yes:
             read = "so what is sent can be read on a branch before it is checked"
             _confirm(f"{repo} is public, {read}")
-        value["url"] = url
-        if made_from:
-            verb = "proposed"
-            done = publishing.propose(parcel, hub, repo, made_from=made_from)
-            value["pull_request"] = done.pull_request
-        else:
-            verb = "published"
-            how = {"public": public, "update": update, "may_be_public": is_public}
-            done = publishing.publish(parcel, hub, repo, **how)
-    value |= {
+        how = {"public": public, "update": update, "may_be_public": is_public}
+        verb, done = _sent(parcel, hub, repo, made_from, **how)
+    value |= {"url": url, **done}
+    said = Text.assemble((verb, "green"), f" {_rest(value)}")
+    answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
+
+
+def _sent(parcel: "Parcel", hub: "Hub", repo: str, made_from: str, **how: bool) -> tuple[str, Json]:
+    """What is done with the files, and what comes of it."""
+    from ..validate.publish import upload as publishing
+
+    if made_from:
+        verb = "proposed"
+        done = publishing.propose(parcel, hub, repo, made_from=made_from)
+        value: Json = {"pull_request": done.pull_request}
+    else:
+        verb = "published"
+        done = publishing.publish(parcel, hub, repo, **how)
+        value = {}
+    return verb, value | {
         "commit": done.commit,
         "private": done.is_private,
         "uploaded_bytes": done.num_bytes,
@@ -144,8 +146,15 @@ def publish(
         "other_files": done.others,
         "verified": True,
     }
-    said = Text.assemble((verb, "green"), f" {in_words(without(value, 'files'))}")
-    answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
+
+
+def _no_token() -> RecipeError:
+    cure = "Set HF_TOKEN, or run `hf auth login`"
+    return RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+
+
+def _rest(value: Json) -> str:
+    return in_words(without(value, "files"))
 
 
 def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:

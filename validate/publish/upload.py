@@ -330,6 +330,20 @@ def _proposed(parcel: Parcel, hub: Hub, repo: str, title: str) -> tuple[str, str
     return "", ""
 
 
+def compared(parcel: Parcel, there: Remote | None, made_from: str) -> dict[str, FileState]:
+    """`compare`, or `refuse_other_commit` where the parcel was made from what is there."""
+    if made_from and there is not None:
+        return refuse_other_commit(parcel, there, made_from)
+    return compare(parcel, there)
+
+
+def to_send(parcel: Parcel, found: Mapping[str, FileState], made_from: str) -> list[str]:
+    """The files that would be sent: all of a parcel, or what has changed since it was made."""
+    if made_from:
+        return named(found, "new", "differs")
+    return list(parcel.files)
+
+
 def refuse_other_commit(parcel: Parcel, there: Remote, made_from: str) -> dict[str, FileState]:
     """What would change in a repository, if it is as it was when the checkpoint was made from it.
 
