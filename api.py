@@ -373,10 +373,9 @@ def report_page(full: "Report", folder: str | Path) -> Path:
         folder: made if need be.
     """
     from .validate.facts.schema import FullReport
-    from .validate.report.html import require_extra, write_html
+    from .validate.report.html import write_html
 
     _refuse_other("full", full, FullReport)
-    require_extra()
     return write_html(Path(folder), full)
 
 

@@ -6,7 +6,6 @@ repetitions, and the report made anew.
 """
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,6 @@ import typer
 from ..recipes.errors import RecipeError
 from .exits import FINDINGS
 from .options import AtLeastOne, DryRunOption, ServeOptions
-from .progress import asking
 from .tables import answer, in_words
 
 _MOST_K = 4
@@ -97,8 +95,8 @@ def bench(
         answer(value, [in_words(value)], as_json=served.as_json)
         return
     checkpoint, compared = session.models()
-    with asking(as_json=served.as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, setup=replace(session.setup, watch=watch))
+    with session.watched() as setup:
+        fact = matrix.bench(checkpoint, compared, plan, setup=setup)
     session.keep(fact, checkpoint)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0

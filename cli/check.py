@@ -63,13 +63,14 @@ class ServerOptions:
                 must = f"must be one of {', '.join(RULES_OF)}"
                 raise RecipeError("--runtime", must, got=word, cure=cure)
         servers = [server for server in RULES_OF if server in asked]
+        loads: Json = {"runtimes": servers, "draft": self.draft}
         if self.static_only:
-            return {"runtimes": servers, "draft": self.draft}
+            return loads
         if not self.gpus:
             if self.tps or self.k != 1 or self.versions:
                 rule = "--tp, -k and --vllm need a GPU to pretend"
                 raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
-            return {"runtimes": servers, "draft": self.draft}
+            return loads
         if "vllm" not in servers:
             got = f"--runtime {servers[0]} alone"
             cure = "Add --runtime vllm"
@@ -80,12 +81,10 @@ class ServerOptions:
         for word in named(self.versions or ()):
             if os.path.exists(word):
                 tell(f"{word}: its Python runs here, with your rights, in no sandbox")
-        return {
-            "runtimes": servers,
+        return loads | {
             "gpus": gpus,
             "tps": self.tps or [1],
             "num_drafts": self.k,
-            "draft": self.draft,
             "vllms": self.versions or (),
         }
 

@@ -5,7 +5,6 @@ In: two checkpoints, and a text. Out: tables of servers, figures and gates; serv
 closeness.json with the servers' logs in the same folder, and the report made anew.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,6 @@ from ..recipes.extras import require_extra
 from ..recipes.frozen import frozen
 from .exits import OF_VERDICT
 from .options import AtLeastOne, K, OriginalOption, ServeOptions
-from .progress import asking
 from .tables import answer, drawn, reasons
 
 
@@ -110,10 +108,8 @@ def serve_check(
         refuse_depth(opened, max(depths, default=0))
     check = measure.Check(ks=ks, prompts=asked, max_tokens=max_tokens, depths=depths)
     checkpoint, original = session.models("check")
-    with asking(as_json=served.as_json) as watch:
-        fact = measure.serve_check(
-            checkpoint, original, setup=replace(session.setup, watch=watch), check=check
-        )
+    with session.watched() as setup:
+        fact = measure.serve_check(checkpoint, original, setup=setup, check=check)
     source_opened = original and original.source
     beside = {"source": source_opened, "target": fact.target}
     # Next to the checkpoint's other results, or a folder of its own: then the report has a check of
@@ -186,10 +182,8 @@ def closeness(
     judged, before = session.models()
     assert before is not None
     depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
-    with asking(as_json=served.as_json) as watch:
-        fact = measure.measure(
-            judged, before, compared_on, setup=replace(session.setup, watch=watch), depth=depth
-        )
+    with session.watched() as setup:
+        fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth)
     judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
     own = [one for one in judgement.reasons if one.gate == "closeness"]
     status = 0

@@ -5,7 +5,7 @@ In: two checkpoints and a protocol, the recipe's with what the command line chan
 gsm8k.json with the answers in the same folder, and the report made anew.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -16,7 +16,6 @@ from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
 from .options import AtLeastOneOrNone, KOption, OriginalOption, ServeOptions
-from .progress import asking
 from .tables import answer, tell
 
 if TYPE_CHECKING:
@@ -136,12 +135,12 @@ def evaluate(
         if session.original is not None:
             tasks.refuse_model(session.original, asked, extra, is_original=True)
     judged, compared = session.models()
-    with asking(as_json=served.as_json) as watch:
+    with session.watched() as setup:
         fact = tasks.evaluate(
             judged,
             compared,
             questions,
-            setup=replace(session.setup, watch=watch),
+            setup=setup,
             confidence=gates.confidence,
             has_plain=plain,
         )

@@ -16,9 +16,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
+from ..validate.report.numbers import counted
 from . import exits
 from .options import JsonOption, chosen_gpus
-from .tables import answer, by_reason, counted, table
+from .tables import answer, by_reason, table
 
 if TYPE_CHECKING:
     from ..validate.dryload.explain import Explanation, Log, Recognized

@@ -30,8 +30,9 @@ from ..validate.facts import dry_load
 from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
 from ..validate.facts.findings import CheckpointFacts, Finding
 from ..validate.facts.results import CheckData
+from ..validate.report.numbers import counted
 from . import exits
-from .tables import answer, counted, table
+from .tables import answer, table
 
 _WIDEST = 120
 # Characters: a hostile name may have a million.

@@ -126,7 +126,7 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[Json]:
 
 
 def _schemes() -> list[Json]:
-    from ..recipes.schemes import SCHEMES, SEARCHES, num_bytes
+    from ..recipes.schemes import SCHEMES, num_bytes
 
     found = []
     for scheme in SCHEMES.values():
@@ -139,7 +139,7 @@ def _schemes() -> list[Json]:
             "bits": f"{8 * size / 4096**2:.2f}",
             "batches": _BATCHES[scheme.needs_calibration],
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
-            "searches": [search for search, schemes in SEARCHES.items() if scheme.name in schemes],
+            "searches": scheme.searches,
         }
         found.append(row)
     return found

@@ -6,9 +6,9 @@ check` and `serve-check` write their reports with `save` and `recorder`.
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..recipes.extras import require_extra
 from ..recipes.protocol import Gates
 from ..validate.check.check import Checked
 from ..validate.check.pair import as_of_draft
-from ..validate.facts.results import TIME, CheckData, Station, file_of, report_folder, write_result
+from ..validate.facts.results import CheckData, Station, file_of, now, report_folder, write_result
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import Role
 from ..validate.measure.cures import switched_on, told
@@ -31,10 +31,10 @@ from ..validate.measure.room import refuse_no_room
 from ..validate.measure.serve_line import refuse_settings
 from ..validate.measure.server import refuse_words
 from ..validate.report import report as reports
-from ..validate.report.check_data import check_data
+from ..validate.report.check_data import check_data, record_check
 from ..validate.report.gates import decided_in, judge
 from .options import ServeOptions, chosen_vllm, refuse_stray_words
-from .progress import bytes_bar, downloaded
+from .progress import asking, bytes_bar, downloaded
 from .tables import tell
 
 _CURE = "Name it with --source, or compare nothing with --source none"
@@ -128,18 +128,19 @@ class Session:
         extra = tuple(self.extra)
         return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=extra)
 
+    @contextmanager
+    def watched(self) -> Iterator[Setup]:
+        """How to serve, with the progress shown."""
+        with asking(as_json=self.options.as_json) as watch:
+            yield replace(self.setup, watch=watch)
+
     def model(self, role: Role, source: Source) -> Model:
         """One of the checkpoints, downloaded and hashed."""
         # `setup` refuses before anything is downloaded or kept.
         setup = self.setup
         if line := told(switched_on(source, setup.vllm.version), setup.vllm.version):
             tell(f"{role}: {line}")
-        is_shown = not self.options.as_json
-        local = downloaded(source, is_shown=is_shown)
-        assert local.folder is not None, "download() gives a folder"
-        reading = bytes_bar("reading") if is_shown else None
-        identity = identify(local.folder, cache=setup.out, watch=reading)
-        return Model(role=role, source=local, identity=identity)
+        return _hashed(role, source, setup.out, is_shown=not self.options.as_json)
 
     def models(self, *but: Station) -> tuple[Model, Model | None]:
         """The checkpoint, and what it was made from, which is not the same bytes. Results of other
@@ -220,7 +221,7 @@ def save(
     data = check_data(found, opened=opened, source=source)
     return reports.write(
         folder,
-        reports.assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME), **measured),
+        reports.assemble(data, vllm=vllm, made_at=now(), **measured),
     )
 
 
@@ -248,24 +249,27 @@ def recorder(paths: list[str], draft: str = "") -> Callable[[Checked], Path]:
         )
     checkpoint = Path(judged)
     folder = report_folder(checkpoint)
-    reading = bytes_bar("reading")
-    identity = identify(checkpoint, cache=folder, watch=reading)
+    identity = identify(checkpoint, cache=folder, watch=bytes_bar("reading"))
     target = None
     if draft:
-        local = downloaded(open_source(paths[0]))
-        assert local.folder is not None, "download() gives a folder"
-        known = identify(local.folder, cache=folder, watch=reading)
-        target = Model(role="checkpoint", source=local, identity=known).as_target
+        target = _hashed("checkpoint", open_source(paths[0]), folder).as_target
     reports.refuse_stale(folder, identity, but=("check",), target=target)
 
     def keep(checked: Checked) -> Path:
         if draft:
             checked = as_of_draft(checked, target)
         made_from = folder_it_was_made_from(checkpoint)
-        source = made_from and open_source(str(made_from))
-        data = check_data(checked.data, opened=checked.source, source=source)
-        write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
+        record_check(folder, checked, identity, made_from and open_source(str(made_from)))
         reports.refresh(folder)
         return folder / reports.JSON_FILE
 
     return keep
+
+
+def _hashed(role: Role, source: Source, cache: Path, *, is_shown: bool = True) -> Model:
+    """A checkpoint, downloaded and hashed."""
+    local = downloaded(source, is_shown=is_shown)
+    assert local.folder is not None, "download() gives a folder"
+    reading = bytes_bar("reading") if is_shown else None
+    identity = identify(local.folder, cache=cache, watch=reading)
+    return Model(role=role, source=local, identity=identity)

@@ -152,7 +152,7 @@ def fix(path: str, new: NewFolder) -> None:
         "out": None,
         "new": [],
         "kept": 0,
-        "not_loaded": _not_loaded(judged),
+        "not_loaded": judged.no_vllm,
         "cures": cures,
     }
     why = "not cured in a repository, because it needs the shards:"
@@ -239,7 +239,7 @@ def graft(
             judged = new.judge(out)
     checked = judged.checked
     check = check_json(checked.data, checked.accounts)
-    value |= {"vllm": _not_loaded(judged), "check": check}
+    value |= {"vllm": judged.no_vllm, "check": check}
     new.end(judged, value, diff, (), checked.data.path)
 
 
@@ -262,11 +262,6 @@ def _foreseen(made: "Graft") -> Iterator[str]:
         yield (
             f"OUT gets only files that are new or changed: {quantized.where} is not on this machine"
         )
-
-
-def _not_loaded(judged: "Judged") -> str | None:
-    """Why vLLM did not load it."""
-    return judged.no_vllm and str(judged.no_vllm)
 
 
 def convert(
@@ -300,20 +295,21 @@ def convert(
 
     planned = cure.plan_conversion(path, to)
     proposal = planned.proposal
+    plan = planned.plan
     value: Json = {
         "path": path,
         "from": planned.first,
         "to": to,
-        "tensors_changed": planned.num_changed,
+        "tensors_changed": sum(bool(edit.says) for edit in proposal.edits),
         "tensors_with_other_bytes": planned.num_remade,
         "shards_written": sorted(proposal.made_shards),
-        "bytes_written": planned.plan.num_bytes_written,
+        "bytes_written": plan.num_bytes_written,
     }
     out = new.folder("convert")
     if out is None:
         answer(value, [in_words(value), *proposal.diffs()], as_json=new.as_json)
         return
-    with bytes_bar("converting")(planned.num_bytes_read) as progress:
+    with bytes_bar("converting")(plan.num_bytes_before - plan.num_bytes_linked) as progress:
         written = cure.convert(planned, out, progress=progress)
     judged = new.judge(out)
     checked = judged.checked

@@ -16,7 +16,6 @@ from rich.text import Text
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..checkpoints.source import Source, donor_files
-from ..quantize.needs.cards import card_of
 from ..quantize.needs.fits import ASSUMED, fits, weights_of
 from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
@@ -36,9 +35,10 @@ from ..recipes.schema import AUTO, candidates_for
 from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.room import least_gpus
 from ..validate.measure.serve_line import method_words, separate_draft, serve_words
+from ..validate.report.numbers import counted
 from ..validate.report.provenance import gpus_of
 from . import tables
-from .tables import by_reason, counted, in_words, table
+from .tables import by_reason, in_words, table
 
 _LOCAL = "local"
 # The keys by which tensors are grouped into rows.
@@ -49,15 +49,10 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
     """Print a plan and what it needs, here or with such GPUs, and for people also what would stop
     the run.
     """
-    here = gpus_here()
-    needs = needs_of(made, machine_of(gpu_memory, here=here))
-    memory = 0
-    if gpu_memory:
-        _, memory = card_of(gpu_memory)
-    elif here:
-        memory = int(here[0].memory_gib * 2**30)
+    machine = machine_of(gpu_memory, here=gpus_here())
+    needs = needs_of(made, machine)
     value = plan_json(made)
-    room = _room(made, memory)
+    room = _room(made, machine.memory)
     parts = _parts(made, value, needs, room)
     tables.answer(value | {"needs": asdict(needs) | room}, parts, as_json=as_json)
 

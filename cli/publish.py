@@ -7,7 +7,6 @@ exactly those files.
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +16,14 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable, size_in_words
 from ..recipes.frozen import Json, without
+from ..validate.report.numbers import counted
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
-from .tables import ERR, answer, counted, in_words, table, tell
+from .tables import ERR, answer, in_words, table, tell
 
 if TYPE_CHECKING:
-    from ..validate.publish.hub import Remote
-    from ..validate.publish.upload import FileState, Parcel, Published
+    from ..validate.publish.hub import Hub, Remote
+    from ..validate.publish.upload import FileState, Parcel
 
 
 def publish(
@@ -101,12 +101,12 @@ def publish(
             is_public = before is not None and not before.is_private
             found = publishing.compared(parcel, before, made_from)
         changed = publishing.to_send(parcel, found, made_from)
-        num_bytes = sum(parcel.files[name].num_bytes for name in changed)
+        num_bytes = parcel.num_bytes(changed)
         files = _files(parcel, found)
         value = {"repo": repo, "files": files}
         if not token or dry_run:
-            others = publishing.named(found, "other")
-            value |= {"there": there, "bytes": parcel.num_bytes, "other_files": others}
+            value |= {"there": there, "bytes": parcel.num_bytes(parcel.files)}
+            value["other_files"] = publishing.named(found, "other")
             if made_from and found:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
             answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
@@ -117,15 +117,44 @@ def publish(
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
-            _may_be_read(repo)
+            read = "so what is sent can be read on a branch before it is checked"
+            _confirm(f"{repo} is public, {read}")
         how = {"public": public, "update": update, "may_be_public": is_public}
-        send = partial(publishing.publish, **how)
-        if made_from:
-            send = partial(publishing.propose, made_from=made_from)
-        done = send(parcel, hub, repo)
-    value |= {"url": url, **_done(done)}
-    said = Text.assemble((done.verb, "green"), f" {_rest(value)}")
+        verb, done = _sent(parcel, hub, repo, made_from, **how)
+    value |= {"url": url, **done}
+    said = Text.assemble((verb, "green"), f" {_rest(value)}")
     answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
+
+
+def _sent(parcel: "Parcel", hub: "Hub", repo: str, made_from: str, **how: bool) -> tuple[str, Json]:
+    """What is done with the files, and what comes of it."""
+    from ..validate.publish import upload as publishing
+
+    if made_from:
+        verb = "proposed"
+        done = publishing.propose(parcel, hub, repo, made_from=made_from)
+        value: Json = {"pull_request": done.pull_request}
+    else:
+        verb = "published"
+        done = publishing.publish(parcel, hub, repo, **how)
+        value = {}
+    return verb, value | {
+        "commit": done.commit,
+        "private": done.is_private,
+        "uploaded_bytes": done.num_bytes,
+        "kept_files": done.kept,
+        "other_files": done.others,
+        "verified": True,
+    }
+
+
+def _no_token() -> RecipeError:
+    cure = "Set HF_TOKEN, or run `hf auth login`"
+    return RecipeError("publish", "needs a token with write access", got="none", cure=cure)
+
+
+def _rest(value: Json) -> str:
+    return in_words(without(value, "files"))
 
 
 def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
@@ -136,26 +165,11 @@ def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
     return files
 
 
-def _no_token() -> RecipeError:
-    cure = "Set HF_TOKEN, or run `hf auth login`"
-    return RecipeError("publish", "needs a token with write access", got="none", cure=cure)
-
-
 def _would_be_sent(files: list[Json]) -> RenderableType:
     rows = []
     for file in files:
         rows.append((file["name"], size_in_words(file["bytes"]), file["on_the_hub"]))
     return table("would be sent", ("file", ">size", "on the Hub"), rows)
-
-
-def _rest(value: Json) -> str:
-    return in_words(without(value, "files"))
-
-
-def _may_be_read(repo: str) -> None:
-    """Ask before files go to a repository that everybody reads."""
-    read = "so what is sent can be read on a branch before it is checked"
-    _confirm(f"{repo} is public, {read}")
 
 
 def _confirm(what: str) -> None:
@@ -175,15 +189,3 @@ def _there(before: "Remote | None") -> str:
     return (
         f"a {kind} repository with {counted(len(before.files), 'file')}, at commit {before.commit}"
     )
-
-
-def _done(done: "Published") -> Json:
-    return {
-        **({"pull_request": done.pull_request} if done.pull_request else {}),
-        "commit": done.commit,
-        "private": done.is_private,
-        "uploaded_bytes": done.num_bytes,
-        "kept_files": done.kept,
-        "other_files": done.others,
-        "verified": True,
-    }

@@ -67,10 +67,10 @@ def page(path: Path, out: Path | None = None) -> None:
         out: Where report.html goes; default next to it.
     """
     from .. import api
+    from ..recipes.extras import require_extra
     from ..validate.facts.results import results_of
-    from ..validate.report.html import require_extra
 
-    require_extra()
+    require_extra("report.html", "report")
     page = api.report_page(api.report(path), out or results_of(path) or path.parent)
     show([str(page)])
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
+from ..recipes.extras import require_extra
 from .check import ServerOptions
 from .options import GpusOption, JsonOption, TpsOption, VLLMsOption
 from .progress import spinner
@@ -64,11 +65,10 @@ def compare(
     from .. import api
     from ..checkpoints.hub_client import stopped_by_signals
     from ..validate.report.comparison import write_page
-    from ..validate.report.html import require_extra
 
     loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
     if out is not None:
-        require_extra()
+        require_extra("report.html", "report")
         if os.path.lexists(out):
             cure = "Name another file, or remove it"
             got = "a folder" if out.is_dir() else "a file"

@@ -52,13 +52,13 @@ def answer(
     """Print the answer of a verb, and end with its status.
 
     Args:
-        value: for machines.
+        value: for machines: one JSON value on a line, which may hold facts.
         parts: for people; a string is a line. Made only if it is printed.
         as_json: which of them is printed.
         status: of the process, if it is not 0.
     """
     if as_json:
-        print_json(value)
+        sys.stdout.write(json.dumps(value, default=_plain) + "\n")
     else:
         show(parts)
     if status:
@@ -73,11 +73,6 @@ def show(parts: Iterable[RenderableType], console: Console | None = None) -> Non
             say(out, part)
         else:
             out.print(part)
-
-
-def print_json(value: object) -> None:
-    """One JSON value on a line of standard output, nothing else; it may hold facts."""
-    sys.stdout.write(json.dumps(value, default=_plain) + "\n")
 
 
 def _plain(value: object) -> object:
@@ -164,10 +159,3 @@ def by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     for reason, name in pairs:
         names_of.setdefault(reason, {})[name] = None
     return {reason: ", ".join(names) for reason, names in names_of.items()}
-
-
-def counted(count: int, what: str) -> str:
-    """`1 server`, `2 servers`."""
-    if count == 1:
-        return f"1 {what}"
-    return f"{count:,} {what}s"

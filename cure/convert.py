@@ -49,16 +49,6 @@ class Conversion:
     proposal: Proposal
     num_remade: int
 
-    @property
-    def num_changed(self) -> int:
-        """How many tensors get another name or form, or other bytes."""
-        return sum(bool(edit.says) for edit in self.proposal.edits)
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes of the old tensors that new shards are made from."""
-        return self.plan.num_bytes_before - self.plan.num_bytes_linked
-
 
 def plan_conversion(where: str, to: Format) -> Conversion:
     """Decide everything about a conversion; only scales that are re-expressed are read.

@@ -17,10 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from .. import __version__
 from ..checkpoints.companions import inside
+from ..checkpoints.fact import Fact
 from ..checkpoints.files import (
     WORK,
     can_link,
@@ -58,7 +59,7 @@ GPUS: tuple[GPU, ...] = ("sm100",)
 """Where nobody names one: the GPU whose kernels take every scheme."""
 
 
-class Rewritten(BaseModel):
+class Rewritten(Fact):
     """What was written; OUT keeps it.
 
     Attributes:
@@ -68,8 +69,6 @@ class Rewritten(BaseModel):
         folder: the new checkpoint.
         is_from_before: the same command had finished before, and this one wrote nothing.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: str
     new: tuple[str, ...] = ()
@@ -241,7 +240,7 @@ class Judged(NamedTuple):
     """What was found of a new checkpoint, and why vLLM was not asked, if it was not."""
 
     checked: Checked
-    no_vllm: VLLMError | None = None
+    no_vllm: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -273,7 +272,7 @@ def judge(
             (found,) = check_on([str(folder)], vllms=vllms, gpus=gpus, progress=progress)
             return Judged(found)
         except VLLMError as error:
-            no_vllm = error
+            no_vllm = str(error)
     progress(f"{folder}: static check")
     return Judged(examine(folder), no_vllm)
 

@@ -82,12 +82,10 @@ def in_modelopt(scheme: str, leaf: str, dtype: str, shape: Shape, *, of_experts:
     """
     if scheme == CACHE:
         return _cast(f"{leaf[0]}_proj.{leaf}", dtype, "F32", ())
-    if scheme.startswith("NVFP4"):
-        if leaf in IN_MODELOPT:
-            return Spelling(leaf=IN_MODELOPT[leaf], dtype="F32", shape=(), change="reciprocal")
+    if leaf in IN_MODELOPT:  # of NVFP4 alone
+        return Spelling(leaf=IN_MODELOPT[leaf], dtype="F32", shape=(), change="reciprocal")
+    if scheme.startswith("NVFP4") or leaf == "weight":
         return Spelling(leaf=leaf.replace("weight_packed", "weight"), dtype=dtype, shape=shape)
-    if leaf == "weight":
-        return Spelling(leaf=leaf, dtype=dtype, shape=shape)
     if scheme == "FP8_BLOCK" and of_experts:
         return _cast("weight_scale_inv", dtype, "F32", shape)
     shapes = {"FP8_BLOCK": (*shape[:1], 1, *shape[1:], 1), "FP8_DYNAMIC": shape[:1]}

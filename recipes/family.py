@@ -9,7 +9,6 @@ module with. That prefix is fused (qkv_proj). In some families it has another nu
 layer `num_hidden_layers`). It mostly lacks the `.mtp_block` of parameter names.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal, NewType
@@ -133,9 +132,6 @@ class Stem:
 
     disk: str
     runtime: str
-
-    def disk_regex(self) -> re.Pattern[str]:
-        return re.compile("^" + re.escape(self.disk).replace(r"\{i\}", f"({INDEX})") + r"(.+)$")
 
 
 @frozen

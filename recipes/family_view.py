@@ -421,7 +421,12 @@ class FamilyView:
             ("mtp", self.layout.mtp),
             ("backbone", self.layout.layers),
         ]
-        return tuple((part, stem.disk_regex(), stem) for part, stem in stems if stem is not None)
+        found = []
+        for part, stem in stems:
+            if stem is not None:
+                disk = re.escape(stem.disk).replace(r"\{i\}", f"({INDEX})")
+                found.append((part, re.compile(f"^{disk}(.+)$"), stem))
+        return tuple(found)
 
     @cached_property
     def _rows(self) -> dict[str, dict[str, Row]]:
@@ -439,11 +444,6 @@ class FamilyView:
         if part == "backbone" and index in self.linear_layers:
             return self._rows["linear"]
         return self._rows[part]
-
-    @property
-    def has_linear_attention(self) -> bool:
-        """Whether a layer has linear attention, whose state is no cache of keys and values."""
-        return bool(self.linear_layers)
 
     @cached_property
     def linear_layers(self) -> frozenset[int]:

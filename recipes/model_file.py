@@ -306,16 +306,12 @@ def _said(words: str | Mapping[str, str]) -> str:
         groups.setdefault(_spelled(word), []).append(group.replace("_", " "))
     if len(groups) == 1:
         return next(iter(groups))
-    *few, (usual, most) = sorted(groups.items(), key=_num_groups)
+    *few, (usual, most) = sorted(groups.items(), key=lambda item: len(item[1]))
     said = [f"{word} {' and '.join(names)}" for word, names in few]
     where = "elsewhere"
     if len(most) == 1:
         where = most[0]
     return ", ".join((*said, f"{usual} {where}"))
-
-
-def _num_groups(item: tuple[str, list[str]]) -> int:
-    return len(item[1])
 
 
 def _spelled(word: str) -> str:

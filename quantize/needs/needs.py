@@ -32,6 +32,8 @@ class Machine:
     device_bytes: int | None
     # Bytes of free main memory; None where another machine is meant.
     host_bytes: int | None
+    # Bytes of one GPU, free or not; 0 without one.
+    memory: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +78,8 @@ def machine_of(gpu_memory: str | None = None, *, here: Sequence[GPU] = ()) -> Ma
             return Machine(title="this machine's CPU", device_bytes=None, host_bytes=free)
         title = f"this machine's {here[0].name}"
         size = int(here[0].memory_gib * 2**30)
-    return Machine(title=title, device_bytes=max(0, size - CONTEXT_BYTES), host_bytes=free)
+    device = max(0, size - CONTEXT_BYTES)
+    return Machine(title=title, device_bytes=device, host_bytes=free, memory=size)
 
 
 def needs_of(plan: Plan, machine: Machine) -> Needs:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import measured
 import pytest
-from commands import ROOT, keepmtp_without
+from commands import GLM, keepmtp_without
 from evaluations import FACTS, Answers, evaluation, several
 from json_files import put_json
 from keepmtp.cli.eval import ProtocolOptions
@@ -21,8 +21,6 @@ from rich.console import Console
 from tables import cases
 from typer.testing import CliRunner
 from vllms import CPU
-
-GLM = ROOT / "models" / "tiny-glm4-moe"
 
 
 @pytest.fixture

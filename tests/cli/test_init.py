@@ -7,20 +7,18 @@ import shutil
 
 import pytest
 import yaml
-from commands import ROOT, ran, refused
+from commands import GLM, ran, refused
 from keepmtp.cli.quantize import init
 from keepmtp.recipes.find import named_file, read_file
 from keepmtp.recipes.model_file import BLOCKS
 from printed import printed
 from releases import MODELS, source_layout, write_checkpoint
 
-TINY = ROOT / "models" / "tiny-glm4-moe"
-
 
 @pytest.mark.full
 @pytest.mark.parametrize("variant", ["nvfp4a16-fp8", "w4a16-fp8"])
 def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
-    shutil.copytree(TINY, tmp_path / "tune")
+    shutil.copytree(GLM, tmp_path / "tune")
     assert ran("init ./tune", cwd=tmp_path) == "recipe.yaml\n"
     printed("recipe.yaml", (tmp_path / "recipe.yaml").read_text())
     made = []
@@ -32,7 +30,7 @@ def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
 
 def test_its_default_and_its_comments_are_examples_that_work(tmp_path):
     """The lines that begin with `#` at the end, uncommented, are keys of a model file."""
-    ran(f"init {TINY}", cwd=tmp_path)
+    ran(f"init {GLM}", cwd=tmp_path)
     assert '"variant": "nvfp4a16-fp8"' in ran("plan recipe.yaml --json", cwd=tmp_path)
     head, _, tail = (tmp_path / "recipe.yaml").read_text().partition("in one of them:\n")
     raw = yaml.safe_load(
@@ -109,7 +107,7 @@ def test_the_words_of_the_run_find_its_folder(tmp_path):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["--scheme nvfp4a16-fp8", "--scheme W8A16 --mtp fp8-dynamic"])
-@pytest.mark.parametrize("model", ["tiny-glm4-moe", str(TINY)])
+@pytest.mark.parametrize("model", ["tiny-glm4-moe", str(GLM)])
 def test_it_is_the_folder_that_quantize_writes(model, words, tmp_path):
     ran(f"quantize {model} {words}", cwd=tmp_path)
     (made,) = (tmp_path / "out").iterdir()

@@ -20,7 +20,7 @@ import benches
 import httpx
 import pytest
 from checkpoint_files import write
-from commands import ROOT, free_port, ran, refused, started
+from commands import GLM, free_port, ran, refused, started
 from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
@@ -48,8 +48,6 @@ from stub_vllm import stub_vllm
 from survivors import MARK, none_left, says, until
 from wheel import stranger
 from written_values import poke
-
-GLM = ROOT / "models" / "tiny-glm4-moe"
 
 
 class Served:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import write
-from commands import ROOT, keepmtp, ran, refused
+from commands import GLM, keepmtp, ran, refused
 from good_checkpoints import GOOD
 from hub import TOKEN, serving
 from json_files import put_json
@@ -18,8 +18,6 @@ from keepmtp import api
 from printed import printed
 from shipped import made_of
 from written_values import poke
-
-MODEL = ROOT / "models" / "tiny-glm4-moe"
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def parent(tmp_path_factory) -> Path:
 
 
 def test_two_columns_on_80(parent):
-    said = ran(f"compare fp8_block nvfp4a16 --source {MODEL}", cwd=parent, COLUMNS="80")
+    said = ran(f"compare fp8_block nvfp4a16 --source {GLM}", cwd=parent, COLUMNS="80")
     tables = said.partition("1 is farthest off")[0]
     assert max(map(len, tables.splitlines())) <= 80
     printed("compare.txt", said)
@@ -57,25 +55,25 @@ def test_a_group_that_is_not_finite_is_one_cell(parent, tmp_path):
     shutil.copytree(parent / "fp8_block", tmp_path / "nan")
     name = "model.layers.1.self_attn.k_proj"
     poke(tmp_path / "nan", f"{name}.weight_scale", math.nan, at=0)
-    line = f"compare {tmp_path / 'nan'} {parent / 'fp8_block'} --source {MODEL}"
+    line = f"compare {tmp_path / 'nan'} {parent / 'fp8_block'} --source {GLM}"
     said = " ".join(ran(line, COLUMNS="300").split())
     assert f"not measured: infinity or NaN in {name}, rows 0 to 7" in said and "± its 95 %" in said
-    same = ran(f"compare {MODEL} --source {MODEL}")
+    same = ran(f"compare {GLM} --source {GLM}")
     assert "1 has the release's values in every row. Besides headers, " in same
 
 
 def test_what_is_done_is_said(parent):
     said = []
-    api.compare([parent / "fp8_block"], source=str(MODEL), progress=said.append)
+    api.compare([parent / "fp8_block"], source=str(GLM), progress=said.append)
     assert f"{parent / 'fp8_block'}: comparing experts" in said
 
 
 def test_json_and_a_page(parent, tmp_path):
     page = tmp_path / "page.html"
-    line = f"compare fp8_block nvfp4a16 --source {MODEL} --rows 128 --json --out {page}"
+    line = f"compare fp8_block nvfp4a16 --source {GLM} --rows 128 --json --out {page}"
     done = keepmtp(line, cwd=parent, status=0)
     found = json.loads(done.stdout)
-    assert found["rows"] == 128 and found["source"] == str(MODEL)
+    assert found["rows"] == 128 and found["source"] == str(GLM)
     for one in found["checkpoints"]:
         error = one["errors"]["experts"]
         assert error["low"] < error["value"] < error["high"]
@@ -114,9 +112,9 @@ def test_of_a_repository_headers_and_sampled_rows_are_fetched(
         hub.leads_elsewhere = True
         hub_at(hub.endpoint)
         hub.mirror("org/model", parent / "nvfp4a16")
-        hub.mirror("org/release", MODEL)
+        hub.mirror("org/release", GLM)
         (one,) = api.compare(["org/model"], source="org/release", rows=128).checkpoints
-        (local,) = api.compare([parent / "nvfp4a16"], source=str(MODEL), rows=128).checkpoints
+        (local,) = api.compare([parent / "nvfp4a16"], source=str(GLM), rows=128).checkpoints
         assert one.errors == local.errors and one.stored == local.stored
         ranges = [
             re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests
@@ -135,7 +133,7 @@ def test_a_dry_load_is_a_row_of_its_own(parent, monkeypatch):
     from keepmtp.validate.report.comparison import compare, notes, numbered, sections
 
     bad = reports.account("sm100", 1, failure=reports.REFUSED)
-    checked = with_loads(examine(MODEL), [reports.account("sm90", 4), bad])
+    checked = with_loads(examine(GLM), [reports.account("sm90", 4), bad])
     found = compare([checked], source=None, rows=128)
     (_, table), *_ = sections(numbered(found))
     rows = dict(table.rows)

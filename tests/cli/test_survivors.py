@@ -14,13 +14,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from commands import ROOT, started
+from commands import GLM, ROOT, started
 from shipped import made_of
 from stub_vllm import stub_vllm
 from survivors import MARK, none_left, outright, says, until
 from wheel import stranger
 
-GLM = ROOT / "models" / "tiny-glm4-moe"
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 SERVER = "vllm.entrypoints.cli.main serve"
 End = Callable[..., str]

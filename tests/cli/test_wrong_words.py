@@ -14,18 +14,17 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from commands import ROOT
+from commands import GLM
 from keepmtp.cli import main
 from keepmtp.recipes import find
 from keepmtp.recipes.errors import KeepMTPError
 from releases import source_layout, write_checkpoint
 from tables import table
 
-TINY = ROOT / "models" / "tiny-glm4-moe"
 WRONG = yaml.safe_load(Path(__file__).with_name("wrong_words.yaml").read_text())
 MODEL_FILE = find.named_file("tiny-glm4-moe")[0].path.read_text()
 FILES = table("cli/test_wrong_words")["FILES"] | {
-    "alone/config.json": (TINY / "config.json").read_text(),
+    "alone/config.json": (GLM / "config.json").read_text(),
     "seed.yaml": MODEL_FILE + "seed: 1\n",
     "backbone.yaml": MODEL_FILE + "backbone: auto\n",
     "modle.yaml": MODEL_FILE.replace("model:", "modle:", 1),
@@ -43,8 +42,8 @@ CONFIGS = table("cli/test_wrong_words")["CONFIGS"]
 def places(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("places")
     for name in ("tiny", "parent/tiny", "my model", "chat", *CONFIGS):
-        shutil.copytree(TINY, folder / name)
-    shutil.copytree(TINY.with_name("tiny-qwen3_5"), folder / "qwen")
+        shutil.copytree(GLM, folder / name)
+    shutil.copytree(GLM.with_name("tiny-qwen3_5"), folder / "qwen")
     config = json.loads(FILES["alone/config.json"])
     changed = {f"{name}/config.json": json.dumps(config | CONFIGS[name]) for name in CONFIGS}
     for name, text in (FILES | changed | {"chat/chat_template.jinja": "{{ messages }}"}).items():

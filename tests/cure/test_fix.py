@@ -85,5 +85,5 @@ def test_without_vllm_the_check_is_still_made_and_what_was_not_is_said(tmp_path,
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere"))
     folder = write(tmp_path / "good", GOOD["glm fp8"]())
     judged = judge(folder)
-    assert judged.ok and judged.no_vllm is not None and "VLLM_PYTHON" in str(judged.no_vllm)
+    assert judged.ok and judged.no_vllm is not None and "VLLM_PYTHON" in judged.no_vllm
     assert judge(folder, gpus=()).no_vllm is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from broken import built
 from checkpoint_files import ignoring, write
-from commands import ROOT, keepmtp, refused
+from commands import GLM, keepmtp, refused
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
 from json_files import json_of
@@ -28,11 +28,9 @@ from releases import write_checkpoint
 from tables import table
 from written_values import overwrite
 
-RELEASE = ROOT / "models" / "tiny-glm4-moe"
-
 
 def quantized(folder: Path, recipe: str, **choices: str) -> Path:
-    made, text = pipeline.plan_for(recipe, source=str(RELEASE), **choices)
+    made, text = pipeline.plan_for(recipe, source=str(GLM), **choices)
     pipeline.quantize(made, text, out=folder)
     return folder
 
@@ -47,11 +45,11 @@ def lost(whole, tmp_path_factory) -> Path:
     return drop_block(whole, tmp_path_factory.mktemp("lost") / "glm")
 
 
-def planned(lost: Path | str, source: Path | str = RELEASE, **choices) -> Graft:
+def planned(lost: Path | str, source: Path | str = GLM, **choices) -> Graft:
     return plan_graft(open_source(lost), open_source(source), **choices)
 
 
-def grafted(lost: Path, out: Path, source: Path | str = RELEASE, **choices) -> Path:
+def grafted(lost: Path, out: Path, source: Path | str = GLM, **choices) -> Path:
     return carry_out(planned(lost, source, **choices), out).folder
 
 
@@ -102,7 +100,7 @@ def test_a_kill_at_any_moment_and_the_same_command_give_the_same_bytes(lost, tmp
 
 def test_another_release_of_the_same_name_is_no_graft_from_before(lost, tmp_path):
     release = tmp_path / "release"
-    shutil.copytree(RELEASE, release)
+    shutil.copytree(GLM, release)
     grafted(lost, tmp_path / "new", release)
     (release / "config.json").write_text((release / "config.json").read_text() + "\n")
     with pytest.raises(RecipeError, match="never overwritten"):
@@ -115,7 +113,7 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     tensors = {name: (dtype, shape) for name, (dtype, shape, _) in tensors_of(whole).items()}
     del tensors["model.layers.3.eh_proj.weight"]
     write_checkpoint(broken, json_of(whole / "config.json"), tensors, num_shards=1)
-    values, block = tensors_of(broken), tensors_of(RELEASE)
+    values, block = tensors_of(broken), tensors_of(GLM)
     out = grafted(broken, tmp_path / "new")
     for name, value in tensors_of(out).items():
         assert value == (block if "layers.3." in name else values)[name]
@@ -131,7 +129,7 @@ def hub(hub_at, lost, tmp_path, monkeypatch) -> Hub:
     monkeypatch.setattr(reading, "_PIECE_BYTES", 300_000)
     monkeypatch.setattr(reading, "GAP_BYTES", 1_000)
     with serving(tmp_path / "hub") as hub:
-        hub.mirror("org/release", RELEASE)
+        hub.mirror("org/release", GLM)
         hub.mirror("org/lost", lost)
         hub_at(hub.endpoint)
         yield hub
@@ -151,8 +149,8 @@ def test_only_the_block_is_fetched_and_nothing_twice(hub, whole, lost, tmp_path,
     carry_out(made, tmp_path / "all")
     count = asked(hub)
     block = {tensor.name for tensor in made.plan.tensors}
-    size = sum(len(data) for name, (_, _, data) in tensors_of(RELEASE).items() if name in block)
-    whole_bytes = sum(path.stat().st_size for path in RELEASE.glob("*.safetensors"))
+    size = sum(len(data) for name, (_, _, data) in tensors_of(GLM).items() if name in block)
+    whole_bytes = sum(path.stat().st_size for path in GLM.glob("*.safetensors"))
     assert size <= made.num_bytes_read < size + 10_000 < whole_bytes / 2 and count > 2
     hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", spoils="truncate", times=2))
     assert tensors_of(carry_out(made, tmp_path / "cut").folder) == tensors_of(whole)
@@ -236,7 +234,7 @@ def test_a_block_that_was_never_trained_is_refused_by_its_values(
     lost, part, values, says, tmp_path
 ):
     release = tmp_path / "release"
-    shutil.copytree(RELEASE, release)
+    shutil.copytree(GLM, release)
     for entry in open_source(release).entries.values():
         if entry.name.startswith("model.layers.3.") and part in entry.name:
             overwrite(release, entry, values * (entry.num_bytes // 2))
@@ -292,8 +290,6 @@ def test_lists_with_a_value_for_each_layer_are_whole_again(tmp_path):
 
 def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
     before = digests(lost)
-    done = keepmtp(f"graft {lost} --from {RELEASE} --dry-run --mtp FP8_DYNAMIC", status=0)
-    printed(
-        "graft_fp8.txt", done.stdout.replace(str(lost), "PATH").replace(str(RELEASE), "RELEASE")
-    )
+    done = keepmtp(f"graft {lost} --from {GLM} --dry-run --mtp FP8_DYNAMIC", status=0)
+    printed("graft_fp8.txt", done.stdout.replace(str(lost), "PATH").replace(str(GLM), "RELEASE"))
     assert digests(lost) == before and [*tmp_path.iterdir()] == []

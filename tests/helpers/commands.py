@@ -11,6 +11,8 @@ from typing import Any
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 ROOT = Path(__file__).parent.parent.parent
+# The small model that most tests read and quantize.
+GLM = ROOT / "models" / "tiny-glm4-moe"
 # For a command that calibrates; -P: it finds no module of benchmarks/.
 IN_F32 = ("-P", str(ROOT / "benchmarks" / "f32_products.py"))
 

@@ -2,7 +2,6 @@
 in a moment.
 """
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from releases import source_layout, write_checkpoint
 
 ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)
 LAX = {"max_drop": 0.2, "min_acceptance": 0.9}
-SERVED_AT, ASKED_AT = (
-    datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC),
-    datetime(2030, 1, 2, 4, 0, 0, tzinfo=UTC),
-)
+SERVED_AT = "2030-01-02 03:04:05 UTC"
+ASKED_AT = "2030-01-02 04:00:00 UTC"
 
 
 def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
@@ -73,7 +70,7 @@ def measured(
 
 
 def write(
-    evidence: Path, station: Station, fact: Fact, identity: Identity, made_at: datetime = SERVED_AT
+    evidence: Path, station: Station, fact: Fact, identity: Identity, made_at: str = SERVED_AT
 ) -> None:
     """A station's result, as vLLM 0.32.0 gave it."""
     write_result(evidence, station, fact, checkpoint=identity, vllm=reports.VLLM, made_at=made_at)

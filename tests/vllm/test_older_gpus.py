@@ -12,6 +12,7 @@ from keepmtp.recipes.conventions import FP8_CACHE
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.facts.dry_load import ROLES
 from modelopt_form import modelopt
 from printed import printed
 
@@ -50,13 +51,20 @@ def test_kernels_and_findings(gpu, made, dry_loaded):
     """
     text = ""
     for name, account in dry_loaded(made, gpu).items():
-        for role in ("target", "draft"):
-            text += f"== {name}, {role}\n"
+        picked = {"target": "", "draft": ""}
+        for role in ROLES:
             for use in account.of(role)[0].kernels:
                 if use.kernel or use.outcome.startswith("refused"):
                     refused = use.outcome.startswith("refused") and f" {use.outcome}"
-                    text += f"{use.layer}: {use.kernel}{refused or ''}\n"
+                    picked[role] += f"{use.layer}: {use.kernel}{refused or ''}\n"
+        if picked["target"] == picked["draft"]:
+            picked = {"both": picked["draft"]}
+        for role, kernels in picked.items():
+            text += f"== {name}, {role}\n{kernels}"
         for found in with_loads(examine(account.path), [account]).data.findings:
             where = found.where.replace(account.path, "FOLDER")
             text += f"{found.severity} {found.rule} {where}\n  {found.says}\n  {found.cure}\n"
+    if gpu == "sm86":  # picks what an A100 does
+        gpu = "sm80"
+        text = text.replace("sm86", gpu).replace("capability 8.6", "capability 8.0")
     printed(f"{gpu}.txt", text)

@@ -205,11 +205,6 @@ class Benched(ServedModel):
     cells: tuple[BenchCell, ...]
 
     @property
-    def has_figures(self) -> bool:
-        """Whether any cell has one: a matrix whose servers all failed served nothing."""
-        return any(cell.repetitions for cell in self.cells)
-
-    @property
     def loads(self) -> tuple[tuple[int, int], ...]:
         """(concurrency, context), each once."""
         return tuple(dict.fromkeys([cell.load for cell in self.cells]))

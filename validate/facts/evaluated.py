@@ -26,24 +26,6 @@ NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 
 
-def mean_of_questions(values: Sequence[float], num_questions: int) -> tuple[float, float]:
-    """Mean and standard error of a score.
-
-    Args:
-        values: what each answer gets, from 0 to 1; run after run, each with all questions in one
-            order.
-        num_questions: of one run.
-
-    Returns: the mean over all, and its standard error over questions, each with the mean of its
-        runs.
-    """
-    # The runs of one question are no further questions, so each question is one draw.
-    means = [fmean(values[number::num_questions]) for number in range(num_questions)]
-    if num_questions < 2:
-        return fmean(means), 0.0
-    return fmean(means), stdev(means) / sqrt(num_questions)
-
-
 class ScoreFact(Fact):
     """Share of questions answered right, as one of lm-eval's filters or metrics reads the answers.
 
@@ -60,9 +42,19 @@ class ScoreFact(Fact):
 
 
 def score_of(name: str, values: Sequence[float], num_questions: int | None = None) -> ScoreFact:
-    """A score; see `mean_of_questions`. None: each value is of a question of its own."""
-    value, stderr = mean_of_questions(values, num_questions or len(values))
-    return ScoreFact(filter=name, value=value, stderr=stderr)
+    """A score: the mean over all, and its standard error over questions, two or more, each with the
+    mean of its runs.
+
+    Args:
+        name: of the filter.
+        values: what each answer gets, from 0 to 1; run after run, each with all questions in one
+            order.
+        num_questions: of one run; None: each value is of a question of its own.
+    """
+    num = num_questions or len(values)
+    # The runs of one question are no further questions, so each question is one draw.
+    means = [fmean(values[number::num]) for number in range(num)]
+    return ScoreFact(filter=name, value=fmean(means), stderr=stdev(means) / sqrt(num))
 
 
 class PairedFact(Fact):

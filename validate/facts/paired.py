@@ -39,11 +39,9 @@ def paired(
         confidence: of the two-sided interval.
     Returns: `difference` as it was seen; `stderr`, `low` and `high` of the adjusted counts, within
     -1 and 1.
-    Raises: ValueError if the sequences differ in length or are empty.
+    Raises: ValueError if the sequences differ in length.
     """
     pairs = list(zip(_of_questions(source, runs), _of_questions(checkpoint, runs), strict=True))
-    if not pairs:
-        raise ValueError("paired: there must be a question to compare")
     both, only_source, only_checkpoint, neither = outcomes(*zip(*pairs, strict=True))
     changes = [after - before for before, after in pairs]
     # Where two models never differ, the usual standard error is zero, so twenty questions would
@@ -107,9 +105,7 @@ def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple
 
 def _of_questions(values: Sequence[float], runs: int) -> list[float]:
     """What each question gets, over its runs."""
-    num, rest = divmod(len(values), runs)
-    if rest:
-        raise ValueError(f"paired: {len(values)} answers are not {runs} whole runs")
+    num = len(values) // runs
     return [fmean(values[number::num]) for number in range(num)]
 
 

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from ... import __version__
 from ...checkpoints.fact import Fact
@@ -54,7 +54,11 @@ _WORDS: Mapping[Station, str] = {
 }
 SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""
-TIME = "%Y-%m-%d %H:%M:%S UTC"
+
+
+def now() -> str:
+    """The time, as a result says when it was made."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 class CheckData(Fact):
@@ -89,12 +93,10 @@ class CheckData(Fact):
 Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, ClosenessFact)
 
 
-class Result(BaseModel, Generic[Data]):
+class Result(Fact, Generic[Data]):
     """One result file; see the module's docstring."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
-    )
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     station: Station
     version: int = Field(alias="schema")
@@ -165,7 +167,7 @@ def write_result(
     *,
     checkpoint: Identity,
     vllm: str,
-    made_at: datetime | None = None,
+    made_at: str = "",
 ) -> Path:
     """Write a station's result over an older one; returns the file's path.
 
@@ -175,16 +177,15 @@ def write_result(
         data: what was measured; of another station's form it is refused.
         checkpoint: the bytes it was measured on, from `identity.identify`.
         vllm: the version that judged or served.
-        made_at: default now.
+        made_at: default `now`.
     """
     refuse_strange(folder)
-    when = (made_at or datetime.now(UTC)).strftime(TIME)
     result = _FORMS[station](
         station=station,
         schema=SCHEMAS[station],
         keepmtp=__version__,
         vllm=vllm,
-        made_at=when,
+        made_at=made_at or now(),
         checkpoint=checkpoint,
         data=data,
     )

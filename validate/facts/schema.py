@@ -111,9 +111,7 @@ class VerdictFact(Fact):
 class FullReport(Fact):
     """The file; see the module's docstring."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True
-    )
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     version: Literal[8] = Field(default=8, alias="schema")
     keepmtp: str

@@ -10,6 +10,7 @@ figures are good enough, by the recipe's limits.
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from operator import not_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, computed_field
@@ -56,17 +57,13 @@ class TargetFact(Fact):
         return f"{self.path} ({self.sha256})"
 
 
-def _is_none(target: TargetFact | None) -> bool:
-    return target is None
-
-
 def is_same(target: TargetFact | None, other: TargetFact | None) -> bool:
     """Whether both are the same bytes, or none."""
     return (target and target.sha256) == (other and other.sha256)
 
 
 # No file of another checkpoint has the field.
-OfDraft = Annotated[TargetFact | None, Field(exclude_if=_is_none)]
+OfDraft = Annotated[TargetFact | None, Field(exclude_if=not_)]
 
 
 class Output(Fact):

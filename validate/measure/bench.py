@@ -15,7 +15,6 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from itertools import chain, product
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from ...quantize.run.child import Child
 from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
-from ..facts.results import TIME
+from ..facts.results import now
 from ..facts.served import counters
 from . import figures
 from .harness import (
@@ -200,7 +199,7 @@ def _work(
 
         def measured(place: MatrixPlace, sent: Sequence[str], most: int) -> Measured | None:
             before = server.drafts()
-            began = datetime.now(UTC).strftime(TIME)
+            began = now()
             found = answered(
                 {
                     "texts": sent,

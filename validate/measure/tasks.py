@@ -7,7 +7,6 @@ files of the answers.
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
 """
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,7 +31,7 @@ from .harness import (
     refuse_drafts,
     room_for,
 )
-from .lm_eval_task import VERSIONS, Questions, scores
+from .lm_eval_task import VERSIONS, Questions, scores, sum_of
 from .server import Server
 from .store import Answer, AnswersHeader, open_lines
 
@@ -194,7 +193,7 @@ def _answer(server: Server, questions: Questions, number: int) -> Answer:
             reason = "stop"
     return Answer(
         question=number,
-        prompt_sha256=hashlib.sha256(item.prompt.encode()).hexdigest(),
+        prompt_sha256=sum_of(item.prompt),
         text=text,
         finish_reason=reason,
         num_tokens=num_tokens,

@@ -7,7 +7,6 @@ Easy to get wrong: an answer that cannot be read is no wrong call. Neither is ri
 score of its own.
 """
 
-import hashlib
 import json
 import re
 from collections import defaultdict
@@ -20,7 +19,7 @@ from ...recipes.errors import RecipeError
 from ..facts.evaluated import ScoreFact, score_of
 from .conversations import Dialogue, Turn, is_right
 from .harness import takes_tools
-from .lm_eval_task import Questions
+from .lm_eval_task import Questions, sum_of
 from .room import options_of
 from .server import Server
 from .store import Answer
@@ -77,7 +76,7 @@ def answer(server: Server, asked: Questions, number: int) -> Answer:
     texts, reasons, nums = zip(*said, strict=True)
     return Answer(
         question=number,
-        prompt_sha256=hashlib.sha256(item.prompt.encode()).hexdigest(),
+        prompt_sha256=sum_of(item.prompt),
         text=json.dumps(texts, ensure_ascii=False),
         finish_reason="length" if "length" in reasons else "stop",
         num_tokens=sum(nums),

@@ -13,7 +13,7 @@ its own files.
 import hashlib
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -66,10 +66,9 @@ class Parcel:
     identity: Identity
     files: Mapping[str, LocalFile]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all files."""
-        return sum([local.num_bytes for local in self.files.values()])
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """Of these files."""
+        return sum(self.files[name].num_bytes for name in names)
 
 
 def prepare(
@@ -210,11 +209,6 @@ class Published:
     others: list[str]
     pull_request: str = ""
 
-    @property
-    def verb(self) -> str:
-        """What was done with them."""
-        return "proposed" if self.pull_request else "published"
-
 
 def check_name(repo: str) -> None:
     """Refuse a name that no repository of the Hub can have, before anything is read.
@@ -311,7 +305,7 @@ def propose(parcel: Parcel, hub: Hub, repo: str, *, made_from: str) -> Published
     num_bytes = 0
     commit, page = _proposed(parcel, hub, repo, message)
     if not page:
-        num_bytes = sum(parcel.files[name].num_bytes for name in missing)
+        num_bytes = parcel.num_bytes(missing)
         with _linked(parcel, missing) as folder:
             commit, page = hub.propose(repo, folder, parent=made_from, message=message)
     verify(parcel, _must_be_there(hub, repo, commit), others=others)
@@ -481,7 +475,7 @@ def publish(
     return Published(
         commit=there.commit,
         is_private=there.is_private and not public,
-        num_bytes=sum(parcel.files[name].num_bytes for name in missing),
+        num_bytes=parcel.num_bytes(missing),
         kept=named(found, "same"),
         others=others,
     )

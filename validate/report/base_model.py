@@ -115,9 +115,4 @@ def refuse_no_id(named: str | None) -> None:
 def _is_shipped(name: str, files: Mapping[str, int]) -> bool:
     """Whether a folder is one of keepmtp's own models, by the sizes of its files."""
     own = shipped_path(name)
-    if own is None:
-        return False
-    sizes = {}
-    for path in own.glob("*.safetensors"):
-        sizes[path.name] = path.stat().st_size
-    return sizes == dict(files)
+    return own is not None and file_sizes(open_source(own)) == files

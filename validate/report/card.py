@@ -12,7 +12,6 @@ Easy to get wrong: somebody changes a number after it was measured. A report tha
 result files makes no card, and a card that differs from what its report makes is refused.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -62,8 +61,7 @@ _OF_OTHERS = (
 
 def card_folder(checkpoint: Path) -> Path:
     """The folder of a checkpoint's card: `NAME.card`, next to NAME."""
-    whole = Path(os.path.realpath(checkpoint))  # `resolve` raises on a link to itself
-    return whole.with_name(f"{whole.name}.card")
+    return report_folder(checkpoint).with_suffix(".card")
 
 
 def build(
@@ -152,9 +150,7 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
         )
 
 
-def verified_files(
-    checkpoint: Path, *, repository: str = "", out: Path | None = None
-) -> dict[str, bytes]:
+def verified_files(checkpoint: Path, *, repository: str = "") -> dict[str, bytes]:
     """Name -> bytes of a checkpoint's card, once every file of it is compared with what the
     evidence makes. The checkpoint's own bytes are not hashed; an upload does that after it.
 
@@ -164,7 +160,7 @@ def verified_files(
         CheckpointError: no card, or a file of it that differs.
     """
     require_extra("keepmtp card", "report")
-    folder = out or card_folder(checkpoint)
+    folder = card_folder(checkpoint)
     cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
     # License, language, task and base model are taken as the card has them: nobody measured them.

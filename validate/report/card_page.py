@@ -23,7 +23,7 @@ from ..facts.schema import FullReport
 from ..measure.serve_line import docker_words, separate_draft, serve_words
 from . import sections
 from .base_model import BaseModel
-from .best_k import BestK, best_k_of_report
+from .best_k import best_k_of_report
 from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
 from .numbers import counted, nats, percent
@@ -95,11 +95,6 @@ class CardFacts:
     def model(self) -> str:
         """What a reader names to serve it."""
         return self.repository or f"ORG/{self.name}"
-
-    @property
-    def best_k(self) -> BestK:
-        """How many tokens to draft in a step, and why; 0 serves without drafting."""
-        return best_k_of_report(self.report)
 
     @property
     def compared(self) -> str:
@@ -293,7 +288,7 @@ def _devices(report: FullReport) -> list[str]:
 
 def _serve(facts: CardFacts) -> Iterator[Block]:
     """How to serve it, and to ask it."""
-    best = facts.best_k
+    best = best_k_of_report(facts.report)
     model = facts.model
     words = (best.k, *facts.drafting)
     target = facts.report.target

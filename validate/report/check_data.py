@@ -72,7 +72,11 @@ def record_static(
         and is_same(found.data.target, target)
     ):
         return
-    checked = static(checkpoint, source=source, target=target)
+    record_check(folder, static(checkpoint, source=source, target=target), identity, source)
+
+
+def record_check(folder: Path, checked: Checked, identity: Identity, source: Source | None) -> None:
+    """Write check.json of what was found; `source` is what the checkpoint was made from."""
     data = check_data(checked.data, opened=checked.source, source=source)
     write_result(folder, "check", data, checkpoint=identity, vllm=data.judged_by)
 

@@ -202,7 +202,8 @@ def _loads(
             says = f"{server} ran with {run.unwritten[0]} unwritten."
             return reason("loads", "regression", says)
     served = [part.checkpoint.as_served for part in (serve, evaluation) if part]
-    if bench and bench.checkpoint.has_figures:
+    # A matrix whose servers all failed served nothing.
+    if bench and any(cell.repetitions for cell in bench.checkpoint.cells):
         served.append(bench.checkpoint.as_served)
     ways = []
     if loads:
@@ -382,9 +383,13 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
 
+    def bounds(times: float) -> tuple[float, float]:
+        low, high = one_sided(pair, gates.confidence, times=times)
+        return -high, -low  # of a loss
+
     estimate = Estimate(
         value=-pair.difference,
-        bounds=lambda times: negated(one_sided(pair, gates.confidence, times=times)),
+        bounds=bounds,
         samples=num,
         unit="questions",
         says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
@@ -396,11 +401,6 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
         also=not_its_own(task.checkpoint.as_served),
     )
     return settle(gate, estimate, most, gates, is_floor=False)
-
-
-def negated(bounds: tuple[float, float]) -> tuple[float, float]:
-    """Of a loss, where those of a gain are known."""
-    return -bounds[1], -bounds[0]
 
 
 def _all_tasks(

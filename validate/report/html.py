@@ -14,8 +14,8 @@ from pathlib import Path
 from string import Template
 
 from ...checkpoints.files import write_whole
-from ...recipes import extras
 from ...recipes.errors import printable
+from ...recipes.extras import require_extra
 from ..facts.schema import FullReport
 from .markdown import Block, markdown, picture
 
@@ -52,15 +52,6 @@ $body</main>
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def require_extra() -> None:
-    """Refuse where the page cannot be made; called before the work whose result it would show.
-
-    Raises:
-        RecipeError: a package of the `report` extra is missing.
-    """
-    extras.require_extra("report.html", "report")
-
-
 def write_html(folder: Path, report: FullReport) -> Path:
     """Write report.html into `folder`, replacing an older one at once; returns its path.
 
@@ -76,7 +67,7 @@ def render(report: FullReport) -> str:
     Raises:
         RecipeError: the `report` extra is missing.
     """
-    require_extra()
+    require_extra("report.html", "report")
     from .charts import charts  # what needs the extra is imported once it is known to be there
     from .sections import page
 

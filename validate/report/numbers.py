@@ -46,11 +46,6 @@ def figure(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def count(number: int) -> str:
-    """A whole number."""
-    return f"{number:,}"
-
-
 def counted(number: int, what: str) -> str:
     """`1 warning`, `2 warnings`."""
     if number == 1:

@@ -21,8 +21,6 @@ from ...recipes.family import Family
 from ...recipes.frozen import frozen
 from ..measure.room import least_gpus
 
-# What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about
-# its bytes.
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _CARDS = ("4090", "L40S", "H100", "H200", "B200")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

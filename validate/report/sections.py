@@ -25,7 +25,7 @@ from ..facts.schema import FullReport
 from ..facts.served import ARM_TITLES, ServeCheck, ServedModel
 from . import tables
 from .markdown import Block, Md, Table, code, inline, title
-from .numbers import count, counted, limit, percent, quoted
+from .numbers import counted, limit, percent, quoted
 
 Pictures = Mapping[str, Md]
 """What was drawn."""
@@ -107,9 +107,9 @@ def _checkpoint(report: FullReport) -> Iterator[Block]:
         ("family", facts.family or "unknown"),
         ("quantization config", facts.dialect or "unknown"),
         ("size", size_in_words(facts.num_bytes)),
-        ("tensors", count(facts.num_tensors)),
-        ("MTP layers", count(facts.num_mtp_layers)),
-        ("MTP tensors", count(facts.num_mtp_tensors)),
+        ("tensors", f"{facts.num_tensors:,}"),
+        ("MTP layers", f"{facts.num_mtp_layers:,}"),
+        ("MTP tensors", f"{facts.num_mtp_tensors:,}"),
         ("MTP weights stored as", ", ".join(facts.mtp_forms) or "none"),
     ]
     if report.identity:
@@ -136,7 +136,7 @@ def _findings(report: FullReport) -> Iterator[Block]:
     for finding in report.findings:
         found_by = finding.origin.replace("dry", "dry load")
         words = (finding.severity, code(finding.where), finding.says, finding.cure)
-        rows.append((*words, count(finding.count), found_by))
+        rows.append((*words, f"{finding.count:,}", found_by))
     if rows:
         columns = ("severity", "where", "what will happen", "cure", ">count", "found by")
         yield Table(columns=columns, rows=rows)
@@ -194,7 +194,7 @@ def sizes(report: FullReport) -> Iterator[Block]:
             was = size_in_words(row.num_bytes_before)
             before += row.num_bytes_before
         now = size_in_words(row.num_bytes)
-        rows.append((row.part, row.group, count(row.num_tensors), was, now))
+        rows.append((row.part, row.group, f"{row.num_tensors:,}", was, now))
     if not rows:
         yield report.absent["sizes"]
         return
@@ -436,9 +436,14 @@ def _drafting(fact: EvaluationFact) -> Iterator[Block]:
     assert fact.plain and drafting, "what was asked with MTP off is compared"
     rows = []
     for switch in drafting.switches:
-        counts = (switch.both, switch.only_plain, switch.only_drafting, switch.neither)
+        counts = (
+            f"{switch.both:,}",
+            f"{switch.only_plain:,}",
+            f"{switch.only_drafting:,}",
+            f"{switch.neither:,}",
+        )
         questions = ", ".join([str(number) for number in switch.questions]) or "none"
-        rows.append((switch.reads, *map(count, counts), f"{switch.chance:.2g}", questions))
+        rows.append((switch.reads, *counts, f"{switch.chance:.2g}", questions))
     heads = ("right by", ">both", ">only with MTP off", ">only with MTP on", ">neither")
     yield Table(columns=(*heads, ">chance", "questions that differ"), rows=rows)
     num = fact.plain.num_questions

@@ -20,7 +20,7 @@ from ..facts.probed import InAnswer
 from ..facts.schema import FullReport
 from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
 from .markdown import Table
-from .numbers import count, figure, percent, quoted, signed
+from .numbers import figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
 
 _CONFIDENCE = 0.95
@@ -141,7 +141,7 @@ def scores(task: TaskFact) -> Table:
     for arm in task.arms:
         reached = [score(one) for one in arm.scores]
         cut = f"{_cut(arm)} ({arm.num_truncated:,})"
-        rows.append((arm.title, *reached, count(arm.num_questions), cut, count(arm.num_empty)))
+        rows.append((arm.title, *reached, f"{arm.num_questions:,}", cut, f"{arm.num_empty:,}"))
     columns = ("", *columns, ">asked", ">cut", ">empty")
     if not task.protocol.calls_tools:
         return Table(columns=columns, rows=rows)
@@ -162,10 +162,10 @@ def differences(task: TaskFact) -> Table:
                 pair.filter,
                 f"{signed(pair.difference)} ± {100 * pair.stderr:.2f}",
                 f"{signed(pair.low)} to {signed(pair.high)}",
-                count(pair.both),
-                count(pair.only_source),
-                count(pair.only_checkpoint),
-                count(pair.neither),
+                f"{pair.both:,}",
+                f"{pair.only_source:,}",
+                f"{pair.only_checkpoint:,}",
+                f"{pair.neither:,}",
             )
         )
     return Table(
@@ -181,7 +181,7 @@ def drafts(task: TaskFact) -> Table:
         rate = "-"
         if arm.seconds:
             rate = f"{arm.num_tokens / arm.seconds:,.0f}"
-        rows.append((arm.title, *_accepted(arm), count(arm.num_tokens), rate))
+        rows.append((arm.title, *_accepted(arm), f"{arm.num_tokens:,}", rate))
     return Table(columns=("", *_ACCEPTED, ">tokens", ">tok/s"), rows=rows)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, planned, saved
-from commands import captured
+from commands import GLM, captured
 from drafts import weights_of
 from json_files import json_of
 from keepmtp.checkpoints.files import WORK
@@ -26,7 +26,6 @@ from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
 from writing import written
 
-TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 BIN = Path(sys.executable).parent
 
 # A process of its own: llm-compressor's loader changes transformers' global registry of checkpoint
@@ -68,7 +67,7 @@ def oneshots(tmp_path_factory) -> Path:
     scheme.
     """
     folder = tmp_path_factory.mktemp("oneshot")
-    command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
+    command = [sys.executable, "-c", ONESHOT, str(GLM), str(folder), "NVFP4", "FP8"]
     captured(command, cwd=folder, status=0)
     return folder
 
@@ -87,8 +86,8 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     But for static FP8 where vLLM fuses: the weights there have the largest scale of the group.
     """
     theirs = weights_of(oneshots / scheme)
-    plan = planned(TINY, model="tiny-glm4-moe", rest=scheme)
-    released = weights_of(TINY)
+    plan = planned(GLM, model="tiny-glm4-moe", rest=scheme)
+    released = weights_of(GLM)
     scales = {}
     for name, value in theirs.items():
         if name.endswith(("input_scale", "input_global_scale")):
@@ -109,7 +108,7 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
         else:
             weight = released[name] / ours[f"{name}_scale"]
             assert_same(ours[name], weight.to(torch.float8_e4m3fn), name)
-    assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
+    assert check(tmp_path / "out", source=open_source(GLM)).findings == ()
 
 
 @pytest.mark.parametrize(
@@ -123,9 +122,9 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     ],
 )
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
-    plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
+    plan = planned(GLM, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
     assert_copied(plan, tmp_path)
-    assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
+    assert check(tmp_path / "out", source=open_source(GLM)).findings == ()
 
 
 def assert_copied(plan, folder: Path) -> None:
@@ -143,7 +142,7 @@ def test_rewritten_stacked_experts_are_copied(tmp_path):
 
 
 def test_one_scale_less_is_refused_before_a_byte(tmp_path):
-    plan = planned(TINY, model="tiny-glm4-moe")
+    plan = planned(GLM, model="tiny-glm4-moe")
     made = made_up(plan)
     name = "model.layers.2.mlp.experts.3.up_proj.input_global_scale"
     del made[HFName(name)]
@@ -199,7 +198,7 @@ def test_mxfp4_becomes_nvfp4_without_rounding_and_with_its_scales(tmp_path):
 
 def test_what_awq_rescaled_is_taken_and_all_else_packed_from_the_source(tmp_path):
     words = {"rest": "FP8_DYNAMIC", "experts": "W4A16", "algorithm": "awq"}
-    plan = planned(TINY, model="tiny-glm4-moe", **words)
+    plan = planned(GLM, model="tiny-glm4-moe", **words)
     made = made_up(plan)
     plain = written(plan, tmp_path / "plain", statistics=saved(tmp_path / "without", made))
     norm = "model.layers.1.post_attention_layernorm.weight"
@@ -216,7 +215,7 @@ def test_what_awq_rescaled_is_taken_and_all_else_packed_from_the_source(tmp_path
 
 def test_batches_count_where_something_is_calibrated(tmp_path):
     """Others do not resume, and the provenance tells of them."""
-    plan = planned(TINY, model="tiny-glm4-moe")
+    plan = planned(GLM, model="tiny-glm4-moe")
     out = tmp_path / "out"
     with claim(plan, out, calibration="these ids"):
         pass
@@ -230,7 +229,7 @@ def test_batches_count_where_something_is_calibrated(tmp_path):
     provenance = json_of(tmp_path / "made/keepmtp.json")
     libraries = {"llmcompressor", "compressed-tensors", "transformers", "torch"}
     assert provenance["calibration"] == told and libraries <= provenance["versions"].keys()
-    plan = make_plan(find_recipe("tiny-glm4-moe", scheme="FP8_DYNAMIC")[0], open_source(TINY))
+    plan = make_plan(find_recipe("tiny-glm4-moe", scheme="FP8_DYNAMIC")[0], open_source(GLM))
     with claim(plan, tmp_path / "free", calibration="these ids"):
         pass
     written(plan, tmp_path / "free")
@@ -259,10 +258,10 @@ with joined() as ranks:
 @pytest.mark.full
 def test_two_processes_write_what_one_writes(tmp_path):
     """Each takes every second shard, and neither goes on before the whole is there."""
-    plan = planned(TINY, model="tiny-glm4-moe")
+    plan = planned(GLM, model="tiny-glm4-moe")
     written(plan, tmp_path / "one", statistics=saved(tmp_path / "statistics", made_up(plan)))
     (tmp_path / "two").mkdir()
-    folders = [TINY, tmp_path / "statistics", tmp_path / "two"]
+    folders = [GLM, tmp_path / "statistics", tmp_path / "two"]
     command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "rank.py"]
     (tmp_path / "rank.py").write_text(RANK)
     helpers = {"PYTHONPATH": str(Path(__file__).parents[2] / "helpers")}

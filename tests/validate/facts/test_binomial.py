@@ -150,16 +150,9 @@ def test_equal_answers_are_no_proof(num):
     assert fact(0, num, 0, 0).low == -1 if num == 1 else fact(0, num, 0, 0).difference == -1
 
 
-@pytest.mark.parametrize(
-    "source, checkpoint",
-    [
-        ([], []),
-        ([True], [True, False]),
-    ],
-)
-def test_answers_to_other_questions_are_refused(source, checkpoint):
-    with pytest.raises(ValueError, match=r"question|shorter|longer"):
-        paired("strict-match", source, checkpoint)
+def test_answers_to_other_questions_are_refused():
+    with pytest.raises(ValueError, match="longer"):
+        paired("strict-match", [True], [True, False])
 
 
 # Shares of questions that only the source, and only the checkpoint, answers right: few, as after

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -356,14 +355,13 @@ def test_a_result_that_is_gone_or_newer_makes_a_new_report(station, evidence):
     path = file_of(evidence, station)
     found = read_result(evidence, station)
     assert found is not None
-    again = datetime(2031, 1, 2, tzinfo=UTC)
     write_result(
         evidence,
         station,
         found.data,
         checkpoint=found.checkpoint,
         vllm=found.vllm,
-        made_at=again,
+        made_at="2031-01-02 00:00:00 UTC",
     )
     for made_at in ("2031-01-02 00:00:00 UTC", "2030-01-02 0"):
         with pytest.raises(CheckpointError, match=r"report\.json: .* Run `keepmtp report"):

@@ -1,9 +1,8 @@
 """What is asked for a speed matrix, what is measured already, and which k it recommends."""
 
-from pathlib import Path
-
 import pytest
 from benches import FLASH, bench_fact, benched, cell, repetition
+from commands import GLM
 from keepmtp.checkpoints.files import held
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -16,8 +15,6 @@ from keepmtp.validate.measure.store import BenchFile, Measured, Sitting
 from keepmtp.validate.measure.texts import read_prompts
 from pydantic import ValidationError
 from stub_vllm import stub_vllm
-
-GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 
 
 @pytest.fixture

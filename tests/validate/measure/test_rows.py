@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import write
+from commands import GLM
 from decompressed import decompressed
 from drafts import weights_of
 from good_checkpoints import GOOD
@@ -20,7 +21,6 @@ from torch import cat, equal
 from writing import tiny
 from written_values import fill, opened, poke
 
-MODEL = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 ALL = 10**9
 SCHEMES = [
     "FP8_DYNAMIC",
@@ -49,7 +49,7 @@ def made(tmp_path_factory):
 
 def whole(folder: Path, scheme: str, group: str) -> float:
     """The error of a group by compressed-tensors, over all its tensors."""
-    tensors, released = weights_of(folder), weights_of(MODEL)
+    tensors, released = weights_of(folder), weights_of(GLM)
     pairs = []
     for module, (place, weight) in matrices(opened(folder)).items():
         if group_of(place) == group:
@@ -64,7 +64,7 @@ def whole(folder: Path, scheme: str, group: str) -> float:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_sample_has_the_error_of_whole_tensors_within_its_interval(scheme, made):
-    ours, release = opened(made(scheme)), opened(MODEL)
+    ours, release = opened(made(scheme)), opened(GLM)
     true = {group: whole(made(scheme), scheme, group) for group in ("attention", "experts")}
     every, _ = sampled_errors(ours, release, ALL)
     held = 0
@@ -107,10 +107,10 @@ def test_one_matrix_ten_times_too_large_is_named(made, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(made("W8A8"), folder)
     module = "model.layers.2.mlp.experts.3.up_proj"
-    before, _ = sampled_errors(opened(folder), opened(MODEL), 1024)
+    before, _ = sampled_errors(opened(folder), opened(GLM), 1024)
     scale = weights_of(folder)[f"{module}.weight_scale"].float() * 10
     poke(folder, f"{module}.weight_scale", scale.flatten().tolist())
-    after, _ = sampled_errors(opened(folder), opened(MODEL), 1024)
+    after, _ = sampled_errors(opened(folder), opened(GLM), 1024)
     assert after["experts"].worst == module and after["experts"].worst_value > 8
     assert after["experts"].value > 50 * before["experts"].value
     assert after["experts"].low > before["experts"].high
@@ -122,12 +122,12 @@ def test_a_group_with_a_value_that_is_no_number_is_not_measured(made, tmp_path):
     folder = tmp_path / "broken"
     shutil.copytree(made("W8A8"), folder)
     name = "model.layers.0.self_attn.o_proj"
-    every, _ = sampled_errors(opened(folder), opened(MODEL), ALL)
+    every, _ = sampled_errors(opened(folder), opened(GLM), ALL)
     poke(folder, f"{name}.weight_scale", math.nan, at=9)
-    errors, not_finite = sampled_errors(opened(folder), opened(MODEL), ALL)
+    errors, not_finite = sampled_errors(opened(folder), opened(GLM), ALL)
     assert not_finite == {"attention": f"infinity or NaN in {name}, rows 8 to 15"}
     assert errors == {group: error for group, error in every.items() if group != "attention"}
-    _, not_finite = sampled_errors(opened(MODEL), opened(folder), ALL)
+    _, not_finite = sampled_errors(opened(GLM), opened(folder), ALL)
     says = f"infinity or NaN in {name} of the release, rows 8 to 15"
     assert not_finite == {"attention": says}
 
@@ -136,8 +136,8 @@ def test_both_dialects_have_the_same_error(made, tmp_path):
     ours = made("NVFP4A16")
     theirs = tmp_path / "modelopt"
     convert(plan_conversion(str(ours), "modelopt"), theirs)
-    errors, _ = sampled_errors(opened(ours), opened(MODEL), 256)
-    others, _ = sampled_errors(opened(theirs), opened(MODEL), 256)
+    errors, _ = sampled_errors(opened(ours), opened(GLM), 256)
+    others, _ = sampled_errors(opened(theirs), opened(GLM), 256)
     assert errors.keys() == others.keys()
     for group, error in errors.items():  # 1 / (1 / x) may be the neighbour of x
         assert others[group].value == pytest.approx(error.value, rel=1e-4)

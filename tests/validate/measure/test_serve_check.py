@@ -5,13 +5,11 @@ import shutil
 
 import cards
 import pytest
-from commands import ROOT, keepmtp
+from commands import GLM, keepmtp
 from json_files import put_json
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.report.report import read_json, verify
 from stub_vllm import stub_vllm
-
-GLM = ROOT / "models" / "tiny-glm4-moe"
 
 
 def said(text: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
+from commands import GLM
 from json_files import put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -26,7 +27,6 @@ from keepmtp.validate.measure.tasks import work_of
 from task_rows import TASK_ROWS
 from vllms import H100
 
-GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
 NUM = 30
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]

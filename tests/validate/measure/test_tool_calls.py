@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from answering import answering
 from calling import Calling, right_answers
+from commands import GLM
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import KeepMTPError
@@ -22,7 +23,6 @@ from keepmtp.validate.measure.server import Server, ServerFailed
 from keepmtp.validate.measure.tasks import by_server, refuse_model, work_of
 from vllms import H100
 
-GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
 NUM = 20  # two of each row of our own
 TURNS = 30

@@ -637,8 +637,8 @@ def test_the_command(own):
 # --- front matter ---------------------------------------------------------------------------------
 
 
-def test_the_front_matter_is_what_the_hub_reads(made, tmp_path):
-    folder, _ = card.build(made, base_model="org/Big-Model", license_id="mit", out=tmp_path / "c")
+def test_the_front_matter_is_what_the_hub_reads(own):
+    folder, _ = card.build(own, base_model="org/Big-Model", license_id="mit")
     text = (folder / "README.md").read_text()
     assert ModelCard(text).data.base_model == "org/Big-Model"
     printed("card_front_matter.md", text.partition("Recipe ")[0])
@@ -647,7 +647,7 @@ def test_the_front_matter_is_what_the_hub_reads(made, tmp_path):
         "author. What was read"
     ) in text
     assert "--source tiny-glm4-moe" in text and "--source org/Big-Model" not in text
-    assert card.verified_files(made, out=folder)
+    assert card.verified_files(own)
 
 
 def test_without_a_base_model_the_card_says_so(own):
@@ -657,20 +657,20 @@ def test_without_a_base_model_the_card_says_so(own):
 
 
 @pytest.mark.full
-def test_the_source_s_card_gives_license_language_and_task(made, tmp_path):
+def test_the_source_s_card_gives_license_language_and_task(own, tmp_path):
     text = (
         "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, "
         "no]\nbase_model: a/b\ntags: [chat]\n---\n# Model\n"
     )
     (tmp_path / "README.md").write_text(text)
-    folder, _ = card.build(made, source=tmp_path, out=tmp_path / "c")
+    folder, _ = card.build(own, source=tmp_path)
     data = ModelCard.load(folder / "README.md").data.to_dict()
     told = [data[f"license{part}"] for part in ("", "_name", "_link")]
     assert told == ["other", "glm-5", "LICENSE"]
     assert data["language"] == ["en", "no"] and "chat" not in data["tags"]
     assert "base_model" not in data, "the source's own base model is not this checkpoint's"
-    assert card.verified_files(made, out=folder)
-    chosen = metadata_of(open_source(made), read_front_matter(folder), license_id="mit", where="x")
+    assert card.verified_files(own)
+    chosen = metadata_of(open_source(own), read_front_matter(folder), license_id="mit", where="x")
     assert (chosen.license, chosen.license_name, chosen.license_link) == ("mit", "", "")
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from commands import GLM
 from json_files import json_of, put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
@@ -36,7 +37,6 @@ from typer.testing import CliRunner
 from writing import recipe_with
 from written_values import poke
 
-GLM = ROOT / "models" / "tiny-glm4-moe"
 HEAD = "backbone:lm_head"
 
 
