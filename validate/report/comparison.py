@@ -157,7 +157,9 @@ def _stored(runtime: RuntimeView) -> dict[str, Counter[str]]:
     stored: dict[str, Counter[str]] = defaultdict(Counter)
     others = (*runtime.others, *runtime.source.unindexed.values())
     for weight in (*runtime.weights.values(), *map(described, others)):
-        word = runtime.schemes.get(weight.module) or weight.form
+        word = weight.form
+        if word not in NOT_COMPUTED:
+            word = runtime.schemes.get(weight.module) or word
         group = stored[group_of(runtime.placed.get(weight.module))]
         group[word.replace("plain", weight.weight.dtype)] += total_bytes(weight.parts.values())
     return stored
