@@ -139,7 +139,7 @@ def _schemes() -> list[Json]:
             "bits": f"{8 * size / 4096**2:.2f}",
             "batches": _BATCHES[scheme.needs_calibration],
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
-            "searches": scheme.searches,
+            "searches": [*scheme.searches],
         }
         found.append(row)
     return found
