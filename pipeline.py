@@ -36,9 +36,9 @@ from .quantize.needs.needs import machine_of, refuse_too_large
 from .quantize.needs.room import calibration_folder
 from .quantize.plan.changes_alone import (
     changes_alone,
+    new_alone,
     read_for_changes,
     with_changes,
-    written_entries,
 )
 from .quantize.plan.checkpoint_as_model import model_word, recipe_of_checkpoint
 from .quantize.plan.choices import choices_of, found_text, refuse_budget
@@ -443,10 +443,8 @@ def _checked(
     if not reads:
         return checked.data
     if plan.changed_only and checked.runtime is not None:
-        entries = written_entries(plan, folder)
-        new = replace(plan.source, folder=folder, entries=entries, unindexed={}, donors={})
-        runtime = RuntimeView(source=new, view=checked.runtime.view)
-        checked = checked._replace(runtime=runtime)
+        new = new_alone(plan, checked.readable(), folder)
+        checked = checked._replace(runtime=RuntimeView(source=new, view=checked.runtime.view))
     from .validate.check.values import refuse_broken_values  # imports torch
 
     findings = refuse_broken_values(plan, folder, checked, reading=progress.values)

@@ -126,8 +126,9 @@ def _words(codes: Tensor) -> Tensor:
     return (codes.unflatten(1, (-1, 8)) << _shifts(codes)).sum(-1, dtype=torch.int32)
 
 
-def _shifts(words: Tensor) -> Tensor:
-    return torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+def _shifts(words: Tensor, bits: int = 4) -> Tensor:
+    """Where in a word each of its codes begins."""
+    return torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
 
 
 def _int_packed(
@@ -150,8 +151,7 @@ def _int_packed(
     per_word = 32 // bits
     if zero is not None:
         _expect_shape("weight_zero_point", zero, (-(-num_rows // per_word), num_groups))
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=zero.device).view(1, -1, 1)
-        codes = (zero.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+        codes = (zero.unsqueeze(1) >> _shifts(zero, bits).view(1, -1, 1)) & ((1 << bits) - 1)
         zero = codes.flatten(0, 1)[:num_rows].float() - middle
     table = torch.arange(1 << bits, dtype=torch.float32, device=weight.device) - middle
     if bits == 4:

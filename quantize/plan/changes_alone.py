@@ -7,7 +7,6 @@ Easy to get wrong: a server reads the whole repository, so that is what the chec
 read of the new files alone: the others are as their owner made them.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -57,7 +56,9 @@ def with_changes(plan: Plan, folder: Path) -> Source:
     for shard in plan.shards:
         if shard.is_link:
             entries |= {output.name: plan.entries[output.name] for output in shard.outputs}
-    entries |= written_entries(plan, folder)
+    for shard in plan.written:
+        path = folder / shard.file
+        entries |= read_header(path, str(path)).entries
     unindexed = {**plan.source.unindexed}
     for name in entries.keys() & unindexed.keys():
         del unindexed[name]
@@ -67,10 +68,8 @@ def with_changes(plan: Plan, folder: Path) -> Source:
     return replace(plan.source, config=config, changed=changed, **tensors)
 
 
-def written_entries(plan: Plan, folder: Path) -> Mapping[HFName, Entry]:
-    """The headers of the changed shards, as they are in an output."""
-    entries = dict[HFName, Entry]()
-    for shard in plan.written:
-        path = folder / shard.file
-        entries |= read_header(path, str(path)).entries
-    return entries
+def new_alone(plan: Plan, whole: Source, folder: Path) -> Source:
+    """Of `with_changes`, the tensors that are in the output, to be read there."""
+    files = {shard.file for shard in plan.written}
+    entries = {name: entry for name, entry in whole.entries.items() if entry.file in files}
+    return replace(whole, folder=folder, entries=entries, unindexed={})

@@ -240,7 +240,7 @@ class Plan:
 
     @cached_property
     def packed_tables(self) -> list[TensorPlan]:
-        """Embedding and head, where they are packed."""
+        """Embedding, head and parts of an n-gram table, where they are packed."""
         found = []
         for tensor in self.tensors:
             if tensor.fate == "quantize" and is_table(tensor.place):
