@@ -98,6 +98,7 @@ def check(
         Literal["scales", "scalars", "all"] | None, typer.Option(metavar="[LEVEL]")
     ] = None,
     source: str | None = None,
+    modules: bool = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft
@@ -137,6 +138,8 @@ def check(
 
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm90 --vllm 0.29.0,0.33.0`
 
+    Example: `keepmtp check nvidia/Qwen3.5-397B-A17B-NVFP4 --modules`
+
     Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
 
     Args:
@@ -147,6 +150,7 @@ def check(
         values: Also read values: every scale, norm and small MTP tensor (`scales`, the default),
             scales of one value alone (`scalars`), or every byte (`all`).
         source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
+        modules: Also say what vLLM builds of each group of modules, and which entry decides it.
     """
     from .. import api
     from ..checkpoints.hub_client import stopped_by_signals
@@ -175,7 +179,8 @@ def check(
                 with stopped_by_signals():
                     reading = bytes_bar("reading values")
                     checked = with_values(checked, values, source=source, reading=reading)
-            status = max(status, findings.show(checked, loads["runtimes"], as_json=as_json))
+            ended = findings.show(checked, loads["runtimes"], has_modules=modules, as_json=as_json)
+            status = max(status, ended)
             if checked.refusal is not None:
                 continue
             if html is not None:

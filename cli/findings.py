@@ -17,6 +17,7 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -25,6 +26,7 @@ from ..recipes.errors import printable, shortened
 from ..recipes.frozen import Json
 from ..recipes.runtimes import Runtime
 from ..recipes.runtimes.sglang import VERSION
+from ..validate.check.built import BuiltGroup, groups_of
 from ..validate.check.check import Checked
 from ..validate.facts import dry_load
 from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
@@ -32,11 +34,12 @@ from ..validate.facts.findings import CheckpointFacts, Finding
 from ..validate.facts.results import CheckData
 from ..validate.report.numbers import counted
 from . import exits
-from .tables import answer, table
+from .tables import answer, by_reason, table
 
 _WIDEST = 120
 # Characters: a hostile name may have a million.
 _LONGEST = 4000
+_MODELS = {"backbone": "target", "mtp": "draft"}  # of vLLM
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 # What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
@@ -120,6 +123,21 @@ def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def _modules(groups: Sequence[BuiltGroup]) -> Iterator[RenderableType]:
+    """What vLLM builds of each group of modules, and why."""
+    rows = []
+    named = []
+    for group in groups:
+        modules = f"{_MODELS[group.part]} {group.modules}"
+        filled = f"{group.tensors:,} tensors, {group.stored}"
+        rows.append([f"{modules} ({group.count:,})", group.built, filled])
+        named.append((group.why, modules))
+    if rows:
+        yield table("", ("modules", "built as", "filled from"), rows)
+    for reason, modules in by_reason(named).items():
+        yield f"Why {modules}: {reason}."
 
 
 def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
@@ -223,12 +241,22 @@ def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:
     return printed
 
 
-def show(checked: Checked, servers: Sequence[Runtime], *, as_json: bool) -> int:
-    """Print what was found of one checkpoint; returns its exit status."""
+def show(
+    checked: Checked, servers: Sequence[Runtime], *, has_modules: bool = False, as_json: bool
+) -> int:
+    """Print what was found of one checkpoint, with what vLLM builds of its modules or without;
+    returns its exit status.
+    """
+    groups = ()
+    if has_modules and checked.runtime is not None:
+        groups = groups_of(checked.runtime)
     if as_json or checked.refusal is None:
         # In JSON, a refusal is a finding.
         value = check_json(checked.data, checked.accounts) | {"runtimes": servers}
-        answer(value, parts(checked.data, servers=servers), as_json=as_json)
+        if has_modules:
+            value["modules"] = groups
+        found = parts(checked.data, servers=servers)
+        answer(value, chain(_modules(groups), found), as_json=as_json)
     else:
         exits.say_refusal(checked.refusal)
     # One version of vLLM that does not start says nothing of the checkpoint.

@@ -30,6 +30,7 @@ from typer._click.exceptions import NoArgsIsHelpError, UsageError
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
+from ..recipes.errors import RecipeError
 from . import exits
 
 _FOR_VLLM = "[-- VLLM_OPTIONS]"
@@ -46,7 +47,6 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     "Judge": {
         "check": "check.check",
         "compare": "several.compare",
-        "explain": "explain.explain",
         "gate": "report.gate",
         "doctor": "doctor.doctor",
     },
@@ -63,6 +63,10 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 VERBS: Mapping[str, str] = {
     name: place for group in _GROUPS.values() for name, place in group.items()
+}
+# What an older release had, a verb or `VERB --option`, and what does it now: for one release.
+WENT: Mapping[str, str] = {
+    "explain": "Use keepmtp check PATH --modules",
 }
 # How the usage names the words that a verb reads itself.
 _WORDS = {"ls": "[WHAT]"} | dict.fromkeys(
@@ -165,6 +169,7 @@ class _Verbs(_Starting, TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words before the verb."""
+        _refuse_what_went(args)
         with _in_our_form(args):
             return super().parse_args(ctx, args)
 
@@ -175,6 +180,19 @@ class _Verbs(_Starting, TyperGroup):
                 return super().invoke(ctx)
         except typer.Abort as aborted:
             raise KeyboardInterrupt from aborted
+
+
+def _refuse_what_went(words: list[str]) -> None:
+    """Refuse a verb or an option that an older release had.
+
+    Raises:
+        RecipeError: says what does it now.
+    """
+    verb, *others = words or [""]
+    options = [f"{verb} {word.partition('=')[0]}" for word in others]
+    for old in (verb, *options):
+        if old in WENT:
+            raise RecipeError(f"keepmtp {old}", "went", got="an older name", cure=WENT[old])
 
 
 @contextmanager

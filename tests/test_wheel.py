@@ -102,7 +102,7 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert planned["recipe"]["model"] == "tiny-glm4-moe" and planned["mtp_layers"] == 1
     assert keepmtp("where tiny-glm4-moe").returncode == 2, "nothing was made yet"
     assert "vllm serve" in good(keepmtp(f"serve {MODEL} --dry-run"))
-    assert "draft" in good(keepmtp(f"explain {MODEL}"))
+    assert "draft" in good(keepmtp(f"check {MODEL} --modules"))
     assert "nothing to change" in good(keepmtp(f"fix {MODEL}"))
 
 

@@ -300,7 +300,6 @@ _KINDS = (
     recipe_tree,
     recipe_text,
     command_line,
-    verbs.logs,
     verbs.prompt_files,
     verbs.texts,
     verbs.rows,

@@ -1,4 +1,4 @@
-"""The kinds of fuzz cases whose input is no checkpoint: logs, prompts, texts, rows, names, and what
+"""The kinds of fuzz cases whose input is no checkpoint: prompts, texts, rows, names, and what
 lies beside one.
 
 In: a random generator. Out: a `Case`, as in kinds.py, which lists these too.
@@ -29,7 +29,6 @@ from task_rows import TASK_ROWS
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
 Rows = list[dict[str, Any]]
 _case = partial(Case, reads_weights=False)
-GOOD_LOG = ODD["good_log"]
 RAW_LINES = tuple(map(spelled, ODD["raw_lines"]))
 FOLDERS = (
     *(
@@ -120,39 +119,6 @@ def rows(rng: Random) -> Case:
         words += " --shots 0"
     made = [dict(row) for row in sample["rows"]]
     return _case(base=corpus.REAL[0], edits=(_lines(rng, file, made),), words=_near(words))
-
-
-def logs(rng: Random) -> Case:
-    """Serve logs and tracebacks for explain."""
-    good = GOOD_LOG.encode()
-    odd = rng.choice(edits.NAMES).encode("utf-8", "surrogatepass")
-    content = rng.choice(
-        (
-            b"\x1b[31mERROR\x1b[0m \x1b]0;t\x07ValueError: \x9b2J\r\x08 error\n" + good,
-            good.replace(b"model.layers.46", odd),
-            good.replace(b"glm4_moe_mtp.py", odd),
-            b"ValueError: " + b"error " * 1_500_000 + b"\n" + good,
-            b"".join(b"ValueError: error %d of %s\n" % (n, odd[:50]) for n in range(20_000)),
-            b"KeyError: 'model.layers.46.eh_proj.weight'\n" * 200_000,
-            b"ValueError: " + b"(" * 4000 + b"[" * 4000 + b"\n" + good,
-            b"KeyError: '" + b"model.layers." * 300 + b"'\n" + good,
-            good.replace(b"46", b"9" * 3000).replace(b" ", b"\x00"),
-            GOOD_LOG.encode("utf-16"),
-            bytes(range(256)) * 400 + good,
-            good.replace(b"\n", b"\x85\x0b\x0c\r"),
-            good.replace(b"model", b"[bold red]model[/] [/]"),
-        )
-    )
-    edit = _written("serve.log", edits.shown(content[:400]), content)
-    if rng.random() < 0.2:
-        edit = edits.no_file(rng, "serve.log")
-    elif rng.random() < 0.2:
-        inner = edits.mangled(rng, "serve.log", len(good))
-        edit = _written("serve.log", inner.says, good, inner.do)
-    words = _near(
-        rng.choice(("explain", "explain {}", "explain {} --json")) + " --log {}/serve.log"
-    )
-    return _case(base=rng.choice(corpus.REAL), edits=(edit,), words=words)
 
 
 # --- names ----------------------------------------------------------------------------------------

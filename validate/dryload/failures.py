@@ -1,8 +1,7 @@
-"""What is known of failures with checkpoints like these: one table for `explain` and for the dry
-load's verdict.
+"""What is known of failures with checkpoints like these, for the verdict of a dry load.
 
-In: a line of a log, or `<exception>: <message> [<file:line>]`, or a `Silence`; the table is
-failures.toml. Out: the `KnownFailure` that it tells of, with the name in it.
+In: the exception of a dry load, or a `Silence`; the table is failures.toml. Out: the `Failure` or
+the `Defect` that it is.
 
 Easy to get wrong: a defect ends with a release. A dry load asks about those of its own vLLM and of
 its family alone.
@@ -10,24 +9,15 @@ its family alone.
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
-
 from ...checkpoints.fact import Fact
+from ...recipes.frozen import frozen
 from ...recipes.runtimes.vllm import KNOWN, holds
 from ..facts.dry_load import LoadFailure
-
-FailureKind = Literal["dry_load", "sglang", "other_builds", "failures", "defects"]
-# The parts that a log is compared with, in this order: what SGLang raised is looked up in the first
-# alone.
-IN_LOGS: tuple[FailureKind, ...] = ("sglang", "other_builds", "failures", "defects")
-DEFECTS_FIRST: tuple[FailureKind, ...] = ("sglang", "other_builds", "defects", "failures")
-
 
 SilenceKind = Literal["unfilled", "unread", "nameless head"]
 
@@ -58,58 +48,53 @@ class Silence(Fact):
         return re.search(known.name, self.name) is not None
 
 
-class KnownFailure(Fact):
-    """One failure.
+class Failure(Fact):
+    """A failure that a checkpoint causes.
 
     Attributes:
         name: what it is called here.
         words: regular expressions; the group `tensor`, if one has it, is a name in vLLM or on disk.
-        silences: what vLLM does of it without a word.
-        says: what happened, and why.
         cure: what to do.
         where: the entry of the config that it means; {named} is the name in the words, {count} the
             key that counts the MTP layers.
-        command: the words after `keepmtp` that cure it or look closer; "" for none.
-        versions: of vLLM that have it, as a PEP 440 specifier.
-        concerns: the same for people, where it takes more words.
-        sources: public threads, or numbers of docs/failures.md.
-        families, dialects: model_types and quantization dialects concerned; () for any.
-        rules: rules of the check that confirm it on a checkpoint.
-        cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
-            none.
     """
 
     name: str
     words: tuple[str, ...] = ()
-    silences: tuple[Silence, ...] = Field(default=(), exclude=True)
-    says: str
     cure: str
     where: str = ""
-    command: str = ""
-    versions: str = ">=0.32"
-    concerns: str = ""
-    sources: str = "dry loads of vLLM 0.32.0"
+
+
+class Defect(Failure):
+    """A failure that vLLM causes.
+
+    Attributes:
+        silences: what vLLM does of it without a word.
+        says: what happened, and why.
+        versions: of vLLM that have it, as a PEP 440 specifier.
+        families, dialects: model_types and quantization dialects concerned; () for any.
+        cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
+            none.
+    """
+
+    silences: tuple[Silence, ...] = ()
+    says: str
+    versions: str
     families: tuple[str, ...] = ()
     dialects: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
     cure_in_vllm: str = ""
 
-    @property
-    def is_general(self) -> bool:
-        """Whether other faults end in the same words."""
-        return self.concerns.startswith("this is general")
-
     def concerns_this(self, family: str, dialect: str, version: str) -> bool:
-        """Whether a checkpoint of this family and dialect can have it with this version of vLLM; ""
-        where one of them is not known.
+        """Whether a checkpoint of this family and dialect can have it with this version of vLLM; a
+        dialect of "" is any.
         """
-        if family and self.families and family not in self.families:
+        if self.families and family not in self.families:
             return False
         if dialect and self.dialects and dialect not in self.dialects:
             return False
-        return not version or holds(self.versions, version)
+        return holds(self.versions, version)
 
-    def as_defect(self) -> "KnownFailure":
+    def in_full(self) -> "Defect":
         """With what is true of all defects: whose it is, and the version that cures it."""
         says = f"a defect of vLLM, not of the checkpoint: {self.says}"
         cure = self.cure
@@ -119,61 +104,56 @@ class KnownFailure(Fact):
         return self.model_copy(update={"says": says, "cure": cure})
 
 
+@frozen
+class Known:
+    """The table, each part in the order in which its rows are tried."""
+
+    defects: tuple[Defect, ...]
+    failures: tuple[Failure, ...]
+
+
 @cache
-def known() -> Mapping[str, tuple[KnownFailure, ...]]:
-    """The table, in the order in which its rows are tried."""
+def known() -> Known:
+    """The table."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    failures = dict[str, tuple[KnownFailure, ...]]()
-    for kind, written in table.items():
-        rows = [KnownFailure.model_validate(row) for row in written]
-        # The file has neither the words that all defects begin with nor the version that cures.
-        if kind == "defects":
-            rows = [row.as_defect() for row in rows]
-        failures[kind] = tuple(rows)
-    return failures
+    # The file has neither the words that all defects begin with nor the version that cures.
+    defects = [Defect.model_validate(row).in_full() for row in table["defects"]]
+    failures = [Failure.model_validate(row) for row in table["failures"]]
+    return Known(defects=tuple(defects), failures=tuple(failures))
 
 
 def cures_in_vllm(family: str, dialect: str, version: str) -> tuple[str, ...]:
     """The cures of what a version of vLLM gets wrong about a family in a dialect."""
     cures = dict[str, None]()
-    for defect in known()["defects"]:
+    for defect in known().defects:
         is_of_family = family in defect.families
         if defect.cure_in_vllm and is_of_family and defect.concerns_this(family, dialect, version):
             cures[defect.cure_in_vllm] = None
     return tuple(cures)
 
 
-def known_failure(
-    text: str,
-    *,
-    kinds: Sequence[FailureKind] = IN_LOGS,
-    family: str = "",
-    dialect: str = "",
-    version: str = "",
-) -> tuple[KnownFailure, str] | None:
-    """The failure that a text tells of, and the name in it ("" for none).
-
-    Args:
-        text: a line of a log, or `<exception>: <message> [<file:line>]`.
-        kinds: parts of the table, in the order in which they are tried.
-        family, dialect: of the checkpoint; what only others have is passed over. "" where it is
-            not known.
-        version: of vLLM; what only others have is passed over. "" where it is not known.
-    """
-    for kind in kinds:
-        for failure in known()[kind]:
-            if not failure.concerns_this(family, dialect, version):
-                continue
-            for words in failure.words:
-                match = re.search(words, text)
-                if match:
-                    return failure, match.groupdict().get("tensor") or ""
+def known_failure(text: str) -> tuple[Failure, str] | None:
+    """The failure of a checkpoint that a text tells of, and the name in it ("" for none)."""
+    for failure in known().failures:
+        match = _match(failure, text)
+        if match:
+            return failure, match.groupdict().get("tensor") or ""
     return None
 
 
-def silent_defect(silence: Silence, *, family: str, version: str) -> KnownFailure | None:
+def known_defect(failure: LoadFailure, *, family: str, dialect: str, version: str) -> Defect | None:
+    """vLLM's own defect that caused a failure of the dry load."""
+    text = text_of(failure)
+    for defect in known().defects:
+        if defect.concerns_this(family, dialect or "unknown", version) and _match(defect, text):
+            says = defect.says.replace("vLLM", f"vLLM {version}", 1)
+            return defect.model_copy(update={"says": says})
+    return None
+
+
+def silent_defect(silence: Silence, *, family: str, version: str) -> Defect | None:
     """The defect of a version of vLLM that shows in this silence."""
-    for defect in known()["defects"]:
+    for defect in known().defects:
         if not defect.concerns_this(family, "", version):
             continue
         for row in defect.silences:
@@ -187,19 +167,9 @@ def text_of(failure: LoadFailure) -> str:
     return f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"
 
 
-def known_defect(
-    failure: LoadFailure, *, family: str, dialect: str, version: str
-) -> KnownFailure | None:
-    """vLLM's own defect that caused a failure of the dry load."""
-    found = known_failure(
-        text_of(failure),
-        kinds=("defects",),
-        family=family or "unknown",
-        dialect=dialect or "unknown",
-        version=version,
-    )
-    if found is None:
-        return None
-    defect, _ = found
-    says = defect.says.replace("vLLM", f"vLLM {version}", 1)
-    return defect.model_copy(update={"says": says})
+def _match(row: Failure, text: str) -> re.Match[str] | None:
+    for words in row.words:
+        match = re.search(words, text)
+        if match:
+            return match
+    return None

@@ -31,7 +31,7 @@ from ..facts.dry_load import (
     Role,
 )
 from ..facts.findings import Objection, errors_of, objection
-from .failures import KnownFailure, Silence, known_defect, known_failure, silent_defect, text_of
+from .failures import Defect, Silence, known_defect, known_failure, silent_defect, text_of
 from .trace import Trace, on_disk
 
 _objection = partial(objection, origin="dry")
@@ -46,8 +46,8 @@ _OF_PYDANTIC = re.compile(r"^\d+ validation errors? for \w+ (Value error|Asserti
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
 _FILES = (
-    "Make config.json's ignore list and targets say what the files hold: `keepmtp explain PATH` "
-    "shows what vLLM builds"
+    "Make config.json's ignore list and targets say what the files hold: "
+    "`keepmtp check PATH --modules` shows what vLLM builds"
 )
 _RELEASE = (
     "Compare its name and shape with the release's: vLLM knows it under another name, or not at all"
@@ -81,7 +81,7 @@ def objections(account: LoadAccount, checked: Checked) -> list[Objection]:
     return objected
 
 
-def defect_of(account: LoadAccount, checked: Checked) -> KnownFailure | None:
+def defect_of(account: LoadAccount, checked: Checked) -> Defect | None:
     """vLLM's own defect that caused the failure of a dry load."""
     draft = checked.draft or checked.runtime
     family = dialect = ""
@@ -175,7 +175,7 @@ class _Case:
             return _objection("family", config, says, elsewhere, "no draft")
         where = ""
         cure = _FILES
-        known = known_failure(text_of(failure), kinds=("dry_load", "failures"))
+        known = known_failure(text_of(failure))
         if known:
             row, named = known
             count = self.draft.view.mtp_count_key if self.draft else config
@@ -241,7 +241,7 @@ class _Case:
         """Layers that nothing on this GPU computes."""
         kind = use.method or use.layer
         cure = "Choose a scheme that it has a kernel for"
-        known = known_failure(use.method, kinds=("failures",))
+        known = known_failure(use.method)
         if use.lacks_gpu:
             kind = use.layer
             cure = "Serve it on another GPU: its attention needs one"
@@ -281,11 +281,11 @@ class _Case:
         says = f"neither target nor draft reads it; {_SILENCE[role]} if it matters"
         return self._wrong(name, says, _RELEASE, f"unused {role}")
 
-    def _defect_in(self, silence: Silence, view: RuntimeView | None) -> KnownFailure | None:
+    def _defect_in(self, silence: Silence, view: RuntimeView | None) -> Defect | None:
         family = view.view.family.model_type if view else "unknown"
         return silent_defect(silence, family=family, version=self.account.load.vllm)
 
-    def _of_vllm(self, defect: KnownFailure, where: str, said: str = "") -> Objection:
+    def _of_vllm(self, defect: Defect, where: str, said: str = "") -> Objection:
         """vLLM's own defect: what it does as it is, and with keepmtp's cures where they help."""
         says = defect.says
         cure = defect.cure

@@ -106,8 +106,7 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     [
         ["graft", "checkpoint", "--from", "checkpoint", "--replace", "--dry-run"],
         ["fix", "checkpoint", "--dry-run"],
-        ["explain", "checkpoint"],
-        ["check", "checkpoint"],
+        ["check", "checkpoint", "--modules"],
     ],
 )
 def test_a_regex_without_end_ends_every_verb(tmp_path, words):

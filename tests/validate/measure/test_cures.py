@@ -49,7 +49,7 @@ def test_a_checkpoint_needs_what_its_family_and_dialect_meet(
 
 
 def test_every_cure_has_families():
-    rows = [defect for defect in known()["defects"] if defect.cure_in_vllm]
+    rows = [defect for defect in known().defects if defect.cure_in_vllm]
     assert rows and all(defect.families for defect in rows)
 
 
