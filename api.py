@@ -232,8 +232,8 @@ def check(
 
     Args:
         where: a folder or a Hub id, of keepmtp or of any other tool.
-        values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the
-            `quantize` extra.
+        values: what is read of the tensors: "norms" (of the MTP block), "scalars", "scales",
+            "unpacked" or "all". Needs the `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
         loads: see `Loads`; by default the static check alone, by the rules for vLLM.
 

@@ -447,8 +447,7 @@ def _checked(
         checked = checked._replace(runtime=RuntimeView(source=new, view=checked.runtime.view))
     from .validate.check.values import refuse_broken_values  # imports torch
 
-    findings = refuse_broken_values(plan, folder, checked, reading=progress.values)
-    return checked.data.model_copy(update={"findings": findings})
+    return refuse_broken_values(plan, folder, checked, reading=progress.values)
 
 
 def _passed(checked: Checked, plan: Plan, where: object) -> Checked:

@@ -148,7 +148,7 @@ def check(
         record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
             and card.
         values: Also read values: every scale, norm and small MTP tensor (`scales`, the default),
-            scales of one value alone (`scalars`), or every byte (`all`).
+            scales of one value and norms of the MTP block (`scalars`), or every byte (`all`).
         source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
         modules: Also say what vLLM builds of each group of modules, and which entry decides it.
     """

@@ -18,11 +18,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ..recipes.errors import printable, shortened
+from ..recipes.extras import missing
 from ..recipes.frozen import Json
 from ..recipes.runtimes import Runtime
 from ..recipes.runtimes.sglang import VERSION
@@ -35,6 +37,9 @@ from ..validate.facts.results import CheckData
 from ..validate.report.numbers import counted
 from . import exits
 from .tables import answer, by_reason, table
+
+if TYPE_CHECKING:
+    from ..validate.check.reading import Level
 
 _WIDEST = 120
 # Characters: a hostile name may have a million.
@@ -156,6 +161,10 @@ def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
         words += f"; judged for {', '.join(names[server] for server in servers)}"
     if unjudged := data.facts.num_unjudged:
         words += f"; {counted(unjudged, 'module')} of the vision tower: not judged without --gpu"
+    if data.ok and not data.values_read:
+        words += "; values: not read (--values reads them)"
+    elif data.values_read == "norms":
+        words += "; values: read of the MTP block's norms alone (--values reads more)"
     return Text.assemble(verdict, f" {printable(data.path)}: {words}")
 
 
@@ -239,6 +248,18 @@ def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:
         # From the oldest on; none may serve it.
         printed["oldest_vllm"] = next(iter(serving(data.dry)), "")
     return printed
+
+
+def with_values_read(checked: Checked, level: "Level") -> Checked:
+    """What the values say too, where the packages are there that read them, and an MTP block: one
+    with norms of zero loads without a word.
+    """
+    has_none = level == "norms" and not checked.data.facts.num_mtp_tensors
+    if has_none or missing("quantize"):
+        return checked
+    from ..validate.check.values import with_values  # imports torch
+
+    return with_values(checked, level)
 
 
 def show(

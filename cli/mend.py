@@ -123,7 +123,7 @@ def fix(path: str, new: NewFolder) -> None:
     """
     from ..cure.fix import cure_elsewhere, proposed, write
     from ..cure.rewritten import Judged
-    from .findings import check_json
+    from .findings import check_json, with_values_read
 
     with spinner() as doing:
         outcome = proposed(path, progress=doing)
@@ -140,7 +140,8 @@ def fix(path: str, new: NewFolder) -> None:
         if proposal.source.folder is not None:
             judged = new.judge(out)
             next_one = str(out)
-    checked = judged.checked
+    # Names may have changed, and no value has.
+    checked = with_values_read(judged.checked, "norms")
     own = [cure_elsewhere(finding, outcome, next_one) for finding in checked.data.findings]
     cures = [cure for cure in dict.fromkeys(own) if cure]
     diff = proposal.diffs()
@@ -169,8 +170,8 @@ def fix(path: str, new: NewFolder) -> None:
         notes.append("nothing to change: there is no finding that fix can cure")
     if proposal.edits and judged.checked is outcome.after:
         supposed = checked.data.model_copy(update={"path": f"{path}, as it would be"})
-        judged = Judged(checked._replace(data=supposed))
-    new.end(judged, value, diff, notes, next_one)
+        checked = checked._replace(data=supposed)
+    new.end(judged._replace(checked=checked), value, diff, notes, next_one)
 
 
 def graft(

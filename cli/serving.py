@@ -16,7 +16,6 @@ from ..checkpoints.dialects.choose import attention_backends
 from ..checkpoints.source import Source
 from ..quantize.needs.fits import ASSUMED, in_words
 from ..recipes.errors import GateError, RecipeError, VLLMError
-from ..recipes.extras import missing
 from ..validate.check.check import Checked
 from ..validate.facts.findings import errors_of
 from ..validate.facts.vllm_env import TESTED, VLLM
@@ -29,7 +28,7 @@ from ..validate.measure.serve_line import docker_words, method_words, separate_d
 from ..validate.measure.server import last_error
 from ..validate.report.best_k import BestK, best_k
 from . import exits
-from .findings import with_path
+from .findings import with_path, with_values_read
 from .options import chosen_gpus
 from .progress import downloaded, spinner
 from .serve import Listening
@@ -151,16 +150,16 @@ def checked_errors(path: str, draft: str = "") -> Checked:
 
     Raises:
         GateError: the check has an error; or, where the packages that read values are there, a
-            scale is wrong.
+            scale or a norm of the MTP block is wrong.
         KeepMTPError: there is nothing to judge.
     """
     (checked,) = api.check_all([path], draft=draft)
     refuse_errors(path, checked, draft=draft)
-    if Path(path).is_dir() and not missing("quantize"):
-        from ..validate.check.values import with_values  # imports torch
-
-        checked = with_values(checked, "scalars")
-        refuse_errors(path, checked, draft=draft)
+    level = "norms"
+    if Path(path).is_dir():
+        level = "scalars"
+    checked = with_values_read(checked, level)
+    refuse_errors(path, checked, draft=draft)
     if warnings := len(checked.data.findings):
         tell(f"check: no errors, warnings: {warnings}: `{command('check', path, draft)}` has them")
     return checked

@@ -58,7 +58,7 @@ FIXES: tuple[tuple[str, Fix], ...] = (
 _OF_BLOCKS = ("mtp-missing", "mtp-incomplete")
 # What a graft of the release's MTP block cures where the tensor is one of that block.
 _OF_TENSORS = ("glue", "form", "experts", "fused-uniform", "shapes", "unknown-tensor")
-_OF_TENSORS += ("draft-head", "empty-weight", "norm")
+_OF_TENSORS += ("draft-head",)
 
 
 @dataclass(frozen=True, slots=True)

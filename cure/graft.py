@@ -14,7 +14,7 @@ leave their files.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -124,13 +124,14 @@ def plan_graft(
     is_good = bool(ours.found) and ours.found == {*range(ours.promised)}
     for finding in checked.data.findings:
         is_good &= not _is_about_the_block(finding, ours)
-    if old and is_good and not is_replaced:
+    if old and is_good and not is_replaced and not _spoiled(check_values(ours, "norms")):
         facts = checked.data.facts
         forms = ", ".join(facts.mtp_forms)
         raise CheckpointError(
             checked.data.path,
             "graft gives a block to a checkpoint that lacks a good one",
-            got=f"{facts.num_mtp_tensors:,} tensors in {forms}, and no finding",
+            got=f"{facts.num_mtp_tensors:,} tensors in {forms}, and no finding "
+            "in headers and norms",
             cure="Use it as it is, or say --replace to take the release's block all the same",
         )
     word = mtp or "bf16"
@@ -178,6 +179,17 @@ def plan_graft(
     return Graft(plan=plan, proposal=proposal, checked=checked)
 
 
+def _spoiled(findings: Iterable[Finding]) -> list[Finding]:
+    """Those that no block should have. A block of chance may be served by whoever measures it; but
+    nobody wants it put into another checkpoint.
+    """
+    spoiled = list[Finding]()
+    for found in findings:
+        if found.severity == "error" or found.rule == "mtp-untrained":
+            spoiled.append(found)
+    return spoiled
+
+
 def _no_bar(label: str) -> Bar:
     """Nobody watches."""
     return unwatched
@@ -215,17 +227,14 @@ def carry_out(
                 plan = replace(plan, source=_fetched(graft, folder / WORK / "release", progress))
         entries = {entry.name: entry for entry in graft.entries}
         block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
-        for found in check_values(block, "all", reading=bar("reading values")):
-            # A block of chance may be served by whoever measures it; but nobody wants it put into
-            # another checkpoint.
-            if found.severity == "error" or found.rule == "mtp-untrained":
-                raise CheckpointError(
-                    f"{release.where}: {found.where}",
-                    "the release's MTP block must hold what a trained model holds",
-                    got=found.says,
-                    cure="Download the release again; "
-                    "if its values stay so, nothing can draft with them",
-                )
+        for found in _spoiled(check_values(block, "all", reading=bar("reading values"))):
+            raise CheckpointError(
+                f"{release.where}: {found.where}",
+                "the release's MTP block must hold what a trained model holds",
+                got=found.says,
+                cure="Download the release again; "
+                "if its values stay so, nothing can draft with them",
+            )
         with bar("packing")(plan.num_bytes_before) as progress:
             write_planned(plan, folder, progress)
         if release.folder is not None:

@@ -91,8 +91,11 @@ def test_a_cure_is_never_broken(width):
 
 
 def test_without_an_error_the_check_has_passed():
-    assert shown(found()) == "check passed out/x: no findings\n"
-    assert shown(found(WARNING, WARNING)).endswith("check passed out/x: 2 warnings\n")
+    unread = "; values: not read (--values reads them)\n"
+    assert shown(found()) == f"check passed out/x: no findings{unread}"
+    assert shown(found(WARNING, WARNING)).endswith(f"check passed out/x: 2 warnings{unread}")
+    assert shown(found(values_read="scales")) == "check passed out/x: no findings\n"
+    assert "read of the MTP block's norms alone" in shown(found(values_read="norms"))
     follows = found().model_copy(update={"facts": FOLLOWS_K})
     assert shown(follows).startswith(
         "vLLM builds an MTP layer for each drafted token: -k up to 8\n"

@@ -13,6 +13,7 @@ from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.cli.main import flat, load, main
 from printed import printed
+from written_values import fill, poke
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def place(tmp_path, monkeypatch) -> Path:
     """The current folder, with a checkpoint whose fc is in no ignore list, and no vLLM."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VLLM_PYTHON", "/nowhere")
-    write(Path("F11"), broken("F11"))
+    fill(write(Path("F11"), broken("F11")))
     return tmp_path
 
 
@@ -78,7 +79,7 @@ def test_json_has_the_changes_the_diff_and_what_is_left(fix):
 
 
 def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(fix, place):
-    write(place / "F1", broken("F1 "))
+    fill(write(place / "F1", broken("F1 ")))
     printed("fix_needs_values.txt", fix("F1 --out new", status=1))
     assert not (place / "new").exists()
 
@@ -93,8 +94,21 @@ def test_after_a_fix_the_next_command_takes_the_new_folder(fix, place):
 
 
 def test_a_good_checkpoint_has_nothing_to_change(fix, place):
-    write(place / "good", GOOD["glm fp8"]())
+    fill(write(place / "good", GOOD["glm fp8"]()))
     assert "nothing to change" in fix("good --out new") and not (place / "new").exists()
+
+
+@pytest.mark.parametrize("kv_cache", [None, "fp8"])
+def test_a_block_with_norms_of_zero_is_not_called_good(kv_cache, fix, place):
+    """It loads without a word and drafts at 0 %: neither as it is, nor with its config cured."""
+    case = GOOD["glm fp8"]()
+    case.quantization["kv_cache_scheme"] = kv_cache
+    fill(write(place / "glm", case))
+    poke(place / "glm", "model.layers.3.enorm.weight", 0.0)
+    said = fix("glm --out new --static-only", status=1)
+    assert "error: model.layers.3.enorm.weight\n  its largest value is 0" in said
+    assert "--from RELEASE --replace" in said
+    assert (place / "new").exists() == (kv_cache is not None)
 
 
 def test_what_cannot_be_read_is_refused(fix, place):

@@ -173,6 +173,12 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
         refused(f"serve {folder} --dry-run", says=part, status=1)
 
 
+def test_a_block_with_norms_of_zero_is_not_served(tmp_path):
+    folder = shutil.copytree(GLM, tmp_path / "glm")
+    poke(folder, "model.layers.3.enorm.weight", 0.0)
+    refused(f"serve {folder} --dry-run", says="model.layers.3.enorm.weight: its largest", status=1)
+
+
 @pytest.mark.full
 def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     """The twin of the values: an infinite global scale, which headers do not show."""

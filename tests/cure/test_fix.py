@@ -78,7 +78,8 @@ def test_of_a_repository_headers_are_read_and_changed_files_written(
     assert "mtp.fc" in config["quantization_config"]["ignore"]
     assert "check passed org/model" in done.stdout and "not loaded by vLLM: OUT" in done.stdout
     read = [line for line in hub.requests if ".safetensors " in f"{line} "]
-    assert [line for line in read if line.startswith("GET") and "bytes=0-" not in line] == []
+    values = [line for line in read if line.startswith("GET") and "bytes=0-" not in line]
+    assert len(values) == 1, "the norms of the block"
 
 
 def test_without_vllm_the_check_is_still_made_and_what_was_not_is_said(tmp_path, monkeypatch):

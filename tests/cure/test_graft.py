@@ -26,7 +26,7 @@ from outputs import digests, forks
 from printed import printed
 from releases import write_checkpoint
 from tables import table
-from written_values import overwrite
+from written_values import overwrite, poke
 
 
 def quantized(folder: Path, recipe: str, **choices: str) -> Path:
@@ -193,6 +193,13 @@ def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_
         match=r"of the old block and of the backbone must be here; got model-2\.safetensors",
     ):
         planned("org/broken", "org/right")
+
+
+def test_a_block_with_norms_of_zero_is_no_good_one(whole, tmp_path):
+    """Without --replace: it loads without a word, and drafts at 0 %."""
+    broken = shutil.copytree(whole, tmp_path / "broken")
+    poke(broken, "model.layers.3.enorm.weight", 0.0)
+    assert tensors_of(grafted(broken, tmp_path / "new")) == tensors_of(whole)
 
 
 # --- refused --------------------------------------------------------------------------------------

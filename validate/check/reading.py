@@ -33,9 +33,10 @@ from ...recipes.family import HFName
 from ...recipes.forms import FLOATS
 from ...recipes.frozen import Advance, frozen, nowhere
 
-Level = Literal["scalars", "scales", "unpacked", "all"]
-"""What is read: scales of one value; every scale, every norm and the small tensors of the MTP
-block; every byte but those of the backbone's packed weights; every byte."""
+Level = Literal["norms", "scalars", "scales", "unpacked", "all"]
+"""What is read: norms, biases and scales of one value of the MTP block; these, and every scale of
+one value; every scale, every norm and the small tensors of the MTP block; every byte but those of
+the backbone's packed weights; every byte."""
 
 
 _NOT_SCALES = {"weight_shape", "weight_zero_point", "weight_g_idx"}
@@ -258,11 +259,14 @@ def is_scale(name: str) -> bool:
 def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
     if level == "all":
         return True
-    if is_scale(entry.name):
-        return level != "scalars" or math.prod(entry.shape) == 1
-    if level == "scalars":
-        return False
     is_mtp = runtime.view.is_mtp(entry.name)
+    if level in ("norms", "scalars"):
+        is_scalar = is_scale(entry.name) and math.prod(entry.shape) == 1
+        if is_mtp:
+            return is_scalar or len(entry.shape) <= 1
+        return is_scalar and level == "scalars"
+    if is_scale(entry.name):
+        return True
     if level == "unpacked":
         return is_mtp or entry.dtype in FLOATS
     if len(entry.shape) <= 1:

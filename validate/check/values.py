@@ -21,6 +21,7 @@ from ...quantize.plan.plan import Plan
 from ...recipes.errors import CheckpointError, GateError
 from ...recipes.frozen import Bar, unwatched
 from ..facts.findings import Finding, errors_first, errors_of, grouped
+from ..facts.results import CheckData
 from .against import Pair, compared, pairs
 from .check import Checked
 from .reading import Level, chosen, joined, summaries
@@ -95,12 +96,12 @@ def with_values(
             rule = f"the release of a {own} checkpoint is of the same family"
             raise CheckpointError(source, rule, got=other, cure=_RELEASE)
     found = check_values(checked.runtime, level, release=release, reading=reading)
-    return checked.with_findings(*checked.data.findings, *found)
+    return checked.with_findings(*checked.data.findings, *found, values_read=level)
 
 
 def refuse_broken_values(
     plan: Plan, partial: Path, checked: Checked, *, reading: Bar | None
-) -> tuple[Finding, ...]:
+) -> CheckData:
     """Read every scale, every weight that is not packed and the whole MTP block of an output.
 
     Args:
@@ -109,13 +110,13 @@ def refuse_broken_values(
         checked: its static check.
         reading: shows the bytes that are read.
 
-    Returns: all findings, also those of the static check; none is an error.
+    Returns: the check, with all findings, also those of the static check; none is an error.
 
     Raises:
         GateError: a value is one that no model can compute with.
     """
-    findings = with_values(checked, "unpacked", reading=reading).data.findings
-    for worst in errors_of(findings):
+    data = with_values(checked, "unpacked", reading=reading).data
+    for worst in errors_of(data.findings):
         cure = worst.cure
         for tensor in plan.tensors:
             if worst.where in [output.name for output in tensor.outputs]:
@@ -127,4 +128,4 @@ def refuse_broken_values(
                 cure += ", and run the same command again"
         rule = "the written checkpoint must hold values that a model can compute with"
         raise GateError(partial, rule, got=f"{worst.where} {worst.says}", cure=cure)
-    return findings
+    return data

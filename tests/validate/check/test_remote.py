@@ -54,7 +54,7 @@ def ranges(hub: Hub) -> list[tuple[int, int]]:
     return [(int(each[1]), int(each[2])) for each in asked if each and each[1] != "0"]
 
 
-@pytest.mark.parametrize("level", ["scalars", "scales", "unpacked", "all"])
+@pytest.mark.parametrize("level", ["norms", "scalars", "scales", "unpacked", "all"])
 def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(level, hub, folder):
     fill(folder)
     poke(folder, f"{DOWN}.input_global_scale", math.inf)

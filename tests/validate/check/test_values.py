@@ -44,9 +44,12 @@ def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, folder):
 
 def test_a_level_reads_what_it_says(folder):
     runtime = fill(folder)
-    scalars, scales, everything = (chosen(runtime, level) for level in ("scalars", "scales", "all"))
-    assert {entry.num_bytes for entry in scalars} == {4}
-    assert set(scalars) < set(scales) < set(everything)
+    levels = ("norms", "scalars", "scales", "all")
+    norms, scalars, scales, everything = (chosen(runtime, level) for level in levels)
+    assert {runtime.view.is_mtp(entry.name) for entry in norms} == {True}
+    assert {len(entry.shape) for entry in norms} == {1}
+    assert {entry.num_bytes for entry in scalars if entry not in norms} == {4}
+    assert set(norms) < set(scalars) < set(scales) < set(everything)
     assert len(everything) == len(runtime.source.entries)
 
 
