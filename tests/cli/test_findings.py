@@ -179,7 +179,7 @@ def test_several_versions_are_a_table():
     assert cured_in(gap[1], gap) == "0.31.0" and not cured_in(gap[0], gap)
     assert versions_in_short(gap[1:2]) == ""
     bad = (gap[1], by("0.31.0", **failed))
-    assert versions_in_short(bad) == "none of 0.30.0 and 0.31.0 loads and drafts it"
+    assert versions_in_short(bad) == "none of 0.30.0 and 0.31.0 loads and drafts it as it is"
     assert not cured_in(bad[0], bad)
 
 

@@ -306,7 +306,7 @@ def versions_in_short(loads: Sequence[DryLoad]) -> str:
     if len(tried) < 2:
         return ""
     if not good:
-        return f"none of {listed(tried)} loads and drafts it"
+        return f"none of {listed(tried)} loads and drafts it as it is"
     says = f"{good[0]} is the oldest that loads and drafts it, of {listed(tried)}"
     # Older versions that do not load it are what a newer one cured; newer ones are a surprise.
     newer = tried[tried.index(good[0]) :]
@@ -314,6 +314,17 @@ def versions_in_short(loads: Sequence[DryLoad]) -> str:
     if bad:
         says += f"; {listed(bad)} does not"
     return says
+
+
+def with_cures(loads: Iterable[DryLoad]) -> str:
+    """`, with keepmtp's cure step.layer_types`, where vLLM needs one; else ""."""
+    cures = dict[str, None]()
+    for load in loads:
+        cures |= dict.fromkeys(load.cures)
+    if not cures:
+        return ""
+    plural = "s" if len(cures) > 1 else ""
+    return f", with keepmtp's cure{plural} {listed(cures)}"
 
 
 def by_whom(loads: Iterable[DryLoad]) -> str:

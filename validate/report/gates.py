@@ -22,7 +22,7 @@ from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
 from ..facts.benched import BenchFact
 from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import newest, places, versions_in_short
+from ..facts.dry_load import newest, places, versions_in_short, with_cures
 from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
 from ..facts.findings import errors_of
 from ..facts.paired import one_sided
@@ -187,7 +187,8 @@ def _loads(
     tried = check.dry if check else ()
     # An older vLLM that cannot load it is no fault of the checkpoint: the card says which can.
     loads = newest(tried)
-    failed = [load for load in loads if not load.ok]
+    # vLLM's own defect, which a cure mends where it is served, is no fault of the checkpoint.
+    failed = [load for load in loads if not (load.ok or load.cures)]
     if failed:
         why = failed[0].error.rstrip(".")
         says = f"A dry load fails on {places(failed, is_named=True)}: {why}."
@@ -207,7 +208,8 @@ def _loads(
         served.append(bench.checkpoint.as_served)
     ways = []
     if loads:
-        ways.append(f"vLLM's own classes take every tensor on {places(loads, is_named=True)}.")
+        where = f"{places(loads, is_named=True)}{with_cures(loads)}"
+        ways.append(f"vLLM's own classes take every tensor on {where}.")
         versions = versions_in_short(tried)
         if versions:
             ways.append(f"vLLM {versions}.")

@@ -33,7 +33,7 @@ from ..check.check import examine
 from ..check.pair import of_draft
 from ..facts.benched import BenchFact
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import newest, places
+from ..facts.dry_load import newest, places, with_cures
 from ..facts.evaluated import EvaluationFact
 from ..facts.findings import errors_of
 from ..facts.results import (
@@ -405,7 +405,8 @@ def verdict_of(
     label = "No fault found"
     tried = "it was neither dry-loaded nor served"
     if check.dry:
-        where = places(newest(check.dry), is_named=True)
+        loads = newest(check.dry)
+        where = f"{places(loads, is_named=True)}{with_cures(loads)}"
         label = "Loads"
         what = "this checkpoint and its MTP draft"
         if check.target is not None:

@@ -135,6 +135,7 @@ def test_a_good_checkpoint_passes_with_its_figures():
     )
 
 
+MENDED = FAILED.model_copy(update={"cures": ("step.layer_types", "heads.a")})
 OLDER_REFUSES = checked(CAST, dry=(LOADED, FAILED.model_copy(update=OLDER)))
 NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
 
@@ -161,6 +162,14 @@ NEWER_REFUSES = checked(CAST, dry=(FAILED, LOADED.model_copy(update=OLDER)))
             "regression",
             "fails on sm100 (B200) at TP 1: down_proj: BF16 is cast into FP8.",
         ),
+        (
+            checked(CAST, dry=(MENDED,)),
+            "loads",
+            "pass",
+            "vLLM's own classes take every tensor on sm90 (H100, H200) at TP 1, with keepmtp's cures "
+            "step.layer_types and heads.a.",
+        ),
+        (checked(CAST, dry=(MENDED, SILENT)), "loads", "regression", "fails on sm100 (B200) at TP"),
         (
             OLDER_REFUSES,
             "loads",
