@@ -15,7 +15,7 @@ from ..recipes.family import HFName
 from ..recipes.forms import FLOATS, NOT_COMPUTED
 from ..recipes.frozen import Shape
 from ..recipes.model_file import find_path
-from .record import RECORD, read_record
+from .record import RECORD, RecordedSource, read_record
 from .source import Source, open_source, small_file, view_of
 from .stored import stored_weights
 
@@ -68,23 +68,53 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
         raise RecipeError(checkpoint.where, rule, got=f"no {RECORD}", cure=cure)
     record = read_record(path, cure=cure)
     named = record.source
-    places = [Path(record.recipe.source), Path(named.name), Path("models") / named.name]
-    if checkpoint.folder is not None:
-        places.append(checkpoint.folder.parent / named.name)
-    if named.revision == "local":
-        for place in places:
-            folder = find_path(place)
-            if folder is None:
-                continue
-            sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
-            if sizes.items() >= named.files.items():
-                return str(folder)
+    folder = _folder_of(named, record.recipe.source, checkpoint)
+    if folder is not None:
+        return str(folder)
     raise RecipeError(
         path,
         rule,
         got=f"{named.name} ({named.revision}), which is no folder with the recorded files here",
         cure=cure,
     )
+
+
+def recorded_mtp_source(checkpoint: Source) -> Source | None:
+    """What the checkpoint's MTP block was read from, where its source had none; None where no
+    record names it, or its folder is not here.
+
+    Raises:
+        CheckpointError: the record is not keepmtp's; or the Hub does not answer.
+    """
+    path = small_file(checkpoint, RECORD)
+    record = path and read_record(path)
+    if not record or record.mtp_source is None:
+        return None
+    named = record.mtp_source
+    if named.revision != "local":
+        return open_source(named.name, revision=named.revision)
+    said = record.recipe.whole.get("mtp_source") or {}
+    folder = _folder_of(named, said.get("source", named.name), checkpoint)
+    if folder is None:
+        return None
+    return open_source(folder)
+
+
+def _folder_of(named: RecordedSource, said: str, checkpoint: Source) -> Path | None:
+    """A folder that a record names and its recipe calls `said`, with the recorded files; None where
+    it is not here, or a repository.
+    """
+    places = [Path(said), Path(named.name), Path("models") / named.name]
+    if checkpoint.folder is not None:
+        places.append(checkpoint.folder.parent / named.name)
+    for place in places:
+        folder = find_path(place)
+        if folder is None or named.revision != "local":
+            continue
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*")}
+        if sizes.items() >= named.files.items():
+            return folder
+    return None
 
 
 def folder_it_was_made_from(checkpoint: Path) -> Path | None:

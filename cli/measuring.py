@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.identity import identify
+from ..checkpoints.mtp_source import has_mtp
 from ..checkpoints.record import RECORD, is_draft_alone
 from ..checkpoints.source import Source, open_source, small_file
-from ..checkpoints.source_of import folder_it_was_made_from, original_of
+from ..checkpoints.source_of import (
+    folder_it_was_made_from,
+    original_of,
+    recorded_mtp_source,
+)
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.protocol import Gates
@@ -91,8 +96,24 @@ class Session:
 
     @cached_property
     def original(self) -> Source | None:
-        """What it was made from, not downloaded; None where nothing is compared."""
-        return original_of(self.opened, self.source, cure=_CURE)
+        """What it was made from, not downloaded; None where nothing is compared.
+
+        One without an MTP block is joined with the block that the checkpoint's record names, in a
+        folder of hard links among the results: what cannot draft is nothing to compare with.
+        """
+        original = original_of(self.opened, self.source, cure=_CURE)
+        if original is None or self.draft or has_mtp(original):
+            return original
+        block = recorded_mtp_source(self.opened)
+        if block is None:
+            return original
+        out = self.out / f"{Path(original.where).name}-with-mtp"
+        tell(f"source: {original.where} has no MTP block; {out} gets that of {block.where}")
+        require_extra("an MTP block for the source", "quantize")
+        from ..cure.graft import carry_out, plan_graft  # imports torch
+
+        carry_out(plan_graft(downloaded(original), block), out, bar=bytes_bar)
+        return open_source(out)
 
     @property
     def is_recorded(self) -> bool:

@@ -4,12 +4,17 @@ on one that has it.
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from commands import ROOT, keepmtp, ran
 from fine_tunes import fine_tune
+from keepmtp.checkpoints.mtp_source import has_mtp
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.measuring import Session
+from keepmtp.cli.options import ServeOptions
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 
 # What is added to a line so that it ends in minutes: 400 short questions are enough for the gates.
@@ -27,10 +32,9 @@ def lines_for(*, has_block: bool) -> list[str]:
     """The commands of the page, as it says that they are to be changed."""
     block = (ROOT / "docs" / "fine-tune.md").read_text().split("```")[1]
     found = re.findall(r"^keepmtp (.*?)(?: +#.*)?$", block, re.MULTILINE)
-    assert len(found) == 10
+    assert len(found) == 9
     if has_block:
         found = [line.replace(" --mtp-source RELEASE", "") for line in found]
-        found = [line.replace("./whole", "./my-fine-tune") for line in found if line[:5] != "graft"]
     # Four attention heads are not for eight GPUs.
     return [line.replace("RELEASE", str(GLM)).replace("--tp 8", "--tp 1") for line in found]
 
@@ -57,6 +61,24 @@ def test_the_lines_before_a_server(place):
     assert not (folder / "twice").exists()
 
 
+def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, monkeypatch):
+    """Else it drafts nothing, and acceptance is never compared."""
+    folder, lines = place
+    monkeypatch.chdir(folder)
+    ran(next(line for line in lines if line.startswith("quantize")), cwd=folder)
+    session = Session("eval", "gsm8k", ServeOptions(path="out/mine"), [], None)
+    source = session.original
+    assert source is not None and has_mtp(source)
+    if source.where == "my-fine-tune":  # it has its own
+        return
+    shared = open_source("my-fine-tune").entries
+    assert shared.keys() < source.entries.keys() == open_source(GLM).entries.keys()
+    shard = "model-00001-of-00002.safetensors"
+    assert (folder / source.where / shard).stat().st_nlink == 2, "no copy"
+    again = Session("eval", "gsm8k", ServeOptions(path="out/mine"), [], None)
+    assert again.original.where == source.where
+
+
 class TestServed:
     pytestmark: ClassVar = [*NEEDS_VLLM, pytest.mark.full]
 
@@ -72,11 +94,13 @@ class TestServed:
         assert "## Gates: pass\n" in card and "unknown" not in card
 
     def test_a_source_without_a_block_is_served_with_mtp_off(self, tmp_path):
-        """Its score is compared, and the gate on acceptance stays open."""
+        """Where its block is gone: its score is compared, and the gate on acceptance stays open."""
         fine_tune(tmp_path, has_block=False)
         real = {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
-        words = f"my-fine-tune --mtp-source {GLM} --scheme w4a16-fp8 --out mine"
+        shutil.copytree(GLM, tmp_path / "release")
+        words = "my-fine-tune --mtp-source release --scheme w4a16-fp8 --out mine"
         ran(f"quantize {words}", cwd=tmp_path)
+        shutil.rmtree(tmp_path / "release")
         more = ADDED["eval"].replace(" --", " --no-plain --json --", 1)
         told = json.loads(ran(f"eval mine --source my-fine-tune {more}", cwd=tmp_path, **real))
         source = told["evaluation"]["source"]
