@@ -13,7 +13,7 @@
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
-#   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, run, with its acceptance watched
+#   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, checked and run
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         what the project promises, on this machine: twelve minutes on two cores
 #   make test-all     the rest of it: whole products, every kill point, each wheel environment; forty minutes

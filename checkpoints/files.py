@@ -381,6 +381,13 @@ class ScratchFolder:
         # whose process is gone.
         self.path = made.rename(made.with_name(prefix + made.name.removeprefix(_NEW)))
         self.remove = weakref.finalize(self, _remove, self.path, lock)
+        self._lock = lock
+
+    def handed_on(self) -> Path:
+        """The folder, held by the program that this process is about to become."""
+        os.set_inheritable(self._lock, True)
+        self.remove.detach()
+        return self.path
 
     def __enter__(self) -> Path:
         return self.path

@@ -67,6 +67,8 @@ VERBS: Mapping[str, str] = {
 # What an older release had, a verb or `VERB --option`, and what does it now: for one release.
 WENT: Mapping[str, str] = {
     "explain": "Use keepmtp check PATH --modules",
+    "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
+    "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
 }
 # How the usage names the words that a verb reads itself.
 _WORDS = {"ls": "[WHAT]"} | dict.fromkeys(

@@ -1,13 +1,9 @@
-"""`keepmtp serve`: the card's serve line, run: checked before, on a port, with its acceptance
-watched until it stops.
+"""`keepmtp serve`: the card's serve line, checked and then run.
 
-In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and
-then on standard error with the server's own log, and at the end its counters on standard output.
-The exit status is the server's, and not 0 if nobody stopped it.
+In: a checkpoint, and words for `vllm serve` after `--`. Out: this process becomes vLLM's server.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,24 +11,20 @@ import typer
 from ..recipes.errors import VLLMError
 from ..recipes.frozen import frozen
 from .options import GpusOption, JsonOption, K, chosen_vllm, refuse_stray_words
-from .tables import answer, tell
+from .tables import tell
 
 
 @frozen
 class Listening:
-    """Where a server listens, and what is seen of it.
+    """Where a server listens.
 
     Attributes:
         host: Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.
         port: Port to listen on.
-        log: File for the server's log; default: it passes through, on standard error.
-        every: Seconds between two lines of acceptance.
     """
 
     host: str = "127.0.0.1"
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
-    log: Path | None = None
-    every: Annotated[float, typer.Option(min=1)] = 30.0
 
 
 def serve(
@@ -45,8 +37,7 @@ def serve(
     dry_run: bool = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until
-    it is stopped.
+    """Serve a checkpoint with vLLM and MTP, checked before.
 
     It runs the card's serve line. A checkpoint with an error of the static check is refused.
     Weights that do not fit one GPU are split over as few of this machine's as hold them. The server
@@ -54,10 +45,8 @@ def serve(
     with vLLM as it is. Words after `--` go to `vllm serve`, such as --max-model-len, or
     --trust-remote-code once you have read the checkpoint's Python.
 
-    Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the
-    draft is accepted far less often than it was measured: a broken draft loads in silence. The exit
-    status is 0 where you stopped a server that had come up; else it is the server's, and not 0 if
-    nobody stopped it.
+    The process becomes vLLM's own: its log, its signals and its exit status. While requests are
+    answered, vLLM logs how many drafts were accepted, by position.
 
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
 
@@ -73,20 +62,15 @@ def serve(
     """
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
-    from ..validate.measure import foreground
-    from ..validate.measure.room import options_of, tensor_parallel_size
-    from ..validate.measure.serve_line import refuse_pipeline, refuse_settings
+    from ..validate.measure.room import tensor_parallel_size
+    from ..validate.measure.serve_line import refuse_our_words, refuse_pipeline, refuse_settings
     from . import serving
 
     extra = tuple(context.args)
     refuse_stray_words("serve", extra)
-    foreground.refuse_our_words(extra)
-    is_tls = "--ssl-certfile" in options_of(extra)
-    address = foreground.Address(host=server.host, port=server.port, is_tls=is_tls)
+    refuse_our_words(extra)
     # Everything that can be known is refused before the server starts: it may load for half an
     # hour.
-    if not dry_run:
-        foreground.refuse_taken(address)
     checked = serving.checked_errors(path, draft)
     opened = checked.readable()
     drafting = opened
@@ -128,7 +112,5 @@ def serve(
         serving.print_commands(opened, best, extra, cures, as_json=as_json)
         return
     assert vllm is not None
-    life = serving.run(opened, best, replace(vllm, cures=cures), extra, server, address)
-    line = f"{path}: {life.seconds:,.0f} s with k={life.k}; {foreground.in_words(life)}"
-    value = {"path": path, "why": best.why, **life.model_dump(mode="json")}
-    answer(value, [line], as_json=as_json, status=life.judged)
+    address = ("--host", server.host, "--port", str(server.port))
+    serving.become_server(opened, best, replace(vllm, cures=cures), (*address, *extra))

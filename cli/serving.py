@@ -1,15 +1,14 @@
-"""What `keepmtp serve` does with a checkpoint: judge it, choose k, run the server.
+"""What `keepmtp serve` does with a checkpoint: judge it, choose k, become the server.
 
-In: a checkpoint and the options of the verb. Out: a server's life, or the commands to be run
-elsewhere. It imports what help must not wait for, so the verb imports it when it runs.
+In: a checkpoint and the options of the verb. Out: a server, or the commands to be run elsewhere. It
+imports what help must not wait for, so the verb imports it when it runs.
 """
 
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from .. import api
 from ..checkpoints.dialects.choose import attention_backends
@@ -21,17 +20,14 @@ from ..validate.facts.findings import errors_of
 from ..validate.facts.vllm_env import TESTED, VLLM
 from ..validate.measure.bf16_copy import why_no_kernel
 from ..validate.measure.cures import switched_on
-from ..validate.measure.foreground import Address, ServerLife, serve_until_stopped
 from ..validate.measure.harness import refuse_drafts
 from ..validate.measure.room import options_of, refuse_full_gpus, room_here
 from ..validate.measure.serve_line import docker_words, method_words, separate_draft, serve_words
-from ..validate.measure.server import last_error
+from ..validate.measure.server import become
 from ..validate.report.best_k import BestK, best_k
-from . import exits
 from .findings import with_path, with_values_read
 from .options import chosen_gpus
 from .progress import downloaded, spinner
-from .serve import Listening
 from .tables import answer, tell
 
 _MOST_K = 16
@@ -39,15 +35,8 @@ _MOST_K = 16
 _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
 
 
-def run(
-    opened: Source,
-    best: BestK,
-    vllm: VLLM,
-    extra: Sequence[str],
-    server: Listening,
-    address: Address,
-) -> ServerLife:
-    """Serve until it is stopped, and say how it went.
+def become_server(opened: Source, best: BestK, vllm: VLLM, further: Sequence[str]) -> NoReturn:
+    """Turn this process into vLLM's server.
 
     Raises:
         VLLMError: this machine has no kernels for it, or its GPUs are full.
@@ -59,47 +48,20 @@ def run(
             got=lack,
             cure="Serve it on a GPU; `keepmtp serve-check` measures a BF16 copy",
         )
-    refuse_full_gpus(opened, vllm, extra)
+    refuse_full_gpus(opened, vllm, further)
     local = downloaded(opened)
-    words = ["--host", server.host, "--port", str(server.port)]
+    words = list[str]()
     if opened.folder is None:
         # Clients ask for the repository, not for a folder of the Hub's cache.
         words += ["--served-model-name", opened.where]
     if vllm.build == "cpu":
         words += _CPU_WORDS
-    line = serve_words(str(local.folder), best.k, *method_words(opened), *words, *extra)
+    line = serve_words(str(local.folder), best.k, *method_words(opened), *words, *further)
     tell(f"k={best.k}: {best.why}")
     if best.versions:
         tell(f"vLLM {vllm.version}; {best.versions}")
     tell(shlex.join(line))
-    with ExitStack() as files:
-        log = sys.stderr.fileno()
-        if server.log is not None:
-            log = files.enter_context(open(server.log, "wb"))
-        life = serve_until_stopped(
-            vllm,
-            line[1:],
-            k=best.k,
-            address=address,
-            expected=(best.measured, best.measured_by),
-            every=server.every,
-            log=log,
-            tell=tell,
-        )
-    if not life.is_stopped:
-        rule = "must come up"
-        if life.is_healthy:
-            rule = "must serve until it is stopped"
-        got = f"exit status {life.status} after {life.seconds:.0f} s"
-        cure = "Read its words above, or name a file with --log"
-        if server.log is not None:
-            got = f"{got}: {last_error(server.log, life.status)}"
-            cure = f"Read {server.log}"
-        exits.say_refusal(VLLMError("vllm serve", rule, got=got, cure=cure))
-    if life.doubt:
-        reads = f"`{command('check', opened.where)} --values` reads the draft's tensors"
-        tell(f"warning: {life.doubt}: {reads}, `{command('serve-check', opened.where)}` compares")
-    return life
+    become(vllm, line[1:])
 
 
 def tell_room(opened: Source, k: int, vllm: VLLM, extra: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ TWINS = 6
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 343_000,
+    "tokens of the package": 339_000,
     "tokens of the tests": 415_000,
     "dense forms in 1,000 tokens": 5.2,
     "functions over 100 lines": 0,

@@ -7,7 +7,6 @@ The list was made by trying every verb with a wrong name, a wrong place and a wr
 import json
 import shlex
 import shutil
-import socket
 import sys
 from pathlib import Path
 
@@ -92,11 +91,6 @@ def test_a_wrong_word_has_one_right_sentence(words, refusal, places):
     assert WRONG[words] in message and "; got " in message and "\n" not in message
     assert message.endswith((".", "?")) and "remove" not in message, "nothing that is not ours"
     assert before == written(places)
-
-
-def test_a_busy_port_is_told_before_anything_is_read(refusal):
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        assert "Choose another --port" in refusal(f"serve gguf --port {busy.getsockname()[1]}")
 
 
 def test_a_wrong_task_is_told_before_lm_eval_is_imported(refusal, monkeypatch):

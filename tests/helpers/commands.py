@@ -30,10 +30,11 @@ def environment_without(*names: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
-def started(command: str, *, stdout: int = subprocess.PIPE, **more: Any) -> subprocess.Popen[str]:
+def started(command: str, **more: Any) -> subprocess.Popen[str]:
     """A command line that runs now. conftest.py has seen to it that it hears Ctrl-C."""
     line = [KEEPMTP, *command.split()]
-    return subprocess.Popen(line, text=True, stdout=stdout, stderr=subprocess.PIPE, **more)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    return subprocess.Popen(line, text=True, **pipes)
 
 
 def free_port() -> int:

@@ -16,11 +16,16 @@ from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view, has_dspark
 from ...recipes.runtimes.vllm import KNOWN, asked, holds
-from .room import options_of
+from .room import options_of, refuse_options
 
 CURES = "KEEPMTP_CURES"
 _WHEEL = f"keepmtp-{__version__}-py3-none-any.whl"
 _KEY = "--speculative-config."
+_DRAFTS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
+_OURS = {
+    **dict.fromkeys(("--host", "--port", "--dry-run", "--gpu"), "Name it before `--`"),
+    **dict.fromkeys(_DRAFTS, "Leave it out, and use -k; -k 0 serves without drafting"),
+}
 _LOSSY = "fly"
 _IMAGE = "vllm/vllm-openai"
 _IN_IMAGE = "/model"
@@ -50,6 +55,15 @@ def draft_settings(words: Sequence[str]) -> tuple[Mapping[str, str], tuple[str, 
         else:
             others.append(word)
     return settings, tuple(others)
+
+
+def refuse_our_words(words: Sequence[str]) -> None:
+    """Refuse words for `vllm serve` that keepmtp serve says itself.
+
+    Raises:
+        RecipeError: names the first such word.
+    """
+    refuse_options("keepmtp serve", words, _OURS, rule="keepmtp serve says this to vLLM itself")
 
 
 def refuse_settings(words: Sequence[str], version: str) -> None:

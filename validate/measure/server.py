@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -48,6 +48,7 @@ TOP_LOGPROBS = 5
 
 
 PLUGIN = Path(__file__).parent / "plugin"
+_COMMAND = ("-m", "vllm.entrypoints.cli.main")
 
 _STOP_SECONDS = 20.0
 _LOOPBACK = "127.0.0.1"
@@ -329,7 +330,15 @@ def serving(
         words = ["serve", str(folder), *_WORDS, *draft_words(k, further)]
         variables = server_environment(vllm, private)
         with (
-            started(vllm, words, variables, log=file, grace_seconds=_STOP_SECONDS) as child,
+            # A vLLM server is three processes or more, and killing the first leaves the others with
+            # the memory. A child ends all of them, whatever ends keepmtp.
+            Child(
+                [vllm.python, *_COMMAND, *words],
+                environment=variables,
+                grace_seconds=_STOP_SECONDS,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            ) as child,
             httpx.Client(
                 base_url=f"http://{_LOOPBACK}:{port}",
                 limits=httpx.Limits(max_connections=None),
@@ -360,32 +369,13 @@ def serving(
             )
 
 
-def started(
-    vllm: VLLM,
-    words: Sequence[str],
-    variables: Mapping[str, str],
-    *,
-    log: Any,
-    grace_seconds: float,
-) -> Child:
-    """vLLM's command, with everything that it prints in a file.
-
-    Args:
-        vllm: where vLLM lives.
-        words: from "serve" on.
-        variables: from `server_environment`.
-        log: an open file or its number.
-        grace_seconds: between SIGTERM and the end by force.
-    """
-    # A vLLM server is three processes or more, and killing the first leaves the others with the
-    # memory. A child ends all of them, whatever ends keepmtp.
-    return Child(
-        [vllm.python, "-m", "vllm.entrypoints.cli.main", *words],
-        environment=variables,
-        grace_seconds=grace_seconds,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+def become(vllm: VLLM, words: Sequence[str]) -> NoReturn:
+    """Turn this process into vLLM's command, with words from "serve" on."""
+    variables = server_environment(vllm, ScratchFolder("keepmtp-server-").handed_on())
+    key = os.environ.get("VLLM_API_KEY")
+    if key:
+        variables["VLLM_API_KEY"] = key  # without it, the server would answer everybody
+    os.execve(vllm.python, [str(vllm.python), *_COMMAND, *words], variables)  # noqa: S606 - no shell
 
 
 def refuse_words(where: str, extra: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """How many tokens to draft in a step: what was measured says it, else the number of MTP layers.
 
-In: a report, or a checkpoint. Out: a `BestK`, with the reason, and with the acceptance to expect.
+In: a report, or a checkpoint. Out: a `BestK`, with the reason.
 
 Easy to get wrong: a k that was measured on other bytes says nothing.
 """
@@ -15,7 +15,6 @@ from ..facts.benched import words_of
 from ..facts.dry_load import versions_in_short
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
-from ..facts.served import Drafts
 from .drafted import counts_bench
 from .report import JSON_FILE, read_json
 
@@ -27,22 +26,17 @@ class BestK:
     Attributes:
         k: 0 serves without drafting.
         why: where it is from, as a clause.
-        measured: draft counters of the checkpoint, where some were measured; else None.
-        measured_by: the command that measured them; "" where none did.
         versions: the oldest vLLM that serves it, as a clause; "" where one alone was tried.
     """
 
     k: int
     why: str
-    measured: Drafts | None = None
-    measured_by: str = ""
     versions: str = ""
 
 
 def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     """As bench recommends, else as evaluated, else one for each MTP layer; `device` will serve."""
     evaluation = report.evaluation
-    layers = max(1, report.facts.num_mtp_layers)
     # A speed that was measured on a CPU counts for that CPU alone.
     if report.bench and counts_bench(report.bench, device=device):
         checkpoint = report.bench.checkpoint
@@ -51,24 +45,11 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
         if k is not None:
             where = report.bench.environment["device"]
             why = f"as bench recommends for {words_of(load)} on {where}"
-            cell = checkpoint.cell(k, load)
-            drafts = None
-            if k and cell:
-                drafts = cell.drafts
-            return BestK(k=k, why=why, measured=drafts, measured_by="keepmtp bench")
+            return BestK(k=k, why=why)
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
-        return BestK(
-            k=evaluation.protocol.k,
-            why=why,
-            measured=evaluation.checkpoint,
-            measured_by="keepmtp eval",
-        )
-    best = BestK(k=layers, why="one for each MTP layer")
-    for run in report.serve.checkpoint.drafting if report.serve else ():
-        if run.draft_tokens:
-            return replace(best, measured=run, measured_by="keepmtp serve-check")
-    return best
+        return BestK(k=evaluation.protocol.k, why=why)
+    return BestK(k=max(1, report.facts.num_mtp_layers), why="one for each MTP layer")
 
 
 def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
