@@ -63,14 +63,14 @@ def now() -> str:
 
 class CheckData(Fact):
     """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty,
-    where that is known; `values_read`, how much of the tensors was read, by its level. Of a draft
-    of its own, with `target`, and what is found of both.
+    where that is known; `values_read`, how much of the tensors was read, by its level; in no
+    file. Of a draft of its own, with `target`, and what is found of both.
     """
 
     path: str
     facts: CheckpointFacts
     findings: tuple[Finding, ...]
-    values_read: str = ""
+    values_read: str = Field(default="", exclude=True)
     sizes: tuple[GroupSize, ...] = ()
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None

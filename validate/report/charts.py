@@ -68,24 +68,39 @@ def _acceptance(measured: Drafted, floor: float) -> Chart:
     name = "this checkpoint"
     if measured.as_served != "native":
         name += " (BF16 copy)"
-    lines = {name: (measured.checkpoint.acceptance_per_position, _OWN, "o-")}
+    mine = measured.checkpoint.acceptance_per_position
+    bars = {name: (mine, _OWN)}
+    kept: dict[str, tuple[float, ...]] = {}
     if measured.source:
         theirs = measured.source.acceptance_per_position
-        lines["source"] = (theirs, _SOURCE, "s-")
-        kept = tuple([floor * share for share in theirs])
-        lines[f"{limit(floor)} of the source"] = (kept, _LIMIT, "--")
+        bars["source"] = (theirs, _SOURCE)
+        kept[f"{limit(floor)} of the source"] = tuple([floor * share for share in theirs])
 
     def draw(axes: Axes) -> None:
-        for label, (shares, colour, form) in lines.items():
+        width = 0.8 / len(bars)
+        for number, (label, (shares, colour)) in enumerate(bars.items()):
+            shift = width * (number - (len(bars) - 1) / 2)
+            places = [position + shift for position in range(1, len(shares) + 1)]
             heights = [100 * share for share in shares]
-            axes.plot(range(1, len(shares) + 1), heights, form, color=colour, label=label)
+            drawn = axes.bar(places, heights, 0.95 * width, color=colour, label=label)
+            axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2)
+        for label, shares in kept.items():
+            heights = [100 * share for share in shares]
+            starts = [position - 0.47 for position in range(1, len(shares) + 1)]
+            ends = [position + 0.47 for position in range(1, len(shares) + 1)]
+            axes.hlines(heights, starts, ends, _LIMIT, "--", label=label)
+        # One position alone is no wall of two colours.
+        room = max(0.0, 3 - len(mine)) / 2
+        axes.set_xlim(0.4 - room, len(mine) + 0.6 + room)
+        axes.set_ylim(top=108)
+        axes.set_xticks(range(1, len(mine) + 1))
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("drafts accepted (%)")
 
     said = []
-    for name, (shares, _, _) in lines.items():
+    for label, shares in (*[(label, shares) for label, (shares, _) in bars.items()], *kept.items()):
         heights = [percent(share) for share in shares]
-        said.append(f"{name}: {', '.join(heights)}")
+        said.append(f"{label}: {', '.join(heights)}")
     title = f"Drafts accepted by position, k={measured.k}, {measured.what}"
     return _drawn(title, "; ".join(said), draw)
 
@@ -130,10 +145,11 @@ def _drawn(title: str, alt: str, draw: Callable[[Axes], None]) -> Chart:
     with rc_context(_STYLE):  # pyright: ignore[reportArgumentType] - it wants literals of keys
         figure = Figure(_INCHES, _DOTS_PER_INCH, layout="constrained", facecolor="white")
         axes = figure.add_subplot()
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         draw(axes)
         axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="y", linewidth=0.4)
+        axes.set_axisbelow(True)
         # A title of the figure would be drawn over a legend outside the axes (matplotlib 3.11).
         figure.legend(loc="outside upper left", ncols=2, title=title, frameon=False)
         file = io.BytesIO()

@@ -27,6 +27,7 @@ from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
+from ...recipes.frozen import without
 from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
 from ..check.check import examine
@@ -102,7 +103,7 @@ def assemble(
         results: SHA-256 of the result files by name.
         measured: serve, evaluation, bench and closeness of real servers.
     """
-    parts: dict[str, Any] = dict(check) | measured | {"identity": identity}
+    parts = without(dict(check), "values_read") | measured | {"identity": identity}
     absent = {}
     for name, says in NOT_RUN.items():
         if check.target is not None:

@@ -32,11 +32,11 @@ from keepmtp.validate.facts.dry_load import LoadedModel
 from keepmtp.validate.facts.findings import CheckpointFacts
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.report.charts import charts
+from keepmtp.validate.report.charts import _LIMIT, _OWN, _SOURCE, charts
 from keepmtp.validate.report.check_data import calibration_fact, calibration_of, sizes_by_group
 from keepmtp.validate.report.html import render, write_html
 from keepmtp.validate.report.report import read_json, text_of
-from PIL import Image
+from PIL import Image, ImageColor
 from printed import printed
 from releases import source_layout, write_checkpoint
 from rich.console import Console
@@ -440,6 +440,17 @@ def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
     other = reports.judged(evaluation=evaluation(checkpoint={"shares": (0.5, 0.4, 0.3)}))
     assert charts(other)["acceptance"].png != first.png
     assert charts(pages["bare"]) == charts(benched(cells=(benches.cell(0, [5.0, 6.0]),))) == {}
+
+
+def test_one_position_shows_source_checkpoint_and_limit():
+    """k=1 is eval's default: none of the three lies under another one."""
+    one = {"shares": (0.8,)}
+    fact = evaluation(protocol={"k": 1}, source=one, checkpoint=one)
+    chart = charts(reports.judged(evaluation=fact))["acceptance"]
+    picture = Image.open(io.BytesIO(chart.png)).convert("RGB")
+    counts = {colour: count for count, colour in picture.getcolors(picture.width * picture.height)}
+    seen = {name: counts.get(ImageColor.getrgb(name), 0) for name in (_SOURCE, _OWN, _LIMIT)}
+    assert seen[_SOURCE] > 10_000 and seen[_OWN] > 10_000 and seen[_LIMIT] > 500, seen
 
 
 @pytest.mark.parametrize("name", ["markdown-it-py", "matplotlib"])
