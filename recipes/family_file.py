@@ -154,6 +154,7 @@ def _listed(
     """The rows of a group that lists its modules."""
     usual = _shared()["why_kept"].get(role, "")
     why_kept = fields.pop("why_kept", usual)
+    fields.setdefault("sides", tuple(_shared()["sides"].get(role, ())))
     runtime: str = fields.pop("runtime", fused)
     if "interleaved" in fields:
         fields["interleaved"] = Interleaved(**_fields(fields["interleaved"]))

@@ -311,6 +311,28 @@ class FamilyView:
                         found[row.joins].append(path)
         return {name: tuple(on_disk) for name, on_disk in found.items()}
 
+    def sides(self, place: Place) -> list[tuple[str, int]]:
+        """The sides of a tensor in the table's words and in numbers, 0 where config.json does not
+        say.
+        """
+        sides = list[tuple[str, int]]()
+        row = place.row
+        named = row.sides
+        # A norm of a layer or of the model, and not of what a module has inside.
+        if row.role == "norm" and not named and (place.layer is None or "." not in row.path):
+            named = ("hidden_size",)
+        for words in named:
+            side = 1
+            for word in words.split():
+                value = self.text_config.get(word, self.config.get(word))
+                if word.isdigit():
+                    value = int(word)
+                elif isinstance(value, list):
+                    value = len(value)
+                side *= value if type(value) is int else 0
+            sides.append((words, side))
+        return sides
+
     def mtp_stem(self, index: int) -> str:
         """Prefix on disk of MTP layer `index` (counted from 0)."""
         return self.disk_stem("mtp", self.first_mtp_index + index)

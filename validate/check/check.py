@@ -43,12 +43,13 @@ from ..facts.findings import (
     objection,
 )
 from ..facts.results import CheckData
-from . import rules_config, rules_finished, rules_forms, rules_kv, rules_mtp
+from . import rules_config, rules_finished, rules_forms, rules_kv, rules_mtp, rules_shapes
 from .sglang.rules import judge as judge_for_sglang
 
 Rule = Callable[[RuntimeView], Objections]
 RULES: tuple[Rule, ...] = (
     *rules_mtp.RULES,
+    *rules_shapes.RULES,
     *rules_forms.RULES,
     *rules_kv.RULES,
     *rules_finished.RULES,

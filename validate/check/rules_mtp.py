@@ -14,7 +14,7 @@ from collections import defaultdict
 
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
-from ...checkpoints.dialects.runtime_view import Member, RuntimeView, StoredView, described
+from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView, described
 from ...checkpoints.stored import (
     OTHER_LEAVES,
     SCALE_LEAVES,
@@ -59,7 +59,7 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
         elsewhere.add(0)
     for index in sorted({*range(promised)} - runtime.found - elsewhere):
         place = f"{view.mtp_stem(index)}*"
-        cure = _way_to_a_block(runtime)
+        cure = way_to_a_block(runtime)
         at = runtime.block_at
         if at is not None:
             place = f"{view.disk_stem('backbone', at)}*"
@@ -101,10 +101,10 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
         yield objection("mtp-not-promised", where, says + error, f"Set {key} to {len(extra)}")
     elif not promised:
         says = "no MTP block is promised and none is there: method=mtp has nothing to draft with"
-        yield objection("mtp-missing", where, says, _way_to_a_block(runtime))
+        yield objection("mtp-missing", where, says, way_to_a_block(runtime))
 
 
-def _way_to_a_block(runtime: RuntimeView) -> str:
+def way_to_a_block(runtime: RuntimeView) -> str:
     """What brings a block back."""
     # A release cannot give what it has not.
     if isinstance(runtime.dialect, Unquantized) and not runtime.mtp_names:
@@ -144,7 +144,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
                 name,
                 "the MTP block cannot work without it, and it is in no indexed file: vLLM leaves "
                 "it uninitialised in silence, the draft guesses",
-                _way_to_a_block(runtime),
+                way_to_a_block(runtime),
                 name,
             )
 
@@ -183,7 +183,7 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             cure = _AGAIN
             if part == "mtp":
                 rule = "mtp-incomplete"
-                cure = _way_to_a_block(runtime)
+                cure = way_to_a_block(runtime)
                 lacking = lacking.difference(view.family.mtp_lacks)
             for path in sorted(lacking):
                 where = view.disk_stem(part, index) + path.replace("{e}", "0")
@@ -268,44 +268,6 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
                     where = stem + path.replace("{e}", str(min(wrong)))
                     cause = f"{module.part} {module.layer} {says}"
                     yield objection("experts", where, says, cure, cause, times=len(wrong))
-
-
-def block_is_as_wide_as_the_model(runtime: RuntimeView) -> Objections:
-    """A side that is config.json's hidden_size in all decoder layers is so in the MTP layers, and
-    one side of what joins embedding and hidden state is a multiple of it: M2.
-
-    vLLM 0.32.0 model_loader/weight_utils.py, default_weight_loader; layers/linear.py.
-    """
-    text = runtime.view.text_config
-    width = text.get("hidden_size")
-    if type(width) is not int or width < 1:
-        return
-    wide = dict[str, set[int]]()
-    drafts = list[Member]()
-    for key, weight in runtime.weights.items():
-        place = runtime.placed.get(key)
-        if place is None or not _is_shape_known(weight):
-            continue
-        if place.part == "mtp":
-            drafts.append(Member(place, weight))
-        elif place.layer is not None:
-            sides = {at for at, side in enumerate(weight.shape) if side == width}
-            wide[place.row.path] = wide.get(place.row.path, sides) & sides
-    for place, weight in drafts:
-        shape = weight.shape
-        is_wide = all(shape[at : at + 1] == (width,) for at in wide.get(place.row.path, ()))
-        # A matrix between states and tokens has the vocabulary for a side.
-        if place.role == "glue" and place.row.path not in wide:
-            is_wide = any(side % width == 0 or side == text.get("vocab_size") for side in shape)
-        if not is_wide:
-            yield objection(
-                "shapes",
-                weight.weight.name,
-                f"has shape {list(shape)} where config.json says hidden_size={width}: the draft's "
-                "loader raises, but leaves a part of packed experts uninitialised in silence",
-                _way_to_a_block(runtime),
-                f"width {place.layer}",
-            )
 
 
 def scales_have_weights(view: StoredView) -> Objections:
@@ -437,7 +399,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
         ours = own[name]
         where = ours.weight.name
         dtypes = (ours.weight.dtype, theirs.weight.dtype)
-        if _is_shape_known(ours) and _is_shape_known(theirs) and ours.shape != theirs.shape:
+        if is_shape_known(ours) and is_shape_known(theirs) and ours.shape != theirs.shape:
             says = f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}"
             yield objection("source", where, says, "Quantize again", "shape")
         elif ours.form == theirs.form == "plain" and dtypes[0] != dtypes[1]:
@@ -449,7 +411,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
             yield objection("source", where, says, cure, f"{dtypes}", "warning")
 
 
-def _is_shape_known(weight: StoredWeight) -> bool:
+def is_shape_known(weight: StoredWeight) -> bool:
     """Integers without a scheme take their width and group from the config."""
     return weight.form != "unknown" and (weight.form != "int_packed" or bool(weight.scheme))
 
@@ -460,7 +422,6 @@ RULES = (
     mtp_glue_is_complete,
     layers_are_complete,
     experts_are_complete,
-    block_is_as_wide_as_the_model,
     scales_have_weights,
     names_are_known,
     aliases_are_present,

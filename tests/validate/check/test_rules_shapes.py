@@ -1,0 +1,111 @@
+"""Rules on shapes, each with its twin: one tensor of another shape."""
+
+import pytest
+import releases
+from broken_by import reshape, tensor
+from broken_case import assert_found, case, rows
+from checkpoint_files import as_source
+from good import released
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
+from keepmtp.validate.check.check import check
+from keepmtp.validate.facts.findings import errors_of
+
+
+@rows(
+    "shapes",
+    case(
+        "a stage of DSpark of another width",
+        "dspark bf16",
+        reshape(r"mtp\.1\.(attn_norm|ffn_norm)\.weight", "n -> 256"),
+        reshape(r"mtp\.1\.ffn\.gate\.weight", "e n -> e 256"),
+        where="mtp.1.attn_norm.weight",
+        says="[256] where config.json says hidden_size=512",
+    ),
+    case(
+        "what joins the states of another model",
+        "v41 bf16",
+        reshape(r"mtp\.0\.main_proj\.weight", "n k -> 384 768"),
+        where="mtp.0.main_proj.weight",
+    ),
+    case(
+        "an MTP block of another model, all of it packed but its norms",
+        "v3 block",
+        reshape(r"model\.layers\.3\.input_layernorm\.weight", "n -> 128"),
+        where="model.layers.3.input_layernorm.weight",
+    ),
+    case(
+        "a packed matrix of another width",
+        "v3 block",
+        tensor("model.layers.3.self_attn.o_proj.weight", "F8_E4M3", 128, 512),
+        tensor("model.layers.3.self_attn.o_proj.weight_scale", "F32", 1, 4),
+        where="model.layers.3.self_attn.o_proj.weight",
+    ),
+)
+def test_sides_are_those_of_config(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@pytest.mark.parametrize("model", releases.MODELS)
+def test_misshaped_glue_of_every_family(model, tmp_path):
+    """What joins the draft to its target: vLLM raises where it is transposed, or lost rows."""
+    whole = RuntimeView.of(as_source(released(model), tmp_path))
+    glue = list[str]()
+    for module, place in whole.placed.items():
+        if place.role == "glue" and place.part == "mtp" and place.row.sides:
+            glue.append(whole.weights[module].weight.name)
+    assert glue
+    for name in glue:
+        rows, columns = released(model).tensors[name][1]
+        for shape in {(columns, rows), (rows // 2, columns)} - {(rows, columns)}:
+            broken = released(model)
+            broken.tensors[name] = (broken.tensors[name][0], shape)
+            # Where a scale fits the weight no more, another rule says it.
+            findings = errors_of(check(as_source(broken, tmp_path)).findings)
+            assert name.removesuffix("weight") in findings[0].where
+            assert len({finding.where for finding in findings}) <= 2
+
+
+@rows(
+    "shapes",
+    case(
+        "the only dense layer, gate",
+        "released glm-4.7",
+        reshape(r"model\.layers\.0\.mlp\.gate_proj\.weight", "n k -> 64 k"),
+        where="model.layers.0.mlp.gate_proj.weight",
+    ),
+    case(
+        "the only dense layer, down",
+        "released glm-4.7",
+        reshape(r"model\.layers\.0\.mlp\.down_proj\.weight", "n k -> k n"),
+        where="model.layers.0.mlp.down_proj.weight",
+        says="or that transposed",
+    ),
+)
+def test_feed_forward_parts_fit(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "shapes",
+    case(
+        "a projection lost half of its rows",
+        "released glm-4.7",
+        reshape(r"model\.layers\.1\.self_attn\.k_proj\.weight", "n k -> 64 k"),
+        where="model.layers.1.self_attn.k_proj.weight",
+        says="other layers have",
+    ),
+    case(
+        "a bias of the draft",
+        "released glm-4.7",
+        reshape(r"model\.layers\.3\.self_attn\.q_proj\.bias", "n -> 128"),
+        where="model.layers.3.self_attn.q_proj.bias",
+    ),
+    case(
+        "a latent projection transposed",
+        "released deepseek-r1",
+        reshape(r"model\.layers\.1\.self_attn\.q_a_layernorm\.weight", "n -> 2 n"),
+        where="model.layers.1.self_attn.q_a_layernorm.weight",
+    ),
+)
+def test_likes_are_alike(case, tmp_path):
+    assert_found(case, tmp_path)
