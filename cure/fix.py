@@ -49,6 +49,7 @@ FIXES: tuple[tuple[str, Fix], ...] = (
     ("algorithm", fixes.modelopt_fields_are_there),
     ("config-group", fixes.activations_are_named),
     *LIST_FIXES,
+    ("form", fixes.experts_are_named),
     ("form", fixes.tensors_have_the_form_that_is_built),
     ("form", fixes.orders_leave_the_draft),
     ("extras", fixes.extras_are_set),

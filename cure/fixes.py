@@ -8,26 +8,19 @@ Easy to get wrong: a shard has one header, so one renamed scale means that its w
 written again.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..checkpoints.dialects.choose import quantization_of
-from ..checkpoints.dialects.dialect import VLLMModule
+from ..checkpoints.dialects.choose import quantization_of, read_dialect
+from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
-from ..checkpoints.dialects.runtime_view import Member
 from ..recipes.family import HFName
-from ..recipes.forms import FIRST_SCALES
-from ..recipes.frozen import Json, Shape
-from ..validate.check.layouts import in_rows, leaves_built
+from ..recipes.frozen import Json
+from ..validate.check.layouts import refitted
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
+from .fixes_lists import would_fit
 from .proposal import CONFIG, Faulty, JSONPath, Proposal
 
-# Dtypes of the same width: what a weight or a scale must be -> what it may be stored as.
-_VIEWS: Mapping[str, tuple[str, ...]] = {
-    "F8_E4M3": ("U8", "I8"),
-    "U8": ("F8_E8M0", "I8"),
-}
 _PREFIXES = ("language_model.", "model.language_model.", "language_model.model.", "model.")
 
 
@@ -92,6 +85,19 @@ def extras_are_set(faulty: Faulty) -> None:
         if faulty.proposal.config_place and faulty.proposal.quantization(key) is None:
             why = "without it vLLM before 0.32 raises, and later ones pick another scale format"
             faulty.proposal.set_quantization((key,), value, why)
+
+
+def experts_are_named(faulty: Faulty) -> None:
+    """DeepSeek-V4's config.json says which form its routed experts have."""
+    runtime = faulty.runtime
+    config = runtime.source.config
+    if not runtime.view.family.fp8_class or not isinstance(runtime.dialect, Fp8):
+        return
+    experts = [module for module in runtime.modules if module.kind == "experts"]
+    for word in ("fp4", "fp8"):
+        dialect = read_dialect({**config, "expert_dtype": word}, None)
+        if config.get("expert_dtype") != word and all(would_fit(dialect, one) for one in experts):
+            faulty.proposal.set(CONFIG, ("expert_dtype",), word, "so the routed experts are stored")
 
 
 def activations_are_named(faulty: Faulty) -> None:
@@ -174,7 +180,8 @@ def two_configs_agree(faulty: Faulty) -> None:
             listed = config.get("ignore") or config.get("ignored_layers") or []
             config = hf_quant_config({**config, "ignore": listed})["quantization"]
         why = "config.json is what vLLM reads, and fits what is stored"
-        proposal.set(HF_QUANT_CONFIG, ("quantization",), config, why)
+        # What config.json has no word for stays.
+        proposal.set(HF_QUANT_CONFIG, ("quantization",), other | config, why)
 
 
 def _holder(proposal: Proposal, key: str) -> JSONPath:
@@ -240,47 +247,11 @@ def tensors_have_the_form_that_is_built(faulty: Faulty) -> None:
     """
     for module in faulty.runtime.modules:
         built = module.resolution.built
-        is_in_rows = built.form not in ("plain", "unknown", "gptq", "awq")
-        if module.loads_quantized and not module.resolution.error and is_in_rows:
-            for member in module.members:
-                if member.weight.form != "plain" and len(member.weight.weight.shape) == 2:
-                    _in_form(faulty, member, built)
-
-
-def _in_form(faulty: Faulty, member: Member, built: VLLMModule) -> None:
-    """One weight's tensors, in the form that vLLM builds."""
-    parts = leaves_built(built, member.weight)
-    extra = [*(parts.keys() - built.leaves - built.optional)]
-    missing = [*(built.leaves - parts.keys())]
-    if len(extra) == len(missing) == 1 and {*extra, *missing} <= {*FIRST_SCALES}:
-        had = extra[0]
-        wanted = missing[0]
-        why = f"vLLM's parameter is {wanted}; {had} has no place, and means the same"
-        new = replace(parts[had], name=HFName(f"{member.weight.module}.{wanted}"))
-        faulty.proposal.retensor(parts[had], new, why)
-    elif not extra and not missing:
-        wanted = in_rows(built, parts)
-        if isinstance(wanted, str):
-            return
-        for leaf, entry in parts.items():
-            dtypes, shapes = wanted.get(leaf, ((entry.dtype,), ()))
-            dtype = entry.dtype
-            if dtype not in dtypes and dtype in _VIEWS.get(dtypes[0], ()):
-                dtype = dtypes[0]
-            shape = entry.shape
-            if shape not in shapes:
-                shape = _with_same_sides(shapes, shape)
-            if (dtype, shape) != (entry.dtype, entry.shape):
-                why = f"vLLM builds {leaf} as {dtype} of {len(shape)} dimensions; the bytes stay"
-                faulty.proposal.retensor(entry, replace(entry, dtype=dtype, shape=shape), why)
-
-
-def _with_same_sides(shapes: Iterable[Shape], had: Shape) -> Shape:
-    """The first shape that differs in sides of 1 alone; else the one that it had. Two global scales
-    are not one, and a transposed scale is another.
-    """
-    sides = [side for side in had if side != 1]
-    for shape in shapes:
-        if [side for side in shape if side != 1] == sides:
-            return shape
-    return had
+        if not module.loads_quantized or module.resolution.error:
+            continue
+        for member in module.members:
+            for had, new in refitted(built, member.weight) or ():
+                if new != had:
+                    why = f"vLLM builds it as {new.name.rpartition('.')[2]} in {new.dtype}, with "
+                    why += f"{len(new.shape)} dimensions; the bytes stay"
+                    faulty.proposal.retensor(had, new, why)

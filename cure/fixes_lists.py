@@ -14,17 +14,20 @@ Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), aut
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..checkpoints.dialects.choose import read_dialect
 from ..checkpoints.dialects.compressed_tensors import CompressedTensors
-from ..checkpoints.dialects.dialect import entry_for
+from ..checkpoints.dialects.dialect import UNKNOWN, Dialect, Refusal, Resolution, entry_for
 from ..checkpoints.dialects.excepted import PlainModule, entries_for
 from ..checkpoints.dialects.gptq import Awq, Gptq
 from ..checkpoints.dialects.modelopt import ModelOpt, algorithm_of, layer_row
+from ..checkpoints.dialects.quark import Quark
 from ..checkpoints.dialects.runtime_view import Module, RuntimeView
 from ..recipes.family import Part
 from ..recipes.frozen import Json
+from ..validate.check.layouts import fits
 from .proposal import Faulty
 
 
@@ -82,8 +85,10 @@ def lists_say_what_is_stored(faulty: Faulty) -> None:
         proposal.set_quantization((key,), new, why)
     if isinstance(runtime.dialect, CompressedTensors):
         _more_targets(faulty)
-    elif isinstance(runtime.dialect, ModelOpt) and runtime.dialect.algorithm == "MIXED_PRECISION":
+    elif isinstance(runtime.dialect, ModelOpt):
         _more_lines(faulty)
+    elif isinstance(runtime.dialect, Quark):
+        _more_layers(faulty)
 
 
 def _harmful(runtime: RuntimeView) -> dict[str, str]:
@@ -141,39 +146,43 @@ def _disk_name(name: str, module: Module) -> str:
 
 
 def _more_targets(faulty: Faulty) -> None:
-    """Targets of compressed-tensors in the group whose form a module has."""
+    """Targets of compressed-tensors in a group that builds what is stored."""
     proposal = faulty.proposal
-    lost = list[Module]()
-    for module in faulty.runtime.modules:
-        is_wrong = module.resolution.built.form not in (_form(module), "unknown")
-        is_wrong &= module.loads_quantized and _is_packed(module)
-        if is_wrong and not module.resolution.error:
-            lost.append(module)
-    if not lost:
-        return
-    for key, group in (proposal.quantization("config_groups") or {}).items():
-        # What it builds, whatever its targets are.
-        alone = {"config_groups": {"group": {**group, "targets": ["Linear"]}}, "ignore": []}
-        quantization = {**proposal.quantization(), **alone}
-        config = {**faulty.runtime.source.config, "quantization_config": quantization}
-        dialect = read_dialect(config, None)
-        mine = []
-        for module in lost:
-            # A head is named by a target of its own, which is added.
-            kind = "linear"
-            if module.kind == "experts":
-                kind = "experts"
-            answer = dialect.resolve(module.name, shards=module.shards, kind=kind)
-            differing = module.members[0].weight.parts.keys() ^ answer.built.leaves
-            fits = answer.built.form == _form(module) and differing <= answer.built.optional
-            if fits and not answer.error:
-                mine.append(module)
-        if mine:
-            why = "stored in this group's form, which no target gives them under vLLM's names: "
-            why += _some(module.name for module in mine)
-            place = ("config_groups", key, "targets")
-            targets = dict.fromkeys(_target(module) for module in mine)
-            proposal.set_quantization(place, [*(group.get("targets") or ()), *targets], why)
+    groups: Json = proposal.quantization("config_groups") or {}
+    lost = _lost(faulty.runtime)
+    given = proposal.quantization()
+    config = faulty.runtime.source.config
+    for key, group in [*groups.items()]:
+        weights = group.get("weights") or {}
+        otherwise = {**group, "weights": {**weights, "symmetric": not weights.get("symmetric", 1)}}
+        for made in (group, otherwise):
+            # What it builds, whatever its targets are.
+            alone = {"config_groups": {"group": {**made, "targets": ["Linear"]}}, "ignore": []}
+            dialect = read_dialect({**config, "quantization_config": given | alone}, None)
+            mine = [module for module in lost if would_fit(dialect, module)]
+            lost = [module for module in lost if module not in mine]
+            if mine:
+                groups = _with_targets(groups, key, made, mine, faulty.runtime)
+                why = "stored in this group's form, which no target gives them under vLLM's names: "
+                why += _some(module.name for module in mine)
+                proposal.set_quantization(("config_groups",), groups, why)
+
+
+def _with_targets(
+    groups: Json, key: str, made: Json, mine: Sequence[Module], runtime: RuntimeView
+) -> Json:
+    """The groups, of which one builds these modules."""
+    targets = [*dict.fromkeys(_target(module) for module in mine)]
+    had = groups[key].get("targets") or []
+    read = {entry.read[0] for entry in runtime.dialect.entries if entry.written in had}
+    of_group = [module for module in runtime.modules if module.resolution.entry in read]
+    if made != groups[key] and all(module in mine for module in of_group):
+        return groups | {key: made}
+    hits = [module for module in mine if not module.resolution.entry.isidentifier()]
+    if made == groups[key] and not any(module.resolution.entry for module in hits):
+        return groups | {key: {**made, "targets": [*had, *targets]}}
+    # vLLM takes the first target that matches: one of another group matches these modules too.
+    return {f"{key}_by_name": {**made, "targets": targets}, **groups}
 
 
 def _target(module: Module) -> str:
@@ -186,17 +195,92 @@ def _target(module: Module) -> str:
 
 
 def _more_lines(faulty: Faulty) -> None:
-    """Lines of modelopt's quantized_layers, new or with the algorithm that is stored."""
+    """Lines of modelopt's quantized_layers, new or with the algorithm that is stored, by the first
+    name that vLLM takes.
+    """
     now = faulty.proposal.quantization("quantized_layers")
     lines = dict[str, Json]()
-    for module in faulty.runtime.modules:
+    for module in _lost(faulty.runtime):
         algorithm = algorithm_of(_form(module))
-        if module.loads_quantized and algorithm and _builds_plain(module):
-            for member in module.members:
-                lines[_disk_name(member.weight.module, module)] = layer_row(algorithm)
+        dialect = faulty.runtime.dialect_of(module.part)
+        if not algorithm or not isinstance(dialect, ModelOpt):
+            continue
+        on_disk = dict.fromkeys(
+            _disk_name(member.weight.module, module) for member in module.members
+        )
+        for names in ([*on_disk], [module.name]):
+            layers = {dialect.rename.name(name): algorithm for name in names}
+            if would_fit(replace(dialect, quantized_layers=layers), module):
+                lines |= dict.fromkeys(names, layer_row(algorithm))
+                break
     if lines and now is not None:
         why = f"quantized on disk, and not in quantized_layers: {_some(lines)}"
         faulty.proposal.set_quantization(("quantized_layers",), now | lines, why)
+
+
+def _more_layers(faulty: Faulty) -> None:
+    """Names in Quark's layer_quant_config, in place of patterns that reach modules which are stored
+    otherwise.
+    """
+    runtime = faulty.runtime
+    dialect = runtime.dialect
+    if not isinstance(dialect, Quark):
+        return
+    lost = _lost(runtime, "shards")
+    wrong = {dialect.layer_of(part)[0] for module in lost for part in _parts(module)}
+    now: Json = faulty.proposal.quantization("layer_quant_config") or {}
+    written = {dialect.rename.name(pattern): pattern for pattern in now}
+    named = Json()
+    for module in runtime.modules:
+        if module not in lost:
+            for part in _parts(module):
+                pattern = dialect.layer_of(part)[0]
+                if pattern in wrong and pattern:
+                    named[part] = now[written[pattern]]
+            continue
+        layers = {"": dialect.usual, **dialect.layers}
+        for pattern, layer in layers.items():
+            if would_fit(dialect._replace(layers={}, usual=layer), module):
+                if pattern:
+                    named |= dict.fromkeys(_parts(module), now[written[pattern]])
+                break
+    if lost:
+        kept = {key: layer for key, layer in now.items() if dialect.rename.name(key) not in wrong}
+        why = f"modules that patterns reach are stored otherwise: {_some(m.name for m in lost)}"
+        faulty.proposal.set_quantization(("layer_quant_config",), named | kept, why)
+
+
+def _parts(module: Module) -> Sequence[str]:
+    """The names that Quark's patterns are compared with."""
+    if module.kind == "experts":
+        return (module.name,)
+    return module.shards or (module.name,)
+
+
+def _lost(runtime: RuntimeView, refusal: Refusal = "projections") -> list[Module]:
+    """Modules that are quantized on disk, and otherwise than vLLM builds them, or so that it raises
+    by that refusal.
+    """
+    lost = list[Module]()
+    for module in runtime.modules:
+        answer = module.resolution
+        is_asked = answer.refusal == refusal or not (answer.error or answer.built == UNKNOWN)
+        if module.loads_quantized and _is_packed(module) and is_asked and not _fits(module, answer):
+            lost.append(module)
+    return lost
+
+
+def would_fit(dialect: Dialect, module: Module) -> bool:
+    """Whether a config builds a module as it is stored."""
+    # A head is named by a target of its own, which is added.
+    kind = "experts" if module.kind == "experts" else "linear"
+    return _fits(module, dialect.resolve(module.name, shards=module.shards, kind=kind))
+
+
+def _fits(module: Module, answer: Resolution) -> bool:
+    if answer.error:
+        return False
+    return all(fits(answer.built, member.weight) for member in module.members)
 
 
 def _form(module: Module) -> str:

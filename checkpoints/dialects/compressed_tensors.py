@@ -28,6 +28,7 @@ from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.sglang import sglang_model
+from ...recipes.runtimes.vllm import NEWEST, holds
 from ...recipes.schemes import SCHEMES
 from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
@@ -45,6 +46,9 @@ _PACKED = "pack-quantized"
 _EMBEDDING = "VocabParallelEmbedding"
 _NO_ROWS = "ValueError: compressed-tensors embeddings only support weight-only INT (WNA16)"
 _FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
+_NO_ORDER = (
+    "ValueError: Compressed-tensors group/dynamic activation ordering is no longer supported"
+)
 _NO_CLASS = "it has no class for these weights and inputs"
 # SGLang's classes by the last part of a module's name.
 _CLASSES = {
@@ -183,7 +187,7 @@ class CompressedTensors(NamedTuple):
 
 
 def read_compressed_tensors(
-    raw: Raw, rename: Renamer, runtime: Runtime = "vllm"
+    raw: Raw, rename: Renamer, runtime: Runtime = "vllm", vllm: str = NEWEST
 ) -> CompressedTensors | OneAnswer:
     """The config as a server reads it, entries renamed.
 
@@ -212,6 +216,9 @@ def read_compressed_tensors(
         is_mxfp4 |= not is_vllm and is_of_all and _registered(weights, None) == MXFP4
         of_linear = built(group, given.format, is_experts=False)
         of_experts = built(group, given.format, is_experts=True)
+        if is_vllm and group.weights and group.weights.is_reordered and holds(">=0.30", vllm):
+            of_linear = of_linear._replace(error=_NO_ORDER, refusal="order")
+            of_experts = of_experts._replace(error=_NO_ORDER, refusal="order")
         for target in targets:
             read = renamed(target)
             entries.append(ConfigEntry("targets", target, (read,)))
@@ -382,7 +389,7 @@ def _filled(given: GivenArguments | None) -> _Arguments | None:
         return None
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     filled = {**defaults, "group_size": None, "block_structure": None, "strategy": None}
-    filled |= given.model_dump(exclude_none=True)
+    filled |= given.model_dump(exclude_none=True, exclude={"actorder"})
     if filled["strategy"]:
         return filled
     size = filled["group_size"]

@@ -38,6 +38,12 @@ class GivenArguments(_Given):
     dynamic: bool | str | None = None
     group_size: _Group | None = None
     block_structure: tuple[_Size, _Size] | None = None
+    actorder: bool | str | None = None
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether input channels belong to groups in an order of their own, `weight_g_idx`."""
+        return str(self.actorder).lower() in ("group", "dynamic", "true")
 
 
 class GivenGroup(_Given):

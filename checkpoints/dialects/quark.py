@@ -106,9 +106,9 @@ class Quark(NamedTuple):
         if self.error_unless_excluded:
             return raises(self.error_unless_excluded)
         names = parts or (module,)
-        entry, layer = self._layer(names[0])
+        entry, layer = self.layer_of(names[0])
         for name in names[1:]:
-            if self._layer(name)[1] != layer:
+            if self.layer_of(name)[1] != layer:
                 return raises(SCHEMES_DIFFER.format(module), entry, "shards")
         is_vllm = self.runtime == "vllm"
         built = scheme_of(layer, self.pack_method, is_experts=is_experts and is_vllm)
@@ -128,7 +128,8 @@ class Quark(NamedTuple):
         is_below = name.endswith(".experts") and word.startswith(f"{name}.")
         return is_below or equal_or_regex(name, word)
 
-    def _layer(self, name: str) -> tuple[str, QuarkLayer]:
+    def layer_of(self, name: str) -> tuple[str, QuarkLayer]:
+        """The pattern that decides a name, "" for none, and what holds there."""
         for pattern, layer in self.layers.items():
             is_part = name in pattern and "*" not in pattern
             if self.runtime == "sglang":

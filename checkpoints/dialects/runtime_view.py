@@ -26,7 +26,7 @@ from ...recipes.families import find_view
 from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
 from ...recipes.forms import TRANSPOSED
-from ...recipes.runtimes.vllm import NEWEST
+from ...recipes.runtimes.vllm import NEWEST, holds
 from ..companions import HF_QUANT_CONFIG
 from ..safetensors_file import Entry
 from ..source import Source, small_object
@@ -557,8 +557,17 @@ class RuntimeView(StoredView):
 
     @cached_property
     def _projections(self) -> list[str]:
-        """Last components of one routed expert's projections, in the order vLLM asks about them."""
-        paths = [row.path for row in self.view.family.block if row.role == "experts"]
+        """Last components of one routed expert's projections, in the order vLLM asks about them.
+
+        vLLM before 0.32 had three names for all models; since then it asks for `None` where a model
+        has no gate (compressed_tensors_moe.py, get_moe_method).
+        """
+        if holds("<0.32", self.vllm):
+            return ["gate_proj", "up_proj", "down_proj"]
+        paths = list[str]()
+        for row in self.view.family.block:
+            if row.role == "experts":
+                paths += [row.path, *(alias for alias in row.aliases if alias.endswith(".None"))]
         return [path.rpartition(".")[2] for path in paths if "{e}" in path]
 
     @cached_property

@@ -8,11 +8,13 @@ numbers 0 to 255.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ...checkpoints.dialects.dialect import VLLMModule
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import StoredWeight
-from ...recipes.forms import FLOATS, FORMS, TENSOR_SCALES
+from ...recipes.family import HFName
+from ...recipes.forms import FIRST_SCALES, FLOATS, FORMS, NOT_COMPUTED, TENSOR_SCALES, TRANSPOSED
 from ...recipes.frozen import Shape
 
 Problem = tuple[str, str, str]
@@ -20,6 +22,12 @@ Problem = tuple[str, str, str]
 
 _ONE_VALUE: tuple[Shape, ...] = ((), (1,))
 _AGAIN = "Quantize this weight again"
+SAY_IT = "Make the quantization config say what the files hold, or quantize this weight again"
+# Dtypes of the same width: what a weight or a scale must be -> what it may be stored as.
+_VIEWS: Mapping[str, tuple[str, ...]] = {
+    "F8_E4M3": ("U8", "I8"),
+    "U8": ("F8_E8M0", "I8"),
+}
 
 
 def manner(weight: StoredWeight) -> str:
@@ -39,6 +47,13 @@ def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]
     return {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
 
 
+def fits(built: VLLMModule, weight: StoredWeight) -> bool:
+    """Whether a weight has the form, the tensors and the shapes that are built."""
+    leaves = leaves_built(built, weight).keys()
+    is_whole = built.form == weight.form and leaves ^ built.leaves <= built.optional
+    return is_whole and layout_problem(built, weight) is None
+
+
 def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     """A dtype or shape that vLLM's parameter does not have."""
     parts = leaves_built(built, weight)
@@ -46,17 +61,17 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
         if len(parts[leaf].shape) != 2:
             says = f"{leaf} has shape {list(parts[leaf].shape)}, no matrix: vLLM raises"
             return leaf, says, _AGAIN
-    layout = _transposed if built.form in ("gptq", "awq") else in_rows
+    layout = _transposed if built.form in TRANSPOSED else _in_rows
     wanted = layout(built, parts)
     if isinstance(wanted, str):
         return _scale_leaf(built), wanted, "Leave this module in BF16"
     for leaf, entry in parts.items():
         dtypes, shapes = wanted.get(leaf, ((entry.dtype,), ()))
         if entry.dtype not in dtypes:
-            says = (
-                f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as "
-                "numbers, in silence"
-            )
+            says = f"{leaf} is {entry.dtype}, not {dtypes[0]}: "
+            if refitted(built, weight) is None:
+                return leaf, f"{says}vLLM raises, or converts the bytes as numbers", SAY_IT
+            says += "vLLM's copy_ converts the bytes as numbers, in silence"
             return leaf, says, f"Store it as {dtypes[0]} (a view of the same bytes)"
         if shapes and entry.shape not in shapes:
             says = f"{leaf} has shape {list(entry.shape)} where {list(shapes[0])} is built: "
@@ -66,11 +81,55 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     return None
 
 
+def refitted(built: VLLMModule, weight: StoredWeight) -> list[tuple[Entry, Entry]] | None:
+    """The weight's tensors, each with the one that vLLM builds in rows: the same bytes by another
+    name, dtype or number of sides. None where they would be read as other numbers.
+
+    Every tensor must fit: bytes of FP8 and pairs of 4-bit codes have the same dtype, and only
+    their scales show which of the two they are.
+    """
+    if built.form in ("plain", *NOT_COMPUTED) or len(weight.weight.shape) != 2:
+        return None
+    given = leaves_built(built, weight)
+    parts = dict(given)
+    extra = [*(parts.keys() - built.leaves - built.optional)]
+    missing = [*(built.leaves - parts.keys())]
+    if len(extra) == len(missing) == 1 and {*extra, *missing} <= {*FIRST_SCALES}:
+        old = given[extra[0]]
+        given = {**given, missing[0]: old}
+        del parts[extra[0]]
+        parts[missing[0]] = replace(old, name=HFName(f"{weight.module}.{missing[0]}"))
+    elif extra or missing:
+        return None
+    wanted = _in_rows(built, parts)
+    if isinstance(wanted, str):
+        return None
+    for leaf, entry in parts.items():
+        dtypes, shapes = wanted.get(leaf, ((entry.dtype,), ()))
+        if entry.dtype not in dtypes:
+            if entry.dtype not in _VIEWS.get(dtypes[0], ()):
+                return None
+            entry = replace(entry, dtype=dtypes[0])
+        if shapes and entry.shape not in shapes:
+            # Two global scales are not one, and a transposed scale is another.
+            alike = [shape for shape in shapes if _sides(shape) == _sides(entry.shape)]
+            if not alike:
+                return None
+            entry = replace(entry, shape=alike[0])
+        parts[leaf] = entry
+    return [(given[leaf], entry) for leaf, entry in parts.items()]
+
+
+def _sides(shape: Shape) -> list[int]:
+    """The sides of more than one element."""
+    return [side for side in shape if side != 1]
+
+
 _Wanted = dict[str, tuple[tuple[str, ...], tuple[Shape, ...]]]
 """leaf -> dtypes and shapes that its parameter takes; no shape: any."""
 
 
-def in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
+def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     """The tensors of a weight [N, K] and of the scale that follows its shape, by leaf; or why it
     cannot be built.
     """

@@ -21,14 +21,15 @@ from ...checkpoints.dialects.dialect import Exceptions, Refusal, UnknownDialect,
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.gptq import Awq, Gptq
 from ...checkpoints.dialects.modelopt import ModelOpt
+from ...checkpoints.dialects.quark import Quark
 from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
-from ...checkpoints.stored import StoredWeight
+from ...checkpoints.stored import StoredWeight, scale_of
 from ...recipes.family import HFName, VLLMName
 from ...recipes.forms import FP8
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ..facts.findings import Objections, objection
-from .layouts import Problem, layout_problem, leaves_built, manner
+from .layouts import SAY_IT, Problem, layout_problem, leaves_built, manner, refitted
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}
@@ -36,12 +37,14 @@ _AGAIN = "Quantize this weight again"
 _EFFECT = "vLLM raises on it, or reads other numbers than were stored, in silence"
 _COMPLETE = "Complete quantization_config, or quantize again in a scheme that vLLM has"
 _CURES: Mapping[Refusal, str] = {
-    "order": "Quantize it again with desc_act=False, or with static groups",
+    "order": "Quantize it again with desc_act=False, or with static groups (actorder: static)",
     "inputs": "Say in the group's input_activations how inputs are quantized",
     "shards": "Name all parts of a fused module, or the fused module itself, in the same list",
     "projections": "Name all projections of the experts in the same list",
     "parts": "Name all parts of a fused module in extra_config",
 }
+_EXPERTS = {"fp8_block": "fp8", "mxfp4": "fp4"}
+"""DeepSeek-V4's word for the form of its experts."""
 # Of a config that names no dialect that keepmtp knows.
 _USUAL = Exceptions(("ignore",), of_stem="re:^{}")
 
@@ -166,6 +169,8 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
         )
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
+        if cure == SAY_IT:
+            cure = _config_cure(view, module, weight)
         part = leaves_built(built, weight).get(leaf)
         yield objection(
             "form",
@@ -174,19 +179,40 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             cure,
             f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}",
         )
-    elif built.form == "fp8_block" and isinstance(view.dialect, CompressedTensors):
-        # FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0.
-        scale = weight.parts.get("weight_scale")
-        if scale and scale.dtype != "F32":
-            yield objection(
-                "scale-dtype",
-                scale.name,
-                f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
-                "forward on Hopper and Blackwell; other kernels take them",
-                "Store the scales as F32",
-                f"{module.part} {scale.dtype}",
-                "warning",
-            )
+    elif built.form == "fp8_block":
+        yield from _block_scales_are_read(view, module, weight)
+
+
+def _block_scales_are_read(view: StoredView, module: Module, weight: StoredWeight) -> Objections:
+    """FP8 block scales that a kernel refuses (Fp2), or that DeepSeek-V4's loaders read as other
+    numbers.
+
+    vLLM 0.29 to 0.33 models/deepseek_v4/nvidia/{model,mtp,dspark}.py (load_weights) and
+    quant_config.py (is_scale_e8m0); quantization/fp8.py for the parameters.
+    """
+    scale = scale_of(weight.parts)
+    is_own = isinstance(view, RuntimeView) and bool(view.view.family.fp8_class)
+    severity = "error"
+    cure = "Store the scales as F32"
+    if is_own and module.kind == "experts" and scale.dtype == "F8_E8M0":
+        says = "experts' scales are F8_E8M0, whose bytes this loader puts into float32 as the "
+        says += "numbers 0 to 255, in silence"
+        cure += ": their numbers, not their bytes"
+    elif is_own and isinstance(view.dialect, Fp8):
+        if view.dialect.experts == view.dialect.linear or scale.dtype == "F8_E8M0":
+            return
+        severity = "warning"
+        says = f"block scales are {scale.dtype}, and vLLM's parameter is F8_E8M0, as experts are "
+        says += "no FP8: it rounds them to powers of two in silence"
+        cure = "Store the scales as F8_E8M0, with the weights rounded for them"
+    elif isinstance(view.dialect, CompressedTensors) and scale.dtype != "F32":
+        severity = "warning"
+        says = f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
+        says += "forward on Hopper and Blackwell; other kernels take them"
+    else:
+        return
+    cause = f"{module.part} {scale.dtype}"
+    yield objection("scale-dtype", scale.name, says, cure, cause, severity)
 
 
 def _leaves_problem(view: StoredView, module: Module, weight: StoredWeight) -> Problem | None:
@@ -202,16 +228,20 @@ def _leaves_problem(view: StoredView, module: Module, weight: StoredWeight) -> P
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
     wanted = ", ".join(sorted(built.leaves))
     for extra in sorted(leaves - built.leaves - optional):
-        cure = (
-            f"Rename or convert the tensors to {wanted}, or change the quantization config to "
-            "the stored form"
-        )
+        cure = SAY_IT
+        if refitted(built, weight) is not None:
+            cure = f"Rename the tensors to {wanted}: the bytes mean the same"
+        if extra == "weight_zero_point":
+            cure = "Set symmetric of the config group's weights to false: they have zero points"
         if extra == "g_idx":
             cure = "Remove the g_idx of the MTP block: without desc_act it is the natural order"
         return extra, f"its parameters are {wanted}, so {extra} has no place: {_EFFECT}", cure
     for missing in sorted(built.leaves - leaves):
         says = f"{missing} is not in the checkpoint: vLLM raises, or leaves it uninitialised "
-        return missing, f"{says}in silence", _AGAIN
+        cure = _AGAIN
+        if missing == "weight_zero_point":
+            cure = "Set symmetric of the config group's weights to true: they have no zero points"
+        return missing, f"{says}in silence", cure
     return None
 
 
@@ -243,6 +273,20 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
     return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk"
 
 
+def _config_cure(view: StoredView, module: Module, weight: StoredWeight) -> str:
+    """How the dialect says the form that a module is stored in."""
+    dialect = view.dialect
+    entry = module.resolution.entry
+    if isinstance(dialect, Fp8) and module.kind == "experts" and dialect.name != "fp8":
+        cure = f'Set expert_dtype of config.json to "{_EXPERTS.get(weight.form, "fp4")}"'
+        if scale_of(weight.parts).dtype == "F8_E8M0" and weight.form == "fp8_block":
+            cure += ", and store the experts' scales as F32: their numbers, not their bytes"
+        return cure
+    if isinstance(dialect, Quark) and entry:
+        return f"Let layer_quant_config name the modules that are stored so, and not by {entry!r}"
+    return SAY_IT
+
+
 def _cover_cure(view: StoredView, module: Module) -> str:
     """How the dialect reaches a module that it builds plain."""
     dialect = view.dialect
@@ -255,6 +299,8 @@ def _cover_cure(view: StoredView, module: Module) -> str:
     elif isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
         algorithm = dialect.quantized_layers[entry]
         cure = f"Serve it with a newer vLLM, if one has {algorithm} for {module.kind}"
+    elif isinstance(dialect, ModelOpt) and not entry:
+        cure = f"Name {module.name} in quantized_layers: vLLM's name, not the one on disk"
     elif entry:
         cure = f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
     return f"{cure}, or store the weight in BF16"

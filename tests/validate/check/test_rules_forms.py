@@ -3,11 +3,12 @@
 import re
 from functools import partial
 
-from broken_by import config, quantization, rename, reshape, retype, tensor
+from broken_by import changed, config, quantization, rename, reshape, retype, tensor
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import ignoring, lose, pack
+from checkpoint_files import Change, Checkpoint, ignoring, lose, pack, write
 from foreign_form import autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
-from good import ours
+from good import ours, released
+from keepmtp.validate.check.check import examine
 from modelopt_form import mixed, modelopt
 from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
 
@@ -139,6 +140,22 @@ def test_fused_shards_are_complete(case, tmp_path):
         quantization("config_groups/*/input_activations", None),
         where="Linear",
         says="only format: pack-quantized",
+    ),
+    case(
+        "groups of which channels are named one by one",
+        "glm w4a16",
+        quantization("config_groups/*/weights/actorder", "group"),
+        says="activation ordering is no longer supported",
+        cure="actorder: static",
+        among=True,
+    ),
+    case(
+        "no target for the gate that experts lack",
+        partial(ours, "nemotron-3-super", "FP8_DYNAMIC"),
+        quantization("config_groups/*/targets", [r"re:.*experts\.\d+\.\w+_proj$"]),
+        says="All MoE projections need to have same quantization scheme",
+        cure="Name all projections",
+        among=True,
     ),
     case(
         "a form that vLLM cannot read either",
@@ -601,6 +618,60 @@ def test_compare_packed_with_plain(case, tmp_path):
 )
 def test_compare_two_packed_forms(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+EXPERTS = r"(layers|mtp)\.\d+\.ffn\.experts\.\d+\.w\d\."
+
+
+def in_blocks(scale: str) -> Change:
+    """DeepSeek-V4's experts in FP8 blocks, which config.json says."""
+
+    def change(checkpoint: Checkpoint) -> None:
+        checkpoint.config["expert_dtype"] = "fp8"
+        checkpoint.retype(EXPERTS + "weight", "F8_E4M3", lambda n, k: (n, 2 * k))
+        checkpoint.retype(EXPERTS + "scale", scale, lambda n, k: (-(-n // 128), -(-k // 4)))
+
+    return change
+
+
+@rows(
+    "scale-dtype",
+    case(
+        "bytes of exponents for experts in FP8",
+        "released dsv4-flash",
+        in_blocks("F8_E8M0"),
+        found=[{"where": "layers.", "says": "0 to 255"}, {"where": "mtp.", "cure": "not their"}],
+    ),
+    case(
+        "numbers for a parameter of exponents",
+        "released dsv4-flash",
+        retype(r"layers\.\d+\.attn\.wq_a\.scale", "F32"),
+        where="layers.0.attn.wq_a.scale",
+        says="rounds them to powers of two",
+        severity="warning",
+    ),
+)
+def test_block_scales_are_read(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+def test_block_scales_are_read_as_numbers_are_stored(tmp_path):
+    folder = write(tmp_path / "it", changed(partial(released, "dsv4-flash"), in_blocks("F32")))
+    assert examine(folder).data.findings == ()
+
+
+def test_an_order_of_channels_and_names_of_experts_hang_on_the_version(tmp_path):
+    ordered = changed(
+        partial(ours, "glm-4.7", "W4A16"), quantization("config_groups/*/weights/actorder", True)
+    )
+    ungated = changed(
+        partial(ours, "nemotron-3-super", "FP8_DYNAMIC"),
+        quantization("config_groups/*/targets", [r"re:.*_proj$"]),
+    )
+    for checkpoint, versions in ((ordered, ("0.29.0", "0.30.0")), (ungated, ("0.31.0", "0.32.0"))):
+        folder = write(tmp_path / versions[0], checkpoint)
+        before, after = (examine(folder, vllm=version).data for version in versions)
+        assert before.ok and not after.ok, (versions, before.findings)
 
 
 @rows(
