@@ -135,7 +135,7 @@ vllm: $(VENV_VLLM)/.vllm
 # A worker a core, each with whole files, in the order and the groups that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
 test: SUITE := not full
 test-all: SUITE := full
-test test-all: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
+test test-all: $(VENV)/.test $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
 
 # A failure prints a seed and a number: .venv/bin/python tests/fuzz/campaign.py --seed SEED --case NUMBER
@@ -312,15 +312,6 @@ build/sglang/.wheel: | $(VENV)/.test
 	@[ -d build/sglang/sglang ] || { $(PIP) download -qq --no-deps --only-binary :all: $(SGLANG) -d build/sglang \
 	&& $(VENV)/bin/python -m zipfile -e build/sglang/sglang-*.whl build/sglang && rm build/sglang/sglang-*.whl; } \
 	|| echo "no wheel of $(SGLANG) to be had: tests against its classes say so and are skipped"
-	@touch $@
-
-# A browser for the test of report.html. Debian has one to install; elsewhere the test says what it misses and is skipped.
-$(VENV)/.browser: | $(VENV)/.test
-	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && grep -qs '^ID=debian' /etc/os-release; then \
-	echo "installing Chromium"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-	apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null || echo "no Chromium to be had"; \
-	else echo "no Chromium here: the browser test of report.html will be skipped"; fi
 	@touch $@
 
 # vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. With a GPU

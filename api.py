@@ -55,7 +55,6 @@ __all__ = [
     "plan",
     "quantize",
     "report",
-    "report_page",
 ]
 # Type -> its module and its name there.
 _TYPES = {
@@ -362,21 +361,6 @@ def report(path: str | Path) -> "Report":
     if results is None:
         return read_json(Path(path))
     return refresh(results)
-
-
-def report_page(full: "Report", folder: str | Path) -> Path:
-    """Write report.html, one page without scripts or requests; returns its path. Needs the `report`
-    extra.
-
-    Args:
-        full: from `report`.
-        folder: made if need be.
-    """
-    from .validate.facts.schema import FullReport
-    from .validate.report.html import write_html
-
-    _refuse_other("full", full, FullReport)
-    return write_html(Path(folder), full)
 
 
 def card(

@@ -5,7 +5,6 @@ an error, 2 if there is nothing to judge.
 """
 
 import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -92,7 +91,6 @@ class ServerOptions:
 def check(
     paths: list[str],
     servers: ServerOptions,
-    html: Path | None = None,
     record: bool = False,
     values: Annotated[
         Literal["scales", "scalars", "all"] | None, typer.Option(metavar="[LEVEL]")
@@ -127,9 +125,9 @@ def check(
     are compared with the release's. Of a repository only the wanted bytes are fetched; how many is
     said before.
 
-    With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json
-    and report.html are written next to it; with --draft, next to the draft, and the target is
-    hashed too. What is measured later, by serve-check and eval, joins them if the bytes are the
+    With --record, every byte of one local checkpoint is hashed, once, and check.json and
+    report.json are written next to it; with --draft, next to the draft, and the target is hashed
+    too. What is measured later, by serve-check and eval, joins them if the bytes are the
     same.
 
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
@@ -144,7 +142,6 @@ def check(
 
     Args:
         paths: Checkpoints: folders or Hub ids, ours or anyone's.
-        html: Also write report.json and report.html there.
         record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
             and card.
         values: Also read values: every scale, norm and small MTP tensor (`scales`, the default),
@@ -156,14 +153,12 @@ def check(
     from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
     from . import findings
-    from .measuring import recorder, save
+    from .measuring import recorder
 
     loads = servers.words()
     if source is not None and values is None:
         rule = "--source is what values are compared with"
         raise RecipeError("check", rule, got="no --values", cure="Add --values")
-    if html is not None:
-        require_extra("report.html", "report")
     if values is not None:
         require_extra("check --values", "quantize")
     keep = None
@@ -171,7 +166,7 @@ def check(
     if record:
         keep = recorder(paths, servers.draft)
     with spinner(is_shown="gpus" in loads) as doing:
-        for number, checked in enumerate(api.check_all(paths, **loads, progress=doing), start=1):
+        for checked in api.check_all(paths, **loads, progress=doing):
             if values is not None:
                 from ..validate.check.values import with_values  # imports torch
 
@@ -181,16 +176,7 @@ def check(
                     checked = with_values(checked, values, source=source, reading=reading)
             ended = findings.show(checked, loads["runtimes"], has_modules=modules, as_json=as_json)
             status = max(status, ended)
-            if checked.refusal is not None:
-                continue
-            if html is not None:
-                folder = html
-                if len(paths) > 1:
-                    folder = html / f"{number}-{Path(checked.data.path).name}"
-                vllm = checked.data.judged_by
-                page = save(folder, checked.data, vllm=vllm, opened=checked.source)
-                tell(f"report: {page}")
-            if keep is not None:
+            if checked.refusal is None and keep is not None:
                 tell(f"recorded: {keep(checked)}")
     if status:
         raise typer.Exit(status)

@@ -132,7 +132,6 @@ def abilities(lacks: Mapping[str, tuple[list[str], str]]) -> list[Json]:
         ("plan, static check", check),
         ("dry load on a pretended GPU", f"{check} --gpu sm100", "loaders"),
         ("real server", "keepmtp serve-check CHECKPOINT", "server"),
-        ("HTML report", f"{check} --html FOLDER", "report"),
         ("packing weights, without data", quantize, "quantize"),
         ("packing weights on a GPU", quantize, "quantize", "cuda"),
         ("calibrated recipes, mtp: auto", quantize, "calibrate"),

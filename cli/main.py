@@ -58,7 +58,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "bench": "bench.bench",
         "closeness": "compare.closeness",
     },
-    "Ship": {"report": "report.page", "card": "report.card", "publish": "publish.publish"},
+    "Ship": {"card": "report.card", "publish": "publish.publish"},
     "": {"extra": "quantize.extra", "where": "quantize.where"},
 }
 VERBS: Mapping[str, str] = {
@@ -67,6 +67,8 @@ VERBS: Mapping[str, str] = {
 # What an older release had, a verb or `VERB --option`, and what does it now: for one release.
 WENT: Mapping[str, str] = {
     "explain": "Use keepmtp check PATH --modules",
+    "report": "Use keepmtp card PATH, which writes its page too",
+    "check --html": "Use keepmtp check PATH --json, or --record and then keepmtp card PATH",
     "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
     "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
 }

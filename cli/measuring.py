@@ -228,8 +228,7 @@ def save(
     source: Source | None = None,
     **measured: Any,
 ) -> Path:
-    """Write report.json of one checkpoint, and report.html where it can be made; returns the one to
-    look at.
+    """Write report.json of one checkpoint; returns its path.
 
     Args:
         folder: made if need be; an older report in it is replaced.

@@ -1,7 +1,7 @@
-"""`keepmtp report`, `gate` and `card`: what is made of the measurements in NAME.report.
+"""`keepmtp gate` and `card`: what is made of the measurements in NAME.report.
 
-In: a checkpoint NAME with its results. Out: report.json with its page, the recipe's gates as an
-exit status and a table of reasons, or the model card in NAME.card.
+In: a checkpoint NAME with its results. Out: the recipe's gates as an exit status and a table of
+reasons, or the model card in NAME.card.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import typer
 from .exits import OF_VERDICT
 from .options import JsonOption
 from .progress import bytes_bar
-from .tables import answer, in_words, show, verdict
+from .tables import answer, in_words, verdict
 
 
 def gate(path: Path, as_json: JsonOption = False) -> None:
@@ -51,30 +51,6 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     answer(found, verdict(full.path, judged), as_json=as_json, status=status)
 
 
-def page(path: Path, out: Path | None = None) -> None:
-    """Make the HTML page of a report.json again: one file without scripts or requests, to send or
-    to print.
-
-    The page holds what report.json holds and nothing else. Of a checkpoint NAME or its NAME.report,
-    report.json is made anew first, from the results that the stations left there.
-
-    Example: `keepmtp report out/report.json --out pages`
-
-    Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8`
-
-    Args:
-        path: A checkpoint's folder NAME, its results NAME.report, or a report.json.
-        out: Where report.html goes; default next to it.
-    """
-    from .. import api
-    from ..recipes.extras import require_extra
-    from ..validate.facts.results import results_of
-
-    require_extra("report.html", "report")
-    page = api.report_page(api.report(path), out or results_of(path) or path.parent)
-    show([str(page)])
-
-
 def card(
     path: Path,
     base_model: str | None = None,
@@ -83,8 +59,8 @@ def card(
     out: Path | None = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint's model card: README.md, plots, the whole report, ready for
-    `keepmtp publish`.
+    """Write a checkpoint's model card: README.md, the same as an HTML page, plots and the whole
+    report, ready for `keepmtp publish`.
 
     Every number comes from the result files in NAME.report. A report that differs from them makes
     no card. The card says what was not measured, and what the gates say. It is made whether they

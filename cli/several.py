@@ -68,7 +68,7 @@ def compare(
 
     loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
     if out is not None:
-        require_extra("report.html", "report")
+        require_extra("an HTML page", "report")
         if os.path.lexists(out):
             cure = "Name another file, or remove it"
             got = "a folder" if out.is_dir() else "a file"

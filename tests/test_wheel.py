@@ -156,14 +156,12 @@ def test_making_a_shipped_model(keepmtp, extra):
         refused(keepmtp("quantize tiny-glm4-moe.nvfp4"), install="calibrate")
 
 
-def test_the_page_of_a_check(keepmtp, extra):
-    checked = keepmtp(f"check {MODEL} --html page")
+def test_the_page_of_a_comparison(keepmtp, extra):
+    compared = keepmtp(f"compare {MODEL} --out page.html")
     if extra not in PAGES:
-        refused(checked, install="report")
-        refused(keepmtp("report page"), install="report")
+        refused(compared, install="report")
         return
-    good(checked)
-    assert good(keepmtp("report page/report.json")) == "page/report.html\n"
+    good(compared)
 
 
 def test_serving_and_scoring(keepmtp, extra):

@@ -176,9 +176,8 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert quantized["acceptance"]["by_position"]["1"][0] > 0.3
     assert [each["chosen"] for each in found["candidates"]] == [False, True]
     assert {path.name for path in tmp_path.iterdir()} == {"mine.yaml", "out"}, "nothing of the run"
-    ran("check out --html page", cwd=tmp_path)
-    assert json.loads((tmp_path / "page" / "report.json").read_text())["calibration"] == found
-    assert "Candidates for the MTP block" in (tmp_path / "page" / "report.html").read_text()
+    ran("check out --record", cwd=tmp_path)
+    assert json.loads((tmp_path / "out.report/report.json").read_text())["calibration"] == found
 
 
 def test_a_shipped_model_is_found_from_anywhere(tmp_path):

@@ -115,7 +115,7 @@ def test_a_name_that_is_no_utf_8_is_named(tmp_path):
         CheckpointError,
         match=r"every name in it must be UTF-8; got '\\udcff'\. Rename what is called so",
     ):
-        write_whole(tmp_path / "report.html", "of a folder called \udcff")
+        write_whole(tmp_path / "page.html", "of a folder called \udcff")
     assert not list(tmp_path.iterdir())
 
 

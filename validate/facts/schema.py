@@ -1,7 +1,7 @@
 """report.json, version 8: everything that was found about one checkpoint.
 
-In and out: the file itself. `report.py` fills it, `html.py` makes the page and
-`validate/report/card.py` the model card from it and from nothing else.
+In and out: the file itself. `report.py` fills it, and `validate/report/card.py` makes the model
+card from it and from nothing else.
 
     schema, keepmtp, vllm, made_at   8, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}  the checkpoint, and the sentence on top of the page

@@ -6,7 +6,8 @@ own files:
 
     README.md                  front matter for the Hub, then `card_page.page`
     acceptance.png, speed.png  where there is something to draw
-    report.json, report.html   the whole evidence, with folders shortened to their last name
+    report.json                the whole evidence, with folders shortened to their last name
+    report.html                README.md for a browser
 
 Easy to get wrong: somebody changes a number after it was measured. A report that differs from its
 result files makes no card, and a card that differs from what its report makes is refused.
@@ -35,13 +36,13 @@ from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
 from ..measure.room import room_on
 from ..measure.serve_line import method_words
-from . import html as report_html
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .best_k import best_k_of_report
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
 from .drafted import counts_bench
+from .html import page_of
 from .provenance import gpus_of, groups_of, is_chat, parser_words, recipe_text, sampling_of
 
 FILES = (
@@ -49,7 +50,7 @@ FILES = (
     "acceptance.png",
     "speed.png",
     reports.JSON_FILE,
-    report_html.HTML_FILE,
+    "report.html",
 )
 """Everything that a card folder may hold."""
 _OF_OTHERS = (
@@ -257,18 +258,22 @@ def _room(opened: Source, report: FullReport, gpus: Sequence[tuple[int, str, int
 
 def _files(facts: CardFacts) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
-    files = {
+    plots = {f"{what}.png": chart.png for what, chart in facts.plots.items()}
+    browsed = page_of(_text(facts), heading=facts.name, pictures=plots)
+    return {
         README: _readme(facts),
         reports.JSON_FILE: reports.text_of(facts.report).encode(),
-        report_html.HTML_FILE: report_html.render(facts.report).encode(),
+        "report.html": browsed.encode(),
+        **plots,
     }
-    for what, chart in facts.plots.items():
-        files[f"{what}.png"] = chart.png
-    return files
 
 
 def _readme(facts: CardFacts) -> bytes:
-    return f"---\n{front_matter(facts)}\n---\n\n{shortened(page(facts))}".encode()
+    return f"---\n{front_matter(facts)}\n---\n\n{_text(facts)}".encode()
+
+
+def _text(facts: CardFacts) -> str:
+    return shortened(page(facts))
 
 
 def _refuse_strange(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """README.md below its front matter: what a model card says, from report.json, keepmtp.json and
 recipe.yaml alone.
 
-In: a `CardFacts`. Out: Markdown. What was measured is said as on the page (sections.py).
+In: a `CardFacts`. Out: Markdown. What was measured is said by sections.py.
 
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
@@ -454,8 +454,8 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
         sha256 = code(report.identity.sha256)
         of_bytes = f", measured on the bytes whose list of files has the SHA-256 {sha256}"
     yield (
-        f"Every number above is from `report.json` in this repository{of_bytes}; `report.html` "
-        "shows it whole."
+        f"Every number above is from `report.json` in this repository{of_bytes}; `report.html` is "
+        "this page for a browser."
     )
     name = facts.base_model.name if facts.base_model.is_proven else record.source.name
     what = f"quantization of {name} with its MTP block"

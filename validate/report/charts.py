@@ -1,4 +1,4 @@
-"""Pictures of a report, for its page and for the model card.
+"""Pictures of a report, for the model card.
 
 In: a `FullReport`. Out: a `Chart` of the acceptance that is judged, by position, and of speed over
 k. A picture's bytes are PNG, on white, equal for equal reports.

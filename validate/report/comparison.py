@@ -33,7 +33,7 @@ from . import tables
 from .best_k import report_of
 from .drafted import counts_bench, drafted
 from .html import page_of
-from .markdown import Block, Table, code, title
+from .markdown import Block, Table, code, markdown, title
 from .numbers import figure, percent
 
 _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
@@ -174,7 +174,8 @@ def write_page(path: Path, found: Comparison) -> Path:
     blocks: list[Block] = [title(heading, 1)]
     for words, table in sections(numbered(found)):
         blocks += [title(words), table]
-    return write_whole(path, page_of([*blocks, [*notes(found)]], heading=heading))
+    text = markdown([*blocks, [*notes(found)]])
+    return write_whole(path, page_of(text, heading=heading))
 
 
 def numbered(found: Comparison) -> dict[str, ComparedCheckpoint]:

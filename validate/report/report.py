@@ -11,7 +11,6 @@ compares no figure.
 """
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +25,6 @@ from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
-from ...recipes.extras import missing
 from ...recipes.frozen import without
 from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
@@ -53,7 +51,6 @@ from ..facts.served import ServeCheck, TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
-from .html import HTML_FILE, write_html
 from .numbers import counted, percent
 from .settle import of_pair
 
@@ -188,8 +185,7 @@ def from_results(folder: Path) -> FullReport:
 
 
 def refresh(folder: Path) -> FullReport:
-    """Make report.json from the result files, and report.html where the `report` extra is
-    installed.
+    """Make report.json from the result files.
 
     A checkpoint that was measured without having been checked gets its check.json first, from its
     headers.
@@ -225,7 +221,7 @@ def verify(folder: Path) -> FullReport:
                 f"{path}: {part}",
                 "must be as the result files make it",
                 got="something else",
-                cure=f"Run `keepmtp report {shlex.quote(str(folder))}`",
+                cure=f"Run `{command('check', folder)}` again",
             )
     return full
 
@@ -302,14 +298,8 @@ def refuse_stale(
 
 
 def write(folder: Path, report: FullReport) -> Path:
-    """Write report.json, and report.html where the `report` extra is installed; returns the one to
-    look at.
-    """
-    path = write_whole(folder / JSON_FILE, text_of(report))
-    if missing("report"):
-        (folder / HTML_FILE).unlink(missing_ok=True)  # it would show an older report
-        return path
-    return write_html(folder, report)
+    """Write report.json; returns its path."""
+    return write_whole(folder / JSON_FILE, text_of(report))
 
 
 def text_of(report: FullReport) -> str:
@@ -325,9 +315,7 @@ def read_json(path: Path) -> FullReport:
         CheckpointError: no such file, no JSON, another version, or a field that version 8 does not
             have.
     """
-    raw = read_bytes_of(
-        path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
-    )
+    raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --record` wrote")
     try:
         return FullReport.model_validate_json(raw)
     except ValidationError as error:

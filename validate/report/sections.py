@@ -1,4 +1,4 @@
-"""What was measured of one checkpoint, section by section: for its page, and for the model card.
+"""What was measured of one checkpoint, section by section, for the model card.
 
 In: a `FullReport`, and where its pictures are. Out: blocks of a document (markdown.py).
 
@@ -6,7 +6,6 @@ Easy to get wrong: a part that was not measured is not left out. It says why the
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import size_in_words
@@ -22,44 +21,13 @@ from ..facts.dry_load import (
 )
 from ..facts.evaluated import EvaluationFact
 from ..facts.schema import FullReport
-from ..facts.served import ARM_TITLES, ServeCheck, ServedModel
+from ..facts.served import ARM_TITLES, ServedModel
 from . import tables
-from .markdown import Block, Md, Table, code, inline, title
+from .markdown import Block, Md, Table, code, title
 from .numbers import counted, limit, percent, quoted
 
 Pictures = Mapping[str, Md]
 """What was drawn."""
-
-
-def page(report: FullReport, pictures: Pictures) -> Iterator[Block]:
-    """The whole page."""
-    # The order is that of a reader's questions: is it good, what is it, what is wrong with it, and
-    # then what was measured, from headers to tasks.
-    yield title(Path(report.path).name or report.path, 1)
-    yield Md(f"> **{report.verdict.label}** {inline(report.verdict.says)}")
-    yield from gates(report)
-    yield from accepted(report, pictures)
-    yield from _checkpoint(report)
-    yield from _findings(report)
-    yield from dry(report)
-    yield from sizes(report)
-    yield from calibration(report)
-    yield title("Real server, with and without MTP")
-    if report.serve:
-        yield from _serve(report.serve)
-    else:
-        yield report.absent["serve"]
-    if report.bench:
-        yield from bench(report.bench, pictures)
-    yield from closeness(report)
-    yield from tasks(report)
-    if report.evaluation:
-        yield "Drafts over the same questions:"
-        yield tables.drafts(report.evaluation)
-    yield (
-        f"keepmtp {report.keepmtp}, judged against vLLM {report.vllm}, {report.made_at}, on the "
-        "machine of whoever made this page; nobody else has verified it."
-    )
 
 
 def environment(of: Mapping[str, str]) -> str:
@@ -99,28 +67,6 @@ def gates(report: FullReport) -> Iterator[Block]:
     yield f"The recipe's limits: {', '.join(limits)}."
 
 
-def _checkpoint(report: FullReport) -> Iterator[Block]:
-    facts = report.facts
-    rows = [
-        ("path", code(report.path)),
-        *target(report),
-        ("family", facts.family or "unknown"),
-        ("quantization config", facts.dialect or "unknown"),
-        ("size", size_in_words(facts.num_bytes)),
-        ("tensors", f"{facts.num_tensors:,}"),
-        ("MTP layers", f"{facts.num_mtp_layers:,}"),
-        ("MTP tensors", f"{facts.num_mtp_tensors:,}"),
-        ("MTP weights stored as", ", ".join(facts.mtp_forms) or "none"),
-    ]
-    if report.identity:
-        files = f"SHA-256 over its {counted(len(report.identity.files), 'file')}"
-        rows.append((files, code(report.identity.sha256)))
-    yield title("Checkpoint")
-    yield Table(columns=("", ""), rows=rows)
-    if not report.identity:
-        yield report.absent["identity"]
-
-
 def target(report: FullReport) -> list[tuple[str, str]]:
     """What a draft of its own was measured with, as a row."""
     found = report.target
@@ -128,20 +74,6 @@ def target(report: FullReport) -> list[tuple[str, str]]:
         return []
     says = f"{code(found.path)}, revision {code(found.revision)}"
     return [("Target", f"{says}; SHA-256 over its files {code(found.sha256)}")]
-
-
-def _findings(report: FullReport) -> Iterator[Block]:
-    yield title("Findings")
-    rows = []
-    for finding in report.findings:
-        found_by = finding.origin.replace("dry", "dry load")
-        words = (finding.severity, code(finding.where), finding.says, finding.cure)
-        rows.append((*words, f"{finding.count:,}", found_by))
-    if rows:
-        columns = ("severity", "where", "what will happen", "cure", ">count", "found by")
-        yield Table(columns=columns, rows=rows)
-    else:
-        yield f"None: nothing was found that vLLM {report.vllm} would stumble over."
 
 
 def dry(report: FullReport) -> Iterator[Block]:
@@ -279,54 +211,6 @@ def accepted(report: FullReport, pictures: Pictures) -> Iterator[Block]:
         )
     else:
         yield "Not measured on a server."
-
-
-def _serve(serve: ServeCheck) -> Iterator[Block]:
-    notes = []
-    partings = []
-    has_compared = False
-    for model in serve.served:
-        stored = f"{size_in_words(model.num_bytes)} stored as {model.dtype}"
-        notes.append(_who(model, stored))
-    yield notes
-    yield tables.servers(serve)
-    probed = tables.probed(serve)
-    if probed.rows:
-        yield "The probe, of 56 answers in twelve scripts and in code:"
-        yield probed
-    if not serve.checkpoint.drafting:
-        yield "No server came up with method=mtp, so there is no acceptance to show."
-    notes = []
-    for model in serve.served:
-        for run in model.runs:
-            said = [*run.notes, *[f"{name} was not written." for name in run.unwritten]]
-            if run.error:
-                said.insert(0, f"did not come up: {run.error}")
-            if not run.is_repeatable:
-                said.append("Two passes of this server wrote different tokens.")
-            notes += [f"{model.role}, k={run.k}: {words}" for words in said]
-            has_compared |= run.partings is not None
-            for parting in run.partings or ():
-                prompt = quoted("".join(serve.prompts[parting.prompt : parting.prompt + 1]))
-                gap = "unknown" if parting.gap is None else f"{parting.gap:.3f}"
-                verdict = "near-tie" if parting.is_near_tie else "differs"
-                tokens = f"{parting.plain_token}", f"{parting.token}"
-                where = (model.role, f"{run.k}", prompt, f"{parting.at}")
-                partings.append((*where, *tokens, gap, verdict))
-    if notes:
-        yield notes
-    if partings:
-        yield "Where outputs with MTP part from those without (None: the text had ended):"
-        heads = ("model", ">k", "prompt", ">at", ">token without", ">token with", ">gap, nats")
-        yield Table(columns=(*heads, "verdict"), rows=partings)
-    elif has_compared:
-        yield "All greedy outputs with MTP are those without, token for token."
-    else:
-        yield "There was no output with and without MTP to compare."
-    yield (
-        f"{counted(len(serve.prompts), 'prompt')}, at most {serve.max_tokens} tokens each, "
-        f"{serve.seconds:.0f} s in all. {environment(serve.environment)}"
-    )
 
 
 def bench(fact: BenchFact, pictures: Pictures) -> Iterator[Block]:

@@ -81,7 +81,7 @@ def test_vllm_finds_them_once(folder, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_result_says_what_was_applied(folder, tmp_path):
-    """In the terminal, the result and the page; and before the start."""
+    """In the terminal and the result; and before the start."""
     words = f"serve-check {folder} --source none -k 1 --out {tmp_path / 'out'}"
     python = str(stub_vllm(tmp_path))
     done = keepmtp(words, VLLM_PYTHON=python, status=0)
@@ -91,8 +91,7 @@ def test_a_result_says_what_was_applied(folder, tmp_path):
     )
     says = f"vLLM was mended by keepmtp's cures {applied}"
     assert f"The checkpoint was served natively: {says}." in " ".join(done.stdout.split())
-    for name in ("serve.json", "report.html"):
-        assert says in (tmp_path / "out" / name).read_text().replace("&#39;", "'")
+    assert says in (tmp_path / "out" / "serve.json").read_text()
     plain = keepmtp(words, VLLM_PYTHON=python, KEEPMTP_CURES="0", status=0)
     assert "mended" not in plain.stdout + plain.stderr, "other answers, with a file of their own"
 

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from base64 import b64encode
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -42,7 +43,6 @@ from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.publish.upload import prepare
 from keepmtp.validate.report import card
-from keepmtp.validate.report import html as report_html
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.base_model import (
     NO_BASE_MODEL,
@@ -55,6 +55,7 @@ from keepmtp.validate.report.card_metadata import front_matter, metadata_of, rea
 from keepmtp.validate.report.card_page import MAX_COLUMNS, CardFacts, Metadata, page
 from keepmtp.validate.report.charts import Chart
 from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.html import page_of
 from keepmtp.validate.report.markdown import Code, Table, code, inline, markdown
 from keepmtp.validate.report.provenance import (
     gpus_of,
@@ -381,6 +382,8 @@ def test_strings_of_strangers_are_text(make, made):
     for token in PARSER.parse(text):
         tokens += [token, *(token.children or ())]
     types = Counter(token.type for token in tokens)
+    page = page_of(text, heading=HOSTILE)
+    assert not re.search(r"<(script|a|img)\b", page)
     assert not types.keys() & {"html_block", "html_inline", "link_open", "image"}
     assert types["heading_open"] == len(re.findall("^##? [A-Z<&]", text, re.MULTILINE))
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
@@ -393,10 +396,8 @@ def test_strings_of_strangers_are_text(make, made):
 def test_no_control_character_of_a_stranger_is_in_page_or_card(make, made):
     """An escape moves no cursor and a bidi override turns no line around: both are shown."""
     report = make("a\x1b[31m\u202eb\x07\u200bc")
-    shown = (
-        html.unescape(report_html.render(report)),
-        card_of(made, report, name="x\x9b\u2066y", recipe="a: \x1b]0;b"),
-    )
+    text = card_of(made, report, name="x\x9b\u2066y", recipe="a: \x1b]0;b")
+    shown = (html.unescape(page_of(text, heading="x\x1b\u202e")), text)
     for text in shown:
         strange = {letter for letter in text if not letter.isprintable() and letter not in "\n\t"}
         assert not strange and "\\x1b" in text and "\\u202e" in text, strange
@@ -472,6 +473,10 @@ def test_a_card_is_the_same_each_time_and_is_verified(made, tmp_path):
     first, report = card.build(made, out=tmp_path / "a.card")
     files = contents(first)
     assert set(files) == {"README.md", "acceptance.png", "report.json", "report.html"}
+    text = files["README.md"].decode().split("---\n", 2)[2]
+    page = files["report.html"].decode()
+    assert page.count("<table") == text.count("\n|---") and page.count("<img") == 1
+    assert f'src="data:image/png;base64,{b64encode(files["acceptance.png"]).decode()}"' in page
     assert files["acceptance.png"].startswith(b"\x89PNG") and report.judgement is not None
     assert card.verified_files(made) == files == contents(card.card_folder(made))
 

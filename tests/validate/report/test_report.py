@@ -1,8 +1,5 @@
-"""report.json says what was found, once and for all; the page shows it, whole, to anybody, and to
-nobody else.
-"""
+"""report.json says what was found, once and for all."""
 
-import html
 import io
 import json
 import re
@@ -15,8 +12,6 @@ import evaluations
 import measured
 import pytest
 import reports
-from browser import PROBE, contrast, look, opened
-from commands import keepmtp
 from evaluations import COPY, Answers, evaluation
 from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
@@ -24,8 +19,7 @@ from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.measured import calibrated as calibration_found
 from keepmtp.cli.measuring import save
-from keepmtp.recipes import extras
-from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import check, examine
 from keepmtp.validate.facts.dry_load import LoadedModel
@@ -34,7 +28,6 @@ from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report.charts import _LIMIT, _OWN, _SOURCE, charts
 from keepmtp.validate.report.check_data import calibration_fact, calibration_of, sizes_by_group
-from keepmtp.validate.report.html import render, write_html
 from keepmtp.validate.report.report import read_json, text_of
 from PIL import Image, ImageColor
 from printed import printed
@@ -125,89 +118,6 @@ def pages(tmp_path_factory) -> dict[str, FullReport]:
     }
 
 
-def probed(html: str, folder: Path, *, extra: str = "") -> Path:
-    """A copy of a page that may run the probe, without the policy that would hold anything back."""
-    assert POLICY.search(html)
-    path = folder / "probed.html"
-    path.write_text(POLICY.sub("", html).replace("</body>", extra + PROBE + "</body>"))
-    return path
-
-
-def lines_of(page: str) -> list[str]:
-    """What a reader sees: a line for each row and paragraph."""
-    page = re.sub(r"<(style|title)>.*?</\1>", "", page, flags=re.DOTALL)
-    page = re.sub(r'<img[^>]*alt="([^"]*)"[^>]*>', r"[\1]", " ".join(page.split()))
-    page = re.sub(r" *</(td|th)> *", " | ", page)
-    page = re.sub(r" *</(tr|p|h\d|li)> *", "\n", page)
-    text = html.unescape(re.sub(r"<[^>]*>", "", page))
-    return [" ".join(line.split()).strip(" |") for line in text.splitlines()]
-
-
-SAID = {
-    "bare": (
-        "No fault found Nothing in config.json and the headers is in vLLM 0.32.0's way; it was "
-        "neither dry-loaded nor served.",
-        "None: nothing was found that vLLM 0.32.0 would stumble over.",
-        "No sizes: the checkpoint's headers could not be read.",
-    ),
-    "native": (
-        "[Drafts accepted by position, k=3, serve-check's 2 prompts: this checkpoint: 92.00 %, "
-        "80.00 %, 62.50 %; source: 93.00 %, 81.00 %, 64.00 %; 90 % of the source: 83.70 %, "
-        "72.90 %, 57.60 %]",
-        "0.32.0 | sm90 | 1 | yes | yes | | 1,312 of 1,312: Glm4MoeForCausalLM | 1,310 of 1,312, 2 "
-        "shared: Glm4MoeMTP | 31.1 s",
-        "checkpoint: its own bytes; out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, plain",
-        "checkpoint | 3 | 24 s | 78.17 % | 92.0 80.0 62.5 | 3.35 | 78.0 | 1.90 | 1/2",
-        'source | 3 | "Line\\none" | 17 | 311 | 902 | 0.062 | near-tie',
-        "2 prompts, at most 128 tokens each, 312 s in all. vllm: 0.32.0; device: CPU: Xeon, 2 "
-        "cores.",
-    ),
-    "whole": (
-        "checkpoint: NOT its own bytes, a BF16 copy of the same weights; "
-        "out/tiny-glm4-moe.nvfp4a16; 2.2 MiB stored as nvfp4, plain; vLLM's CPU build has no "
-        "kernel for NVFP4 experts; packed kernels are not judged.",
-    ),
-    "no server came up": (
-        "No server came up with method=mtp, so there is no acceptance to show.",
-        "checkpoint | 1 | failed | - | - | - | - | - | -",
-        "checkpoint, k=3: did not come up: CUDA out of memory",
-        "There was no output with and without MTP to compare.",
-    ),
-    "broken": (
-        "0.32.0 | sm100 | 1 | yes | no | model.layers.3.eh_proj.weight_scale: vLLM 0.32.0 stops "
-        "while loading the draft: ... | 1,312 of 1,312: Glm4MoeForCausalLM | not reached | 31.1 s",
-    ),
-    "nothing in it": (
-        "family | unknown",
-        "size | -",
-        "No load came as far as choosing kernels.",
-        "No calibration: nobody looked for the checkpoint's own record.",
-    ),
-    "calibrated, with a block of no class": ("No acceptance: no class for it.",),
-    "evaluated": (
-        "source | 79.33 % | 93.0 81.0 64.0 | 3.38 | 171,470 | 276",
-        'Question 7, MTP off: "... so it is 8"; MTP on: "... so it is 9"',
-    ),
-    "evaluated without a source, and served": (
-        "The source was not evaluated, so there is no difference to show.",
-    ),
-    "benched": (
-        "[Speed over k by load, as repetitions spread: 1 at once: k=0 1.00, k=1 1.44, k=2 1.70, "
-        "k=3 1.82, k=4 1.53; 8 at once: k=0 1.00, k=1 0.87, k=2 0.76, k=3 0.64, k=4 0.53]",
-    ),
-    "benched on a copy, once": (
-        "1 at once: no k is recommended: one repetition has no spread: measure with --repeat 3.",
-    ),
-}
-"""Lines of each page that are not on the whole card (tests/printed/card.md), as a reader sees them."""
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_a_page_says_what_was_found(name, pages):
-    lines = lines_of(render(pages[name]).replace(str(reports.MODEL.parent), "models"))
-    assert [line for line in SAID[name] if line not in lines] == [], "\n".join(lines)
-
-
 def test_the_sentence_on_top_is_one(pages):
     for name, full in pages.items():
         assert full.verdict.ok == (full.verdict.label != "Not ready")
@@ -218,13 +128,12 @@ def test_the_sentence_on_top_is_one(pages):
 # --- report.json ----------------------------------------------------------------------------------
 
 
-def test_a_report_read_back_is_the_same_and_renders_the_same(pages, tmp_path):
+def test_a_report_read_back_is_the_same(pages, tmp_path):
     for full in pages.values():
         path = write_whole(tmp_path / "deep" / "folder" / "report.json", text_of(full))
         assert read_json(path) == full
         assert json_of(path)["schema"] == 8
         assert list(path.parent.iterdir()) == [path], "nothing partial is left"
-    assert render(read_json(path)) == render(full)
 
 
 def keys(part: Any, path: str = "") -> set[str]:
@@ -372,62 +281,6 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
     assert found is None and why in told and told.endswith(".")
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("width, is_dark", [(390, True), (1280, False)])
-@pytest.mark.parametrize("name", ["whole", "hostile", "calibrated", "evaluated", "benched"])
-def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
-    """Nothing fetched, nothing sticking out, every table and chart there, and text that can be
-    read.
-    """
-    full = pages[name]
-    seen = look(probed(render(full), tmp_path), width=width, is_dark=is_dark, scratch=tmp_path)
-    probe = seen.probe
-    assert probe["inner"] == width, "the browser has the width that is tested"
-    assert probe["scroll"] <= width and not probe["wide"], probe["wide"]
-    assert probe["fetched"] == [] and probe["title"] != "hit" and probe["scripts"] == 1
-    assert seen.counts.get("img", 0) == len(charts(full)) and not seen.console, seen.console
-    assert probe["empty"] == 0
-    assert seen.counts.get("table", 0) == render(full).count("<table")
-    assert full.verdict.label in seen.text and full.verdict.says in seen.text
-    assert all(reason.replace("`", "") in seen.text for reason in full.absent.values())
-    dim = min(contrast(ink, probe["sheet"]) for ink in probe["inks"])
-    assert dim >= 4.5, "WCAG AA for text"
-    assert (contrast(probe["sheet"], "rgb(0, 0, 0)") < 4) == is_dark
-
-
-def test_the_page_as_it_is_sent_runs_without_a_word_on_the_console(pages, tmp_path):
-    seen = opened(write_html(tmp_path, pages["whole"]), scratch=tmp_path)
-    assert not seen.console and "script" not in seen.counts and seen.counts["img"] == 1
-
-
-def test_the_browser_test_bites(pages, tmp_path):
-    """A page with each fault on purpose: the looks that pass above see every one."""
-    faults = (
-        "<div style='width: 500px'>wide</div><img src='http://example.invalid/a.png'>"
-        "<script>document.title = 'hit'; console.error('no')</script><img class='chart'>"
-        "<table><tr><td style='color: #888'>dim</td></tr></table>"
-    )
-    seen = look(probed(render(pages["bare"]), tmp_path, extra=faults), width=390, scratch=tmp_path)
-    assert seen.probe["scroll"] > 390 and any("wide" in told for told in seen.probe["wide"])
-    assert seen.probe["fetched"] == ["http://example.invalid/a.png"] and seen.counts["img"] == 2
-    assert seen.probe["title"] == "hit" and seen.probe["scripts"] == 2
-    assert any("no" in line for line in seen.console) and seen.probe["empty"] == 2
-    assert min(contrast(ink, seen.probe["sheet"]) for ink in seen.probe["inks"]) < 4.5
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_strangers_words_stay_words(name, pages):
-    """Without a browser: nothing that a checkpoint may choose opens an element, in text, attributes
-    or charts.
-    """
-    html = render(pages[name])
-    assert "<script" not in html and "<img src=x" not in html
-    assert html.count("&lt;script&gt;") > 20
-
-
 # --- the card's pictures --------------------------------------------------------------------------
 
 
@@ -453,48 +306,17 @@ def test_one_position_shows_source_checkpoint_and_limit():
     assert seen[_SOURCE] > 10_000 and seen[_OWN] > 10_000 and seen[_LIMIT] > 500, seen
 
 
-@pytest.mark.parametrize("name", ["markdown-it-py", "matplotlib"])
-def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path):
-    known = extras.version
-
-    def version(asked: str) -> str:
-        if asked == name:
-            raise extras.PackageNotFoundError(name)
-        return known(asked)
-
-    monkeypatch.setattr(extras, "version", version)
-    says = rf"got no {name}\. Run \S+ -m pip install 'keepmtp\[report\]'\.$"
-    with pytest.raises(RecipeError, match=says):
-        write_html(tmp_path, pages["bare"])
-    assert not list(tmp_path.iterdir())
-
-
-# --- from the command line, and in the wheel ------------------------------------------------------
-
-
-@pytest.mark.full
-def test_a_page_is_made_again_from_its_json(pages, tmp_path):
-    path = write_whole(tmp_path / "report.json", text_of(pages["broken"]))
-    assert keepmtp("report", path, status=0).stdout == f"{tmp_path / 'report.html'}\n"
-    assert (tmp_path / "report.html").read_text() == render(pages["broken"])
-    path.write_text("{")
-    done = keepmtp("report", path, status=2)
-    assert done.stderr.startswith(f"error: {path}: ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
+def test_what_cannot_be_read_has_a_report_too(tmp_path):
     checked = examine(reports.MODEL)
-    page = save(
-        tmp_path / "good", checked.data, vllm="0.32.0", opened=checked.source, source=checked.source
-    )
-    assert "experts" in page.read_text() and read_json(page.with_name("report.json")).verdict.ok
+    one = {"opened": checked.source, "source": checked.source}
+    path = save(tmp_path / "good", checked.data, vllm="0.32.0", **one)
+    assert read_json(path).verdict.ok and [row.group for row in read_json(path).sizes]
     (tmp_path / "empty").mkdir()
-    page = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
-    assert "could not be read" in page.read_text()
-    assert not read_json(page.with_name("report.json")).verdict.ok
+    path = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
+    assert "could not be read" in read_json(path).absent["sizes"]
+    assert not read_json(path).verdict.ok
     config, tensors = source_layout("glm-4.7")
     folder = write_checkpoint(tmp_path / "odd", config | {"model_type": "odd"}, tensors)
     checked = examine(folder)
-    page = save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source)
-    assert re.search("No sizes: .*odd", read_json(page.with_name("report.json")).absent["sizes"])
+    path = save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source)
+    assert re.search("No sizes: .*odd", read_json(path).absent["sizes"])
