@@ -188,8 +188,7 @@ def with_loads(checked: Checked, accounts: Sequence[LoadAccount]) -> Checked:
         findings = errors_of(finding for finding, *_ in own)
         errors = [f"{finding.where}: {finding.says}" for finding in findings]
         defect = defect_of(account, checked)
-        name = f"{defect.name}: {defect.sources}" if defect else ""
-        judged.append(account.judged(errors, name))
+        judged.append(account.judged(errors, defect.name if defect else ""))
         objected.append((account.load, own))
     dry = tuple(account.load for account in judged)
     facts = checked.data.facts

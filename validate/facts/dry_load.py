@@ -110,7 +110,7 @@ class DryLoad(Fact):
     Attributes:
         vllm: the version that loaded it.
         error: the first error, where and what; "" for none.
-        defect: what the failure is called where it is vLLM's own fault, with its threads; else "".
+        defect: what the failure is called where it is vLLM's own fault; else "".
         cures: of validate/keepmtp_cures, those with which this vLLM loads it without an error; ()
             where it does as it is, or where none helps.
         k: draft tokens a step; 0 where the target was loaded alone.
