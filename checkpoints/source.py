@@ -37,6 +37,8 @@ from .safetensors_file import Entry, FileHeader, fill, read_header
 SINGLE = "model.safetensors"
 MTP_FILES = "mtp_source/"
 DONOR_FILES = "from/"
+_NUMBERED = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d{1,9})\.safetensors")
+_MOST_FILES = 100_000
 _MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
 # The address of a repository's page.
 _PAGE = re.compile(
@@ -67,6 +69,7 @@ class Source:
         replaced: the tensors that they take the place of.
         changed: small files of a checkpoint as it would be; None for one that is left out.
         num_unread: tensors that nobody reads, where only a part of a checkpoint is wanted.
+        has_index: False for several files that no index lists.
     """
 
     where: str
@@ -85,6 +88,7 @@ class Source:
     replaced: Mapping[HFName, Entry] = field(default_factory=dict)
     changed: Mapping[str, bytes | None] = field(default_factory=dict)
     num_unread: int = 0
+    has_index: bool = True
 
     @property
     def others(self) -> "dict[str, Source]":
@@ -370,9 +374,12 @@ def _opened(
     # vLLM and transformers read whole files named by the index, so the file decides, not the
     # index's line.
     indexed = sorted({*weight_map.values()})
+    rule = "every file of the index must exist"
     if index is None:
-        indexed = [SINGLE] if SINGLE in present else present
-    if index is None and len(indexed) != 1:
+        # vLLM reads all: 0.33.0 model_loader/weight_utils.py, filter_duplicate_safetensors_files.
+        indexed = sorted({*present, *(name for file in present for name in _series_of(file))})
+        rule = "every file of a numbered series must exist"
+    if not indexed:
         raise CheckpointError(
             where,
             f"must have {SINGLE} or {INDEX}",
@@ -383,11 +390,16 @@ def _opened(
         if file not in present:
             raise CheckpointError(
                 f"{where}/{INDEX}",
-                "every file of the index must exist",
+                rule,
                 got=f"{file} is missing",
                 cure="Download it, or mend the index",
             )
     headers = dict(zip(present, headers_of(present), strict=True))
+    if index is None and SINGLE in present:
+        # A file with nothing else than the one is the same in another form.
+        single = headers[SINGLE].entries.keys()
+        more = [file for file in indexed if headers[file].entries.keys() - single]
+        indexed = [SINGLE, *more]
     count = sum(len(header.entries) for header in headers.values())
     if count > _MAX_TENSORS:
         raise CheckpointError(
@@ -431,7 +443,18 @@ def _opened(
         companions=companions.carried,
         code=companions.code,
         left=companions.left,
+        has_index=index is not None or len(indexed) == 1,
     )
+
+
+def _series_of(file: str) -> list[str]:
+    """The files of a numbered series, by the name of one; none where it has no number."""
+    match = _NUMBERED.fullmatch(file)
+    if match is None:
+        return []
+    count = match["count"]
+    numbers = range(1, min(int(count), _MOST_FILES) + 1)
+    return [f"{match['stem']}-{number:0{len(count)}}-of-{count}.safetensors" for number in numbers]
 
 
 def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:

@@ -88,6 +88,7 @@ class Proposal:
         self._listed = frozenset(entry.file for entry in source.entries.values())
         self._indexed = set(self._listed)
         self._touched: set[str] = set()
+        self._has_index = source.has_index
 
     @cached_property
     def _shards(self) -> dict[str, dict[HFName, Entry]]:
@@ -193,6 +194,12 @@ class Proposal:
             self._indexed.add(file)
             self.edits.append(Edit(why, INDEX))
 
+    def write_index(self, why: str) -> None:
+        """Let an index list the files that none lists."""
+        if not self._has_index:
+            self._has_index = True
+            self.edits.append(Edit(why, INDEX))
+
     def put_shards(self, gone: Iterable[Entry], made: Mapping[str, Sequence[Entry]]) -> None:
         """Take tensors away, and add whole shards that somebody else writes.
 
@@ -273,7 +280,7 @@ class Proposal:
             else:
                 unindexed |= tensors
         config = deepcopy(self._docs[CONFIG])
-        tensors = {"entries": entries, "unindexed": unindexed}
+        tensors = {"entries": entries, "unindexed": unindexed, "has_index": self._has_index}
         return replace(self.source, config=config, changed=self.files(), **tensors)
 
     def examined(self, vllm: str = NEWEST) -> Checked:
@@ -282,7 +289,8 @@ class Proposal:
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
-        if not self._touched and self._indexed == self._listed:
+        is_whole = self._has_index == self.source.has_index
+        if not self._touched and self._indexed == self._listed and is_whole:
             return None
         files = {}
         total = 0

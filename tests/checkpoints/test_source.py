@@ -165,6 +165,38 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
     assert set(source.unindexed) == set(mtp) and set(source.entries) == set(rest)
 
 
+def test_without_an_index_all_files_are_read(folder):
+    """As vLLM reads them; and nothing is silently absent or there twice."""
+    (folder / INDEX).rename(folder / "index")
+    every = open_source(folder).entries
+    (folder / "index").rename(folder / INDEX)
+    assert every == open_source(folder).entries
+    (folder / INDEX).unlink()
+    first = first_shard(folder)
+    copied = shutil.copy(first, folder / "more.safetensors")
+    assert "must be in one file only" in refusal(folder)
+    Path(copied).unlink()
+    first.unlink()
+    assert f"{first.name} is missing" in refusal(folder)
+
+
+def test_one_file_and_more_without_an_index(tmp_path):
+    """The MTP block in a file of its own is read too, and a copy of the one file is none more."""
+    config, tensors = source_layout("glm-4.7")
+    block = {name: tensors.pop(name) for name in [*tensors] if name.startswith("model.layers.3.")}
+    folder = write_checkpoint(tmp_path / "source", config, tensors)
+    for file in (folder / INDEX, *folder.glob("*.safetensors")):
+        file.unlink()
+    for name, held in {"model": tensors, "mtp": block, "consolidated": tensors}.items():
+        write_shard(folder / f"{name}.safetensors", held)
+    source = open_source(folder)
+    assert source.entries.keys() == {*tensors, *block} and not source.unindexed
+    assert {entry.file for entry in source.entries.values()} == {
+        "model.safetensors",
+        "mtp.safetensors",
+    }
+
+
 # --- The Hub, spoken on loopback ------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ part must each have all that some decoder layer has.
 import re
 from collections import defaultdict
 
+from ...checkpoints.companions import INDEX
 from ...checkpoints.dialects.choose import Unquantized
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.runtime_view import RuntimeView, StoredView, described
@@ -117,7 +118,11 @@ def way_to_a_block(runtime: RuntimeView) -> str:
 
 
 def files_are_indexed(view: StoredView) -> Objections:
-    """Files that the index does not list are not read: R6; F4, F9."""
+    """Files that the index does not list are not read: R6; F4, F9. Without one vLLM reads all."""
+    if not view.source.has_index:
+        count = len({entry.file for entry in view.source.entries.values()})
+        says = f"is missing: vLLM reads all {count} files, transformers finds none of them"
+        yield objection("unindexed", INDEX, says, "Write it", "index", "warning")
     for entry in view.source.unindexed.values():
         says = (
             f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM "

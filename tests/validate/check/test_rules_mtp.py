@@ -1,11 +1,14 @@
 """Rules on the MTP block: what people met, and what else each one finds."""
 
+import json
 from functools import partial
 
 from broken_by import config, elsewhere, rename, retype, tensor
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import as_source, lose
+from checkpoint_files import as_source, lose, write
 from good import ours, released
+from good_checkpoints import GOOD
+from keepmtp.cure.fix import proposed
 from without_mtp import llama
 
 FLASH = partial(ours, "dsv4-flash", "W4A16")
@@ -92,6 +95,18 @@ def test_promised_layers_exist(case, tmp_path):
 )
 def test_files_are_indexed(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+def test_files_are_indexed_or_all_are_read(tmp_path):
+    folder = write(tmp_path / "it", GOOD["next nvfp4"]())
+    index = (folder / "model.safetensors.index.json").read_text()
+    (folder / "model.safetensors.index.json").unlink()
+    outcome = proposed(str(folder))
+    (found,) = outcome.before.data.findings
+    assert (found.severity, found.rule) == ("warning", "unindexed") and "transformers" in found.says
+    assert outcome.after.data.findings == ()
+    written = outcome.proposal.files()["model.safetensors.index.json"]
+    assert json.loads(written)["weight_map"] == json.loads(index)["weight_map"]
 
 
 @rows(
