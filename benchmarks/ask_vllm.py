@@ -3,7 +3,7 @@ recipes/runtimes/vllm.json.
 
     .venv/bin/python benchmarks/ask_vllm.py 0.33.0=SITE ...    SITE is the folder with vllm/ in it
 
-In: the Python files of each version. Out: an entry for each, beside those of other versions.
+In: the Python files of each version. Out: an entry for each, and no more than the newest three.
 `SpeculativeConfig.hf_config_override`, where vLLM finds the draft of a model, is cut out of its
 file and run for every name in it. The rest is read: types, a table, a raise.
 
@@ -22,6 +22,8 @@ from typing import Any
 from keepmtp.recipes.runtimes.vllm import FILE
 from packaging.version import Version
 
+# Minor versions that keepmtp answers for, the newest ones: an older one leaves vllm.json.
+WINDOW = 3
 OVERRIDE = "hf_config_override"
 OPTIONS = ("draft_lm_head_quantization", "rejection_sample_method")
 # The one checkpoint of an MTP block alone that was published; other types of drafts are vLLM's own.
@@ -139,7 +141,8 @@ def main() -> None:
     for word in parser.parse_args().versions:
         version, _, site = word.partition("=")
         found[version] = ask(Path(site))
-    ordered = {version: found[version] for version in sorted(found, key=Version)}
+    newest = sorted(found, key=Version)[-WINDOW:]
+    ordered = {version: found[version] for version in newest}
     FILE.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
 
 

@@ -125,7 +125,7 @@ def cures_that_end(site: Path, version: str) -> Iterator[tuple[str, str]]:
     for defect in keepmtp_cures.defects():
         name = defect["cure_in_vllm"]
         cure = keepmtp_cures.found(name)
-        if not holds(defect["versions"], version):
+        if not holds(defect.get("versions", ""), version):
             yield name, f"the defect is not in {version}: {defect['versions']}"
             continue
         hashes = dict[str, str]()

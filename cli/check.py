@@ -31,7 +31,7 @@ class ServerOptions:
         gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
         k: num_speculative_tokens.
         draft: The draft's own checkpoint, where it has one.
-        versions: Versions that load it: 0.29.0,0.33.0, `all`, or a folder or wheel with a vLLM,
+        versions: Versions that load it: 0.31.0,0.33.0, `all`, or a folder or wheel with a vLLM,
             whose Python then runs here; repeatable. Default: the installed one.
         runtimes: The server that is to load it, vllm by default; may be repeated.
         static_only: No vLLM, whatever --gpu says.
@@ -110,9 +110,6 @@ def check(
     With --vllm, other versions load it: their Python is fetched once, and runs over the installed
     packages, with your rights. So does that of a folder or wheel: name only one that you trust.
 
-    A model that has no MTP block is judged in part: its packed weights, layers and index, but no
-    names of vLLM's.
-
     With --runtime sglang, the rules are SGLang's: which draft class it has for the family, under
     which names that class asks the quantization config, and what it builds for each answer. With
     both, a checkpoint must please both.
@@ -126,15 +123,12 @@ def check(
     said before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json and
-    report.json are written next to it; with --draft, next to the draft, and the target is hashed
-    too. What is measured later, by serve-check and eval, joins them if the bytes are the
-    same.
+    report.json are written next to it (with --draft, next to the draft). What is measured later,
+    by serve-check and eval, joins them if the bytes are the same.
 
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
 
-    Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
-
-    Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm90 --vllm 0.29.0,0.33.0`
+    Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm90 --vllm 0.31.0,0.33.0`
 
     Example: `keepmtp check nvidia/Qwen3.5-397B-A17B-NVFP4 --modules`
 

@@ -98,7 +98,7 @@ def serve(
     if line := curing.told(cures, version):
         tell(line)
     best = serving.chosen_k(drafting, k, num_mtp_layers, device)
-    refuse_pipeline(drafting, best.k, extra, version)
+    refuse_pipeline(drafting, best.k, extra)
     if gpus:
         serving.refuse_unloadable(path, gpus, draft=draft, tp=size, k=best.k, has_cures=bool(cures))
     if size > 1:

@@ -421,8 +421,7 @@ class Family:
             reasoning/__init__.py).
         dspark: the table of those releases whose block is DSpark's stages; None where vLLM has no
             such draft.
-        pipeline: versions of vLLM that draft with a pipeline's stages, also where the block has no
-            embedding.
+        pipeline: vLLM drafts with a pipeline's stages, also where the block has no embedding.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
@@ -466,5 +465,5 @@ class Family:
     tool_parser: str = ""
     reasoning_parser: str = ""
     dspark: "Family | None" = None
-    pipeline: str = ">=0.30"
+    pipeline: bool = True
     notes: str = ""

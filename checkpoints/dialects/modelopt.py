@@ -71,7 +71,6 @@ _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 # Blocks there have the scale of native FP8, which linear modules of vLLM have not.
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
 _OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
-_WITHOUT_BLOCKS = dict.fromkeys(_OF_MIXED, "plain")
 # Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
 _ALIKE: Mapping[Runtime, Mapping[str, tuple[str, ...]]] = {
     "vllm": {
@@ -98,7 +97,6 @@ class ModelOpt:
         name: the server's name for its reader.
         codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
             know.
-        mixed: what an algorithm of MIXED_PRECISION is for experts, where it is another.
         rename: the mapper of the class that reads it.
     """
 
@@ -111,7 +109,6 @@ class ModelOpt:
     runtime: Runtime = "vllm"
     name: str = "modelopt"
     codecs: tuple[str, ...] = ()
-    mixed: Mapping[str, str]
     rename: Renamer
 
     # Whole names, parts of names and globs.
@@ -166,7 +163,7 @@ class ModelOpt:
         if not entry:
             return plain()
         if is_experts or not is_vllm:
-            algorithm = self.mixed.get(algorithm, algorithm)
+            algorithm = _OF_MIXED.get(algorithm, algorithm)
         built = modelopt_built(algorithm, self.group_size, self.block)
         is_known = is_vllm and (is_experts or algorithm in self.codecs)
         if built == UNKNOWN and not is_known:
@@ -255,7 +252,6 @@ def read_modelopt(
         entries=tuple(entries),
         block=min(_block_sizes(holder), default=128),
         codecs=_CODECS if holds(">=0.32", vllm) else (),
-        mixed=_OF_MIXED if holds(">=0.30", vllm) else _WITHOUT_BLOCKS,
         rename=rename,
     )
 
@@ -309,7 +305,6 @@ def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
         block=min(sizes, default=128),
         runtime="sglang",
         name=name,
-        mixed=_OF_MIXED,
         rename=rename,
     )
 

@@ -6,7 +6,7 @@ In: a `RuntimeView`. Out: objections.
 Easy to get wrong: of a cache without scales vLLM says no more than one warning in the log, and
 serves it. And a draft that gets the target's head may fill one of its own before.
 
-Source: vLLM 0.29.0 to 0.33.0 layers/quantization/kv_cache.py, layers/vocab_parallel_embedding.py,
+Source: vLLM 0.31.0 to 0.33.0 layers/quantization/kv_cache.py, layers/vocab_parallel_embedding.py,
 the drafts' classes; seen in dry loads of every family.
 """
 

@@ -71,7 +71,8 @@ class Defect(Failure):
     Attributes:
         silences: what vLLM does of it without a word.
         says: what happened, and why.
-        versions: of vLLM that have it, as a PEP 440 specifier.
+        versions: of vLLM that have it, as a PEP 440 specifier; "" for all.
+        sources: public threads, or files of vLLM.
         families, dialects: model_types and quantization dialects concerned; () for any.
         cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
             none.
@@ -79,7 +80,8 @@ class Defect(Failure):
 
     silences: tuple[Silence, ...] = ()
     says: str
-    versions: str
+    versions: str = ""
+    sources: str = "dry loads of vLLM 0.32.0"
     families: tuple[str, ...] = ()
     dialects: tuple[str, ...] = ()
     cure_in_vllm: str = ""

@@ -145,7 +145,7 @@ def _that_apply(chosen: str, version: str) -> list[str]:
         wanted.discard(name)
         if name in OUTCOMES:
             continue  # a second call mends nothing twice
-        if release in SpecifierSet(defect["versions"]):
+        if release in SpecifierSet(defect.get("versions", "")):
             apply.append(name)
         elif chosen != "1":
             _say(name, f"vLLM {version} does not have the defect")

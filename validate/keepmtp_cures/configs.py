@@ -11,7 +11,7 @@ from . import mends
 @mends(
     "vllm.config.speculative",
     "SpeculativeConfig.hf_config_override",
-    hashes="cad03311094f f71aee7dcdf1 f76018dfca8e 8ed0edd97fdd cb1df17ca6a8",
+    hashes="f76018dfca8e 8ed0edd97fdd cb1df17ca6a8",
 )
 def nemotron_omni_draft(module: Any) -> None:
     """The draft's config is made of text_config, without the quantization_config next to it."""
@@ -30,7 +30,7 @@ def nemotron_omni_draft(module: Any) -> None:
 @mends(
     "vllm.model_executor.models.nano_nemotron_vl",
     "NemotronH_Nano_VL_V2.__init__",
-    hashes="70e86e2f3f1b 2886ccfb8c6e d619ee4742f9",
+    hashes="2886ccfb8c6e d619ee4742f9",
 )
 def nemotron_omni_vision(module: Any) -> None:
     """transformers' class has vit_hidden_size as vision_hidden_size."""
@@ -68,27 +68,14 @@ def k_exaone_windows(module: Any) -> None:
 @mends(
     "vllm.models.hy_v4.nvidia.attention",
     "HYV4MLAAttention.__init__",
-    hashes="e9a6ad4ef2bb 94c05eaf915d",
+    hashes="94c05eaf915d",
 )
 def hy4_sparse_layers(module: Any) -> None:
     """transformers 5.18 calls sparse layers "indexed_attention", as 0.32 knows."""
     module._SPARSE_LAYER_TYPES += ("indexed_attention",)
 
 
-@mends("vllm.models.deepseek_v4.attention", "_resolve_dsv4_kv_cache_dtype", hashes="1ab4a44fd128")
-def deepseek_v4_cache(module: Any) -> None:
-    """Where nobody names the type of the cache, it is FP8, as in 0.30."""
-    own = module._resolve_dsv4_kv_cache_dtype
-
-    def resolve(use_fp8_ds_mla_layout: bool, kv_cache_dtype: str, cache_config: Any) -> Any:
-        if use_fp8_ds_mla_layout and kv_cache_dtype == "auto":
-            kv_cache_dtype = "fp8"
-        return own(use_fp8_ds_mla_layout, kv_cache_dtype, cache_config)
-
-    module._resolve_dsv4_kv_cache_dtype = resolve
-
-
-@mends("vllm.transformers_utils.config", "get_config", hashes="27118e7d3d6e 45551a5f8f7e")
+@mends("vllm.transformers_utils.config", "get_config", hashes="45551a5f8f7e")
 def bailing_head_dim(module: Any) -> None:
     """transformers 5.20 has a class of bailing_hybrid whose head_dim is that of MLA's rotary part;
     the release's, which vLLM reads for linear attention, is in linear_head_dim.

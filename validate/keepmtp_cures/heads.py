@@ -35,7 +35,7 @@ def k_exaone(module: Any) -> None:
 @mends(
     "vllm.model_executor.models.hy_v3_mtp",
     "HYV3SharedHead.__init__",
-    hashes="38b2ca2429a6 a83ac0f48681",
+    hashes="a83ac0f48681",
 )
 def hy3_draft(module: Any) -> None:
     """HY3's draft builds its head without a prefix; the target's takes its place after loading."""

@@ -1,6 +1,5 @@
-"""Kimi-K3: its delta net's fused projection, and the projections around its routed experts."""
+"""Kimi-K3: its delta net's fused projection."""
 
-import importlib
 from typing import Any
 
 from . import mends
@@ -12,7 +11,7 @@ _PARTS = 6  # q, k, v, gate, f_a and beta; a seventh is padding
     "vllm.models.kimi_k3.nvidia.kda",
     "_KimiGDNMergedColumnParallelLinear",
     "KimiK3DeltaAttention.__init__",
-    hashes="7ae4557e7548 e201e6cf3fd4 65051d959db6 c1accc10f4f3 719e7d2d4a1a",
+    hashes="65051d959db6 c1accc10f4f3 719e7d2d4a1a",
 )
 def padded_projection(module: Any) -> None:
     """The rows that pad the projection are made zero through `weight`, which a packed module does
@@ -47,17 +46,3 @@ def padded_projection(module: Any) -> None:
                 param.data.narrow(param.output_dim, whole - rows, rows).zero_()
 
     module._KimiGDNMergedColumnParallelLinear = Padded
-
-
-@mends("vllm.models.kimi_k3.nvidia.model", "KimiMoE.__init__", hashes="c3d9333880f9")
-def routed_projections(module: Any) -> None:
-    """The projections around the routed experts are built plain; 0.31 gives them the config."""
-    linear = module.ReplicatedLinear
-    config = importlib.import_module("vllm.config")
-
-    def with_config(*args: Any, prefix: str = "", quant_config: Any = None, **kwargs: Any) -> Any:
-        if prefix.endswith(("routed_expert_down_proj", "routed_expert_up_proj")):
-            quant_config = config.get_current_vllm_config().quant_config
-        return linear(*args, prefix=prefix, quant_config=quant_config, **kwargs)
-
-    module.ReplicatedLinear = with_config

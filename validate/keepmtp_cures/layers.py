@@ -8,7 +8,7 @@ from . import mends
 @mends(
     "vllm.model_executor.models.openpangu",
     "OpenPanguDecoderLayer",
-    hashes="4bb8efbd6c43 fecbdbc505dc",
+    hashes="fecbdbc505dc",
 )
 def openpangu_layer(module: Any) -> None:
     """DeepSeek's draft, which openPangu's is built on, asks each layer whether it scatters its
@@ -20,7 +20,7 @@ def openpangu_layer(module: Any) -> None:
 @mends(
     "vllm.v1.spec_decode.llm_base_proposer",
     "SpecDecodeBaseProposer.model_returns_tuple",
-    hashes="419dd2e9a8da 28dd9a9eea57",
+    hashes="28dd9a9eea57",
 )
 def openpangu_pair(module: Any) -> None:
     """openPangu's draft returns a pair, as DeepSeek's does: for the logits, and for the next step.
@@ -37,9 +37,7 @@ def openpangu_pair(module: Any) -> None:
     module.SpecDecodeBaseProposer.model_returns_tuple = model_returns_tuple
 
 
-@mends(
-    "vllm.models.qwen4_exp.nvidia.model", "without_modelopt_fp4", hashes="17b4145fb8ff c80656ccc7a0"
-)
+@mends("vllm.models.qwen4_exp.nvidia.model", "without_modelopt_fp4", hashes="c80656ccc7a0")
 def qwen_indexer(module: Any) -> None:
     """Under modelopt's NVFP4 attention with an indexer is built plain, whatever the checkpoint
     holds; the checkpoint's exclude_modules say it, as for every other module.

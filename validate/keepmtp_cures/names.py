@@ -9,7 +9,7 @@ from . import mends
 @mends(
     "vllm.model_executor.models.longcat_flash",
     "FlashModel.load_weights",
-    hashes="b8f9bac6310c b81813f73810",
+    hashes="b81813f73810",
 )
 def longcat_target(module: Any) -> None:
     """The target skips names with `.mtp.` in them, and those that it gets begin with `mtp.`."""
@@ -21,18 +21,6 @@ def longcat_target(module: Any) -> None:
         return own(self, of_target)
 
     module.FlashModel.load_weights = load_weights
-
-
-@mends("vllm.model_executor.models.glm_ocr_mtp", "GlmOcrMTP.load_weights", hashes="00f110f602c7")
-def glm_ocr_draft(module: Any) -> None:
-    """The draft does not know the MTP layer under the release's names, as 0.30 does."""
-    own = module.GlmOcrMTP.load_weights
-
-    def load_weights(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
-        known = ((name.replace(".language_model.", ".", 1), data) for name, data in weights)
-        return own(self, known)
-
-    module.GlmOcrMTP.load_weights = load_weights
 
 
 @mends(

@@ -15,7 +15,7 @@ from ... import __version__
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view, has_dspark
-from ...recipes.runtimes.vllm import KNOWN, asked, holds
+from ...recipes.runtimes.vllm import KNOWN, asked
 from .room import options_of, refuse_options
 
 CURES = "KEEPMTP_CURES"
@@ -95,12 +95,12 @@ def refuse_lossy(where: str, words: Sequence[str]) -> None:
         raise RecipeError(where, rule, got=got, cure="Leave rejection_sample_method out")
 
 
-def refuse_pipeline(source: Source, k: int, words: Sequence[str], version: str) -> None:
+def refuse_pipeline(source: Source, k: int, words: Sequence[str]) -> None:
     """Refuse a pipeline's stages with drafts, where vLLM splits the draft over them too, or leaves
-    its embedding empty on the last one if the block has none (dry loads of vLLM 0.29.0 to 0.33.0).
+    its embedding empty on the last one if the block has none (dry loads of vLLM 0.31.0 to 0.33.0).
 
     Raises:
-        RecipeError: names the versions that draft with stages.
+        RecipeError: there are stages, and drafts.
     """
     options = options_of(words)
     stages = options.get("--pipeline-parallel-size") or options.get("-pp", "1")
@@ -108,16 +108,11 @@ def refuse_pipeline(source: Source, k: int, words: Sequence[str], version: str) 
         return
     view = find_view(source.config, source.where, source.entries)
     places = [place for name in source.entries if (place := view.place(name))]
-    versions = [view.family.pipeline]
-    if view.num_layers and ("mtp", "embedding") in [(each.part, each.role) for each in places]:
-        versions.append(">=0.30")
-    having = [known for known in KNOWN if any(holds(each, known) for each in versions)]
-    if not any(holds(each, version) for each in versions):
+    embeds = ("mtp", "embedding") in [(each.part, each.role) for each in places]
+    if not view.family.pipeline and not (view.num_layers and embeds):
         where = "--pipeline-parallel-size"
-        rule = f"vLLM {version} must have the whole draft, its embedding too, on the last stage"
+        rule = "vLLM must have the whole draft, its embedding too, on the last stage"
         cure = "Use -k 0, or --tensor-parallel-size"
-        if having:
-            cure += f", or one of these versions: {', '.join(having)}"
         raise RecipeError(where, rule, got=f"{stages} stages", cure=cure)
 
 

@@ -7,9 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from checkpoint_files import as_source
-from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
-from keepmtp.validate.check.rules_forms import stored_form_is_what_is_built
 from keepmtp.validate.dryload.failures import (
     Silence,
     known,
@@ -18,7 +15,6 @@ from keepmtp.validate.dryload.failures import (
     silent_defect,
 )
 from keepmtp.validate.facts.dry_load import LoadFailure
-from modelopt_form import block_experts
 
 DEFECTS = {row.name: row for row in known().defects}
 FAILURES = {row.name: row for row in known().failures}
@@ -95,13 +91,6 @@ def test_a_defect_is_of_its_families_and_of_its_versions(family, version, says):
         assert defect.cure.endswith("helps; vLLM 0.33.0 does not have it") == says.startswith(
             "it cuts"
         )
-
-
-def test_experts_in_fp8_blocks_under_modelopt_want_a_newer_vllm(tmp_path):
-    """vllm #55496: before 0.30 modelopt's experts in FP8 blocks were built plain."""
-    runtime = RuntimeView.of(as_source(block_experts(), tmp_path), "0.29.0")
-    cures = [each.finding.cure for each in stored_form_is_what_is_built(runtime)]
-    assert cures and all("a newer vLLM, if one has FP8_PB_WO for experts" in cure for cure in cures)
 
 
 @pytest.mark.parametrize("unit", SAID["units"])

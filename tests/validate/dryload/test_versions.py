@@ -227,7 +227,7 @@ def made_for_a_later_python(index: Path, monkeypatch) -> str:
         (of_another_package, "must be a wheel of vLLM; got no vllm/ in it", "Name one"),
         (made_for_a_later_python, "made for Python >=4; got Python 3", "Set VLLM_PYTHON"),
         (lambda index, _: str(index), "must hold vllm/ with its Python files", "lies in"),
-        (lambda *_: "0.2", "must be 0.29.0 or newer; got 0.2", f"0.29.0 to {KNOWN[-1]}"),
+        (lambda *_: "0.2", "must be 0.31.0 or newer; got 0.2", f"0.31.0 to {KNOWN[-1]}"),
         (lambda *_: "newest", "must be a version of vLLM, `all`, a folder", KNOWN[-1]),
     ],
 )

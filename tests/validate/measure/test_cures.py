@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         ("step-3.5-flash", "", "0.33.0", "step.draft_scales step.config_keys"),
         ("hy3", "", "0.33.0", ""),
         ("hy3", "modelopt", "0.33.0", "heads.hy3_draft"),
-        ("openpangu-ultra", "", "0.29.0", "layers.openpangu_layer layers.openpangu_pair"),
+        ("openpangu-ultra", "", "0.31.0", "layers.openpangu_layer layers.openpangu_pair"),
         ("glm-4.7", "modelopt", "0.32.0", ""),
     ],
 )
@@ -60,7 +60,7 @@ def test_the_user_may_name_them(folder, monkeypatch):
         monkeypatch.setenv("KEEPMTP_CURES", named)
         assert switched_on(source, "0.32.0") == found
     assert by_version(source)[0] == (
-        "`step.layer_types` in vLLM 0.29.0 to 0.32.0, no more from 0.33.0 on"
+        "`step.layer_types` in vLLM 0.31.0 to 0.32.0, no more from 0.33.0 on"
     )
 
 

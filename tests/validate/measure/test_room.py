@@ -176,7 +176,7 @@ def test_another_vllm_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, version="0.99.1")))
     command = f"serve-check {ROOT / GLM} --source none --out {tmp_path / 'out'} --json"
     done = keepmtp(command, status=0)
-    assert "vLLM 0.99.1: keepmtp's rules were read from 0.29.0 to" in done.stderr
+    assert "vLLM 0.99.1: keepmtp's rules were read from 0.31.0 to" in done.stderr
     assert json.loads(done.stdout)["environment"]["vllm"] == "0.99.1"
 
 

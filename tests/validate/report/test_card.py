@@ -404,7 +404,7 @@ def test_no_control_character_of_a_stranger_is_in_page_or_card(make, made):
 
 
 def test_a_card_names_the_cures_that_vllm_needs(made):
-    cured = "`a.b` in vLLM 0.29.0 to 0.32.0, no more from 0.33.0 on"
+    cured = "`a.b` in vLLM 0.31.0 to 0.32.0, no more from 0.33.0 on"
     text = card_of(made, whole(), cures=("a.b",), cured=(cured,))
     assert cured in text and text.count("KEEPMTP_CURES=a.b") == 2
     assert "--no-index --no-deps" in text and "KEEPMTP_CURES" not in card_of(made, whole())

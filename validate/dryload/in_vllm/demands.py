@@ -4,7 +4,7 @@ In: a model as vLLM built it. Out: `Demands`. The account compares the load with
 
 Easy to get wrong: a rule by name alone also hides faults. A checkpoint may leave out input scales
 only where nothing quantizes inputs. Padding is allowed only where vLLM says that it rounded a size
-up. Source: vLLM 0.29.0 to 0.33.0.
+up. Source: vLLM 0.31.0 to 0.33.0.
 """
 
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ def demands_of(model: torch.nn.Module) -> Demands:
 
 def _is_weight_only(method: Any) -> bool:
     """Whether a quantization method leaves inputs as they are."""
-    # What a config says in general, in two places; and what modelopt has a method for in 0.29.0.
+    # What a config says in general, in two places; and what modelopt has a method for in 0.31.0.
     spec = getattr(method, "spec", None)
     if spec is not None and spec.activation is None:
         return True
@@ -86,9 +86,6 @@ def _is_optional(name: str, method: Any, *, is_weight_only: bool) -> bool:
     # Registered for weight-only schemes too, and dropped where there is no activation key
     # (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
     if is_weight_only and name.endswith(("input_scale", "input_global_scale")):
-        return True
-    # Experts of 0.29.0 have an order of channels, which only `actorder: group` and GPTQ store.
-    if name.endswith("_g_idx") and getattr(method, "actorder", "group") != "group":
         return True
     # Deleted again if none was loaded (quantization/auto_gptq.py:620).
     drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias

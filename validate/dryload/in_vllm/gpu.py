@@ -9,7 +9,7 @@ a process of its own, and the platform must be set before the first of these imp
 refuses one function with two names, so each replacement is an object of its own. A function mode
 also sees every `.shape`. So it is left while weights load (`weights_only`), which halves the time;
 the account's dispatch mode maps devices there. It runs under
-vLLM 0.29.0 to 0.33.0.
+vLLM 0.31.0 to 0.33.0.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ In: nothing, or a compute capability. Out: importable packages that accept every
 that answer what vLLM asks while it builds and loads a model. The operators refuse to compute.
 
 Easy to get wrong: a package that looks installed changes which kernel vLLM chooses. PACKAGES is
-what the CUDA wheels of vLLM 0.29.0 to 0.33.0 hold or require, and no more: without `humming`, vLLM
+what the CUDA wheels of vLLM 0.31.0 to 0.33.0 hold or require, and no more: without `humming`, vLLM
 would choose Marlin on sm90. transformers also asks importlib.metadata, where a stub is absent.
 Operators may appear only after the import of `vllm._custom_ops`, because vLLM registers a fake
 implementation for each operator that it finds.
@@ -148,7 +148,7 @@ class _Operator:
 
 def _supports(name: str, capability: int) -> bool:
     """What vLLM's compiled support queries answer on a GPU of this capability, by csrc of vLLM
-    0.29.0 to 0.33.0 (CUDA 13).
+    0.31.0 to 0.33.0 (CUDA 13).
     """
     if "supports_fp4" in name:
         return 100 <= capability < 130
