@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir, mkdtemp
@@ -319,6 +319,14 @@ def link(old: Path, new: Path) -> None:
             raise
         shutil.copyfile(whole, new)
         sync(new)
+
+
+def note_on_links(folder: Path, names: Iterable[str]) -> str:
+    """What whoever edits these files must know, if one of them has a second name; else ""."""
+    for name in names:
+        if os.stat(folder / name).st_nlink > 1:
+            return "Unchanged files are hard links: who edits one in place edits the source's, too"
+    return ""
 
 
 def can_link(folder: Path, out: Path) -> bool:

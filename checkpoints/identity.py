@@ -60,9 +60,7 @@ class Identity(Fact):
 
 
 class FileStamp(Fact):
-    """A file as the file system knows it; two states of one file are equal if nobody wrote to it in
-    between.
-    """
+    """A file as the file system knows it."""
 
     num_bytes: int
     inode: int  # another one where another file took its place
@@ -70,7 +68,16 @@ class FileStamp(Fact):
     # The time of the inode's own change, which nobody sets: later where the file was written over,
     # and where it got a hard link more or less.
     ctime_ns: int
-    num_links: int = Field(default=1, exclude=True, repr=False)
+    num_links: int = Field(default=1, repr=False)
+
+    def is_unwritten(self, now: "FileStamp") -> bool:
+        """Whether nobody wrote to the file between the two states. Where links came or went, its
+        ctime says nothing.
+        """
+        if now.num_links != self.num_links:
+            same = {"ctime_ns": self.ctime_ns, "num_links": self.num_links}
+            now = now.model_copy(update=same)
+        return now == self
 
 
 class _Seen(Fact):
@@ -231,7 +238,9 @@ def states_of(folder: Path, names: Iterable[str]) -> dict[str, FileStamp]:
     return states
 
 
-def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) -> None:
+def refuse_changed(
+    folder: Path, states: Mapping[str, FileStamp], *, cure: str
+) -> dict[str, FileStamp]:
     """Refuse a checkpoint that was written to since it was opened.
 
     Args:
@@ -239,18 +248,15 @@ def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) 
         states: of its files when it was opened.
         cure: what to do.
 
+    Returns: their states now.
+
     Raises:
         CheckpointError: names the files.
     """
     now = states_of(folder, states)
     changed = []
     for name, state in states.items():
-        found = now.get(name)
-        if found is not None and found.num_links != state.num_links:
-            # `fix` and `graft` make hard links, which write nothing into the file.
-            same = {"ctime_ns": state.ctime_ns, "num_links": state.num_links}
-            found = found.model_copy(update=same)
-        if found != state:
+        if name not in now or not state.is_unwritten(now[name]):
             changed.append(name)
     if changed:
         raise CheckpointError(
@@ -259,6 +265,7 @@ def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) 
             got=f"another {listed(changed)}",
             cure=cure,
         )
+    return now
 
 
 def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:

@@ -30,7 +30,7 @@ from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Json, Raw, frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
-from .identity import FileStamp, listed, states_of
+from .identity import FileStamp, listed, refuse_changed, states_of
 from .json_file import object_of, read_bytes_of, read_config, read_index
 from .safetensors_file import Entry, FileHeader, fill, read_header
 
@@ -307,6 +307,31 @@ def file_sizes(source: Source) -> dict[str, int]:
         if name.endswith(".safetensors") and "/" not in name:
             sizes[name] = state.num_bytes
     return sizes
+
+
+def refuse_changed_files(
+    source: Source, states: Mapping[str, FileStamp], *, cure: str
+) -> dict[str, FileStamp]:
+    """Refuse a checkpoint of which a file was written to since its files had these states, and
+    those that it takes tensors from; returns the states now.
+
+    A link changes the ctime of its file, so who makes links asks before and after.
+
+    Raises:
+        CheckpointError: names the files.
+    """
+    now = dict[str, FileStamp]()
+    places = {start: other.folder for start, other in source.others.items()}
+    for start, folder in (places | {"": source.folder}).items():
+        theirs = dict[str, FileStamp]()
+        for name, state in states.items():
+            if name.startswith(start) and name not in now:
+                theirs[name.removeprefix(start)] = state
+        if folder is not None:
+            theirs = refuse_changed(folder, theirs, cure=cure)
+        for name, state in theirs.items():
+            now[start + name] = state
+    return now
 
 
 def states_from(source: Source, start: str) -> dict[str, FileStamp]:

@@ -83,6 +83,7 @@ def quantize(
             the backbone if this folder is there under the name of its own OUT.
     """
     from .. import api, pipeline
+    from ..checkpoints.files import note_on_links
     from ..quantize.run.processes import place_of_process
     from ..validate.report.check_data import calibration_fact
     from . import findings, plan_tables
@@ -114,6 +115,9 @@ def quantize(
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
         parts += calibrated(fact)
     parts += findings.parts(result.report)
+    note = note_on_links(result.out, [shard.file for shard in result.plan.linked])
+    if note:
+        parts.append(f"{note}.")
     parts.append(plan_tables.next_steps(result.plan, result.out))
     value = {
         "out": str(result.out),

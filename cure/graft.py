@@ -29,10 +29,10 @@ from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.runtime_view import RuntimeView
 from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
-from ..checkpoints.identity import refuse_changed, states_of
+from ..checkpoints.identity import states_of
 from ..checkpoints.mtp_source import mtp_keys
 from ..checkpoints.safetensors_file import Entry, total_bytes
-from ..checkpoints.source import Source, uncollected
+from ..checkpoints.source import Source, refuse_changed_files, uncollected
 from ..checkpoints.source_of import refuse_another_model
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
@@ -237,8 +237,7 @@ def carry_out(
             )
         with bar("packing")(plan.num_bytes_before) as progress:
             write_planned(plan, folder, progress)
-        if release.folder is not None:
-            refuse_changed(release.folder, release.states, cure="Run the same command again")
+        refuse_changed_files(release, release.states, cure="Run the same command again")
 
     return rewrite(
         graft.proposal,

@@ -12,7 +12,7 @@ writes into the old checkpoint.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from ..checkpoints.files import (
     link,
     making,
     naming_file,
+    note_on_links,
     partial_path,
     refuse_name,
     refuse_small_disk,
@@ -39,10 +40,10 @@ from ..checkpoints.files import (
     within,
     write_whole,
 )
-from ..checkpoints.identity import FileStamp, refuse_changed, states_of
+from ..checkpoints.identity import states_of
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, lay_out, total_bytes
-from ..checkpoints.source import Source, read
+from ..checkpoints.source import Source, read, refuse_changed_files
 from ..quantize.plan.plan import Plan
 from ..quantize.write.output import refuse_place
 from ..recipes.errors import RecipeError, VLLMError
@@ -81,7 +82,8 @@ class Rewritten(Fact):
         """What was written, for people."""
         if self.is_from_before:
             return f"{self.folder}: finished before, by the same command from the same files"
-        return f"{self.folder}: files: {len(self.new)} new, {len(self.kept)} kept"
+        line = f"{self.folder}: files: {len(self.new)} new, {len(self.kept)} kept."
+        return f"{line} {note_on_links(self.folder, self.kept)}".rstrip(" .")
 
 
 def rewrite(
@@ -153,7 +155,7 @@ def rewrite(
         for path in partial.iterdir():
             if path.name != WORK or (begun is not None and begun.command != command):
                 remove(path)
-        states = _unchanged(source, source.states)
+        states = refuse_changed_files(source, source.states, cure=_CHANGED)
         write_whole(partial / _STAMP, Rewritten(command=command).model_dump_json())
         # New shards first, while the folder has no links; a file that is changed is made anew under
         # OUT.partial, and never opened where it was.
@@ -163,31 +165,20 @@ def rewrite(
         for name, data in small.items():
             with making(within(partial, name)) as path:
                 path.write_bytes(data)
-        states = _unchanged(source, states)
+        states = refuse_changed_files(source, states, cure=_CHANGED)
         if source.folder is not None:
             for name in kept:
                 link(source.folder / name, within(partial, name))
         # The old folder is compared again, before its files are links and after.
-        states = _unchanged(source, states)
+        states = refuse_changed_files(source, states, cure=_CHANGED)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
         done = Rewritten(command=command, new=tuple(sorted(new)), kept=tuple(kept), folder=out)
         write_whole(partial / _STAMP, done.model_dump_json())
-        _unchanged(source, states)
+        refuse_changed_files(source, states, cure=_CHANGED)
         complete(out)
     _tidy(out)
     return done
-
-
-def _unchanged(source: Source, states: Mapping[str, FileStamp]) -> Mapping[str, FileStamp]:
-    """The states of the old folder's files now, if none was written to since it had these.
-
-    What links them also changes their ctime: it is asked before they are linked, and after it.
-    """
-    if source.folder is None:
-        return states
-    refuse_changed(source.folder, states, cure=_CHANGED)
-    return states_of(source.folder, states)
 
 
 def _finished(out: Path, command: str) -> Rewritten | None:
@@ -315,7 +306,7 @@ def _states(source: Source) -> list[Any]:
     """What tells a checkpoint from another one. A link changes the ctime."""
     states = [source.where, source.revision]
     for name, state in sorted(source.states.items()):
-        states.append(f"{name} {state.model_dump(exclude={'ctime_ns'})}")
+        states.append(f"{name} {state.model_dump(exclude={'ctime_ns', 'num_links'})}")
     return states
 
 

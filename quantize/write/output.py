@@ -32,7 +32,7 @@ from ...checkpoints.files import (
     within,
     write_whole,
 )
-from ...checkpoints.identity import listed, refuse_changed, states_of
+from ...checkpoints.identity import listed, states_of
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import (
     INDEX,
@@ -40,8 +40,8 @@ from ...checkpoints.source import (
     Source,
     donor_files,
     file_sizes,
+    refuse_changed_files,
     sizes_from,
-    states_from,
 )
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.frozen import Json, Raw
@@ -131,9 +131,18 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
         write_whole(partial / name, text)
     source = plan.source
     assert source.folder is not None
-    # Last of the shards: while others are written, the folder has no links.
+    cure = "Run the same command again: it compares what is written, and writes anew what differs"
+    if plan.needs_calibration:
+        kept = calibration_folder(final_path(partial))
+        cure = f"Remove {partial} and {kept}, and run the same command again"
+    states = refuse_changed_files(source, source.states, cure=cure)
     for shard in plan.linked:
-        link(source.folder / shard.file, fresh(partial / shard.file))
+        old = source.folder / shard.file
+        new = partial / shard.file
+        refuse_strange(new)
+        # A killed run's link stays: another one in its place would be another state of the source.
+        if not (new.exists() and new.samefile(old)):
+            link(old, fresh(new))
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
     own.update(texts, plan.companions)
@@ -151,19 +160,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
             got=listed(strays),
             cure="Move these files away, and run the same command again",
         )
-    cure = "Run the same command again: it compares what is written, and writes anew what differs"
-    if plan.needs_calibration:
-        kept = calibration_folder(final_path(partial))
-        cure = f"Remove {partial} and {kept}, and run the same command again"
-    # The files of another checkpoint are in its own folder, and have a prefix in `states`.
-    own_states = dict(source.states)
-    for start, other in source.others.items():
-        theirs = states_from(source, start)
-        for name in theirs:
-            del own_states[start + name]
-        if other.folder is not None:
-            refuse_changed(other.folder, theirs, cure=cure)
-    refuse_changed(source.folder, own_states, cure=cure)
+    refuse_changed_files(source, states, cure=cure)
 
 
 def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:

@@ -6,11 +6,9 @@ import json
 import os
 import signal
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import shell
@@ -20,7 +18,7 @@ from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure.proposal import CONFIG, Proposal
 from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from outputs import digests
+from outputs import digests, ended_at
 from tables import cases
 
 
@@ -87,7 +85,10 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     assert json_of(out / INDEX)["metadata"] == {"by": "x", "total_size": 7}
     assert found.entries["two"].shape == (2, 1)
     assert (out / "a.safetensors").read_bytes().endswith(b"111122")
-    assert "3 new, 3 kept" in written.sentence
+    warns = (
+        "3 new, 3 kept. Unchanged files are hard links: who edits one in place edits the source's"
+    )
+    assert warns in written.sentence
     whole, again = digests(out), made(changed(old), out)
     assert again.is_from_before and "finished before" in again.sentence
     assert again.new == written.new and digests(out) == whole
@@ -103,6 +104,16 @@ def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_
     assert digests(tmp_path / "out") == left
 
 
+def test_what_a_link_leads_to_is_never_tidied(old, tmp_path):
+    made(changed(old), tmp_path / "out")
+    os.rename(tmp_path / "out" / WORK, tmp_path / "mine")
+    (tmp_path / "mine" / "notes.txt").touch()
+    (tmp_path / "out" / WORK).symlink_to(tmp_path / "mine")
+    with pytest.raises(RecipeError, match=rf"out/{WORK}: .*; got a link"):
+        made(changed(old), tmp_path / "out")
+    assert (tmp_path / "mine" / "notes.txt").exists()
+
+
 def test_a_tensor_never_takes_the_name_of_another(old):
     source = open_source(old)
     proposal = Proposal(source)
@@ -113,28 +124,6 @@ def test_a_tensor_never_takes_the_name_of_another(old):
 
 class _Killed(BaseException):
     """Ends a run where it is; nothing of keepmtp's catches it."""
-
-
-def ended_at(step: int, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]) -> list[str]:
-    """Call `end` at this call of the file system from now on; returns the list of the calls, which
-    grows.
-    """
-    calls: list[str] = []
-
-    def counted(name: str) -> Callable:
-        real = getattr(os, name)
-
-        def call(*words: Any, **named: Any) -> Any:
-            calls.append(name)
-            if len(calls) == step:
-                end()
-            return real(*words, **named)
-
-        return call
-
-    for name in ("link", "replace", "mkdir", "fsync", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, counted(name))
-    return calls
 
 
 def test_ended_at_every_step_the_same_command_gives_the_same_bytes(old, tmp_path, monkeypatch):
@@ -203,6 +192,7 @@ def test_a_disk_without_links_gets_copies(old, tmp_path, monkeypatch):
     written = made(changed(old), tmp_path / "out")
     assert written.kept == ("modeling_x.py", "more/notes.txt", "mtp.safetensors")
     assert (old / "mtp.safetensors").stat().st_nlink == 1
+    assert "hard links" not in written.sentence
     assert (tmp_path / "out" / "mtp.safetensors").read_bytes() == (
         old / "mtp.safetensors"
     ).read_bytes()

@@ -8,12 +8,15 @@ of a second.
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from hashlib import sha256
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 SHARD_BYTES = 300_000
 MODEL = "tiny-glm4-moe"
@@ -109,3 +112,25 @@ def overwrite(shard: Path, tensor: str, *, keep_times: bool = False) -> None:
         file.write(raw)
     if keep_times:
         os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def ended_at(step: int, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]) -> list[str]:
+    """Call `end` at this call of the file system from now on; returns the list of the calls, which
+    grows.
+    """
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable:
+        real = getattr(os, name)
+
+        def call(*words: Any, **named: Any) -> Any:
+            calls.append(name)
+            if len(calls) == step:
+                end()
+            return real(*words, **named)
+
+        return call
+
+    for name in ("link", "replace", "mkdir", "fsync", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counted(name))
+    return calls

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from logging import LogRecord
 from pathlib import Path
@@ -15,17 +16,22 @@ from pathlib import Path
 import outputs
 import pytest
 from commands import ROOT
+from forked import forked
 from json_files import json_of
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.main import app
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.needs import room
 from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.progress import SILENT, RunProgress
 from keepmtp.quantize.write.output import claim, refuse_output
 from keepmtp.quantize.write.writer import write
-from keepmtp.recipes.errors import CheckpointError, RecipeError
-from outputs import MODEL, SHARD_BYTES, digests, end, overwrite, start
+from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
+from keepmtp.recipes.frozen import Advance
+from outputs import MODEL, SHARD_BYTES, digests, end, ended_at, overwrite, start
+from typer.testing import CliRunner
 
 ONE, OTHER = f"{MODEL}.w4a16-fp8", f"{MODEL}.fp8-dynamic"
 TENSOR = "model.layers.1.mlp.experts.0.down_proj.weight"
@@ -161,6 +167,90 @@ def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, s
         os.replace(tmp_path / "copy", shard)
     overwrite(shard, TENSOR, keep_times=True)
     assert quantized(source, out) == quantized(source, tmp_path / "new") != old
+
+
+# --- shards that stay are links, which change what the source's files say ------------------------
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    """A checkpoint of two shards, one of which stays when its head changes."""
+    plan, text = plan_for(f"{MODEL}.nvfp4a16-fp8", source=str(ROOT / "models" / MODEL))
+    pipeline.quantize(plan, text, out=tmp_path / "finished", threads=1)
+    return tmp_path / "finished"
+
+
+KEPT = "model-00002-of-00002.safetensors"
+
+
+def with_another_head(finished: Path, out: Path, progress: RunProgress = SILENT) -> dict[str, str]:
+    plan, text = plan_for(str(finished), changes=["head=FP8_DYNAMIC"])
+    pipeline.quantize(plan, text, out=out, threads=1, progress=progress)
+    assert (out / KEPT).samefile(finished / KEPT)
+    return digests(out)
+
+
+@pytest.mark.parametrize(
+    "after", [pytest.param(after, marks=pytest.mark.full) for after in (0, 2, 4, 7)] + [1]
+)
+def test_a_run_that_was_killed_when_it_had_linked_is_finished(after, tmp_path, finished):
+    """So many calls of the file system after the first link, and again."""
+    with pytest.MonkeyPatch.context() as patched:
+        calls = ended_at(0, patched, lambda: None)
+        whole = with_another_head(finished, tmp_path / "whole")
+    step = calls.index("link") + 1 + after
+    shutil.rmtree(tmp_path / "whole")
+
+    def killed() -> None:
+        ended_at(step, pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with_another_head(finished, tmp_path / "out")
+
+    assert forked(killed, seconds=60).code == -signal.SIGKILL
+    forked(killed, seconds=60)
+    assert with_another_head(finished, tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), GateError("out", "its rule", got="less", cure="Wait")], ids=repr
+)
+def test_a_run_that_ends_in_its_own_check_is_finished(error, tmp_path, finished, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("keepmtp.validate.check.values.refuse_broken_values", refuse)
+    with pytest.raises(type(error)):
+        with_another_head(finished, tmp_path / "out")
+    monkeypatch.undo()
+    words = f"quantize {finished} --set head=FP8_DYNAMIC --out {tmp_path}/out"
+    ended = CliRunner().invoke(app, words.split(), catch_exceptions=False)
+    assert ended.exit_code == 0
+    assert "Unchanged files are hard links: who edits one in place" in " ".join(
+        ended.output.split()
+    )
+
+
+@pytest.mark.parametrize(
+    "way", ["an older output goes", "another one comes", "written, dated back"]
+)
+def test_links_of_a_source_come_and_go_and_its_bytes_stay(way, tmp_path, finished):
+    """While the shards are packed."""
+    kept, older = finished / KEPT, tmp_path / "older"
+    os.link(kept, older)
+
+    def meanwhile(_: int) -> AbstractContextManager[Advance]:
+        if way == "an older output goes":
+            older.unlink()
+        elif way == "another one comes":
+            os.link(kept, tmp_path / "newer")
+        else:
+            overwrite(kept, "model.layers.3.enorm.weight", keep_times=True)
+        return nullcontext(lambda _: None)
+
+    refused = nullcontext()
+    if way == "written, dated back":
+        refused = pytest.raises(CheckpointError, match=f"during a run; got another {KEPT}")
+    with refused:
+        with_another_head(finished, tmp_path / "out", RunProgress(packing=meanwhile))
 
 
 # --- a finished shard is what was written ---------------------------------------------------------

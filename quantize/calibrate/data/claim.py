@@ -23,6 +23,7 @@ from typing import Any
 
 from .... import __version__
 from ....checkpoints.files import write_whole
+from ....checkpoints.identity import FileStamp
 from ....recipes.errors import RecipeError
 from ....recipes.frozen import Json, Raw
 from ...plan.plan import Plan
@@ -61,7 +62,11 @@ def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     """SHA-256 over everything the statistics depend on; not the MTP policy, which may change
     without a new pass.
     """
-    return _sum(_parts(plan, data, size))
+    parts = _parts(plan, data, size)
+    for state in parts["source"].values():
+        # Links change the ctime, and a number does not depend on it. `claim_pass` compares it.
+        del state["ctime_ns"], state["num_links"]
+    return _sum(parts)
 
 
 def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
@@ -95,6 +100,10 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     before = _parts_of(folder)
     # On the CPU it would take days, and round elsewhere.
     now = {**parts, "device": {"type": ranks.device.type}}
+    recorded = before.get("source", {})
+    now["source"] = {
+        name: _recorded(recorded.get(name), state) for name, state in plan.source.states.items()
+    }
     if plan.may_calibrate_mtp:  # of a pass without them the layers are gone that compute them
         now[_MTP] = {"has_states": True}
     if before or any((folder / "states").glob("*")):
@@ -164,6 +173,13 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, Json]:
         "split": split,
     }
     return json.loads(json.dumps(parts, default=str))
+
+
+def _recorded(before: Raw | None, state: FileStamp) -> Raw:
+    """The state of a file; the recorded one where nobody wrote to the file since."""
+    if before is not None and FileStamp.model_validate(before).is_unwritten(state):
+        return before
+    return state.model_dump(mode="json")
 
 
 def _sum(parts: Raw) -> str:

@@ -48,6 +48,13 @@ def newer(folder: Path) -> None:
     os.utime(next(folder.glob("source/*.safetensors")))
 
 
+def dated_back(folder: Path) -> None:
+    shard = next(folder.glob("source/*.safetensors"))
+    before = shard.stat()
+    shard.write_bytes(shard.read_bytes())
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
 def on_a_gpu(folder: Path) -> None:
     edit("pass/fingerprint.json", '"type": "cpu"', '"type": "cuda"')(folder)
 
@@ -61,6 +68,7 @@ CHANGES = {
     r"recipe \(backbone was .* and is .*\)": edit("*.yaml", "mlp: NVFP4", "mlp: FP8_DYNAMIC"),
     r"calibration \(seed was 42 and is 43\)": edit("*.yaml", "seed: 42", "seed: 43"),
     r"source \(model\S*\.safetensors was .* and is .*\)": newer,
+    r"source \(model\S*\.safetensors was": dated_back,
     r"(source|config\.json) \(": edit("source/config.json", "1e-05", "1e-06"),
     r"dataset \(\w+_sha256 was": edit("problems.jsonl", "has", "had"),
     r"device \(type was .cuda. and is .cpu.\)": on_a_gpu,
@@ -87,7 +95,11 @@ def test_what_changes_no_number_keeps_a_pass(begun):
     words["evaluation"] = {**words.get("evaluation", {}), "shots": 3}
     words |= {"mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}}
     recipe.write_text(yaml.safe_dump(words))
+    stamp = fingerprint(*prepared(recipe, source), 1)
+    for shard in source.glob("*.safetensors"):
+        os.link(shard, folder.parent / shard.name)  # a checkpoint that shares it
     claim_pass(*prepared(recipe, source), folder, ALONE)
+    assert fingerprint(*prepared(recipe, source), 1) == stamp
 
 
 @pytest.mark.parametrize("variant", ["nvfp4", "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
