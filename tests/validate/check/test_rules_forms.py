@@ -3,11 +3,14 @@
 import re
 from functools import partial
 
+import pytest
 from broken_by import changed, config, quantization, rename, reshape, retype, tensor
 from broken_case import assert_found, case, met, rows
 from checkpoint_files import Change, Checkpoint, ignoring, lose, pack, write
-from foreign_form import autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
+from foreign_form import SAID, autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
 from good import ours, released
+from keepmtp.checkpoints.dialects.gptq import ACT_ORDER, read_gptq
+from keepmtp.recipes.renamer import Renamer
 from keepmtp.validate.check.check import examine
 from modelopt_form import mixed, modelopt
 from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
@@ -892,3 +895,19 @@ NGRAMS = re.escape(TABLE)
 )
 def test_table_is_as_built(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, is_refused",
+    [
+        ({"group_size": 128}, True),
+        ({"group_size": -1}, False),
+        ({"group_size": -1, "dynamic": {"+:.*mtp.*": {"group_size": 64}}}, True),
+        ({"group_size": -1, "dynamic": {"-:.*mtp.*": {"group_size": 64}}}, False),
+        ({"group_size": 128, "dynamic": {"+:.*mtp.*": {"group_size": -1}}}, True),
+    ],
+)
+def test_inputs_of_one_group_have_no_order(changes, is_refused):
+    """As vLLM 0.32.0 has it: utils/gptq_utils.py, `normalize_and_validate_gptq_desc_act`."""
+    raw = SAID["gptq"] | {"desc_act": True} | changes
+    assert read_gptq(raw, Renamer(), ()).error == ("", ACT_ORDER)[is_refused]

@@ -17,7 +17,7 @@ from keepmtp.validate.facts.served import Drafts, total
 from keepmtp.validate.measure import replies
 from keepmtp.validate.measure import server as module
 from keepmtp.validate.measure.closeness import predictions, tokens_of
-from keepmtp.validate.measure.replies import read_counters
+from keepmtp.validate.measure.replies import read_counters, said_in_stream
 from keepmtp.validate.measure.server import Server
 from tables import table
 
@@ -121,6 +121,15 @@ def test_an_answer_that_comes_a_byte_at_a_time(monkeypatch):
     seconds = count(step=10)
     monkeypatch.setattr(replies.time, "monotonic", lambda: next(seconds))
     assert "not whole after 9 s" in said("text", repeat(b"{}"))
+
+
+def test_a_stream_without_its_end_is_no_answer():
+    """A server that dies leaves whole parts, and a reason among them."""
+    part = {"choices": [{"finish_reason": "stop", "delta": {"content": "2"}}]}
+    parts = f"data: {json.dumps(part)}\n\n".encode()
+    assert said_in_stream(parts + b"data: [DONE]\n\n") == (("2", []), "stop", 0)
+    for cut in (b"", b"data: [DONE", b": [DONE]\n\n", b"data: [DONE]\n\n" + parts):
+        assert said_in_stream(parts + cut) == (None, "", 0)
 
 
 def test_counters():

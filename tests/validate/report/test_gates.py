@@ -295,6 +295,14 @@ def probe(
         (probe(), probe(SIXTEEN), probe(), "regression", "16 answers of the checkpoint alone have"),
         (probe(SIXTEEN), probe(SIXTEEN), probe(SIXTEEN), "pass", NO_FAULT),
         (probe(SIXTEEN), probe(), probe(), "pass", NO_FAULT),
+        (
+            probe(SIXTEEN[1:]),
+            probe(SIXTEEN[:1]),
+            probe(SIXTEEN[:1]),
+            "pass",
+            "1 answer of the checkpoint alone has a fault of characters (Greek), and 15 the other "
+            "way round (exact sign test: 1), no more than chance gives.",
+        ),
         (probe(), probe(), probe(SIXTEEN[:1]), "pass", "1 answer with MTP on alone has a fault"),
         (
             probe(depth=8000),
