@@ -22,7 +22,6 @@
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
 #   make gpu-profile MODEL=glm-4.5-air [TRACE=NAME.json.gz]   where the time of one layer's calibration goes there
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
-#   make gpu-kit VLLM=0.33.0 [SM=90] [HAS=FILE]   what it lacks to serve with vLLM, in parts of PART_MB=38
 #   make gpu-serve    served there by real vLLM servers: kernels, acceptance, speed (docs/gpu.md); LIST=1, FROM=, ONLY=
 #   make cuda-wheel [GPU="sm90 sm100"]   verdict and kernels of vLLM's whole CUDA wheel (8 GB) against the dry load's stubs
 #   make follow VLLM=0.34.0 [SINCE=0.33.0]   what another vLLM changes: cited files, answers, families, the corpus
@@ -67,7 +66,7 @@ MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix heads \
-	families follow newest quality picture benchmark cuda-wheel gpu-kit gpu-profile gpu-serve dist clean
+	families follow newest quality picture benchmark cuda-wheel gpu-profile gpu-serve dist clean
 
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
@@ -217,30 +216,15 @@ gpu-wheels:
 	--only-binary :all: --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
 	--python-version "$(or $(GPU_PYTHON_VERSION),3.12)" $(CARRIED)
 
-# What serves with vLLM on such a machine. make gpu-kit: the package index; HAS: `pip list --format=json` of the machine.
-# make gpu-serve: the parts go together in GPU_PLACE, and steps that end after two minutes each write docs/gpu.md.
-GPU_KIT ?= build/gpu-kit
-GPU_PLACE ?= ~/.cache/keepmtp/gpu-kit
+# Steps that end after two minutes each write docs/gpu.md.
 SERVE = benchmarks/gpu_serve.py --device "$(or $(DEVICE),cuda)" $(if $(SMALL),--small) $(if $(PAGE),--page "$(PAGE)") \
 	$(if $(FOLDER),--folder "$(FOLDER)") $(if $(LIST),--list) $(if $(ONLY),--only "$(ONLY)") $(if $(FROM),--from "$(FROM)") \
 	$(if $(STEP_SECONDS),--step-seconds $(STEP_SECONDS)) $(if $(START_SECONDS),--start-seconds $(START_SECONDS)) \
 	$(if $(AT_ONCE),--at-once $(AT_ONCE)) $(if $(GRAPHS),--graphs) \
 	$(if $(ATTENTION_BACKEND),--attention-backend $(ATTENTION_BACKEND)) $(SERVED)
 
-gpu-kit: $(VENV)/.base
-	$(if $(VLLM),,$(error VLLM: must be the version to carry, as VLLM=0.33.0; got none))
-	@nice $(VENV)/bin/python benchmarks/gpu_kit.py "$(VLLM)" --out "$(GPU_KIT)" --sm $(or $(SM),90) \
-	--python $(or $(GPU_PYTHON_VERSION),3.12) --part-mb $(or $(PART_MB),38) $(if $(HAS),--has "$(HAS)") \
-	$(foreach name,$(CARRY),--carry "$(name)")
-
-ifeq ($(DEVICE),cpu)
 gpu-serve: $(VENV)/.test $(VENV_VLLM)/.vllm
 	@$(VENV)/bin/python $(SERVE)
-else
-gpu-serve:
-	@$(GPU_PYTHON) benchmarks/gpu_unpack.py --folder "$(GPU_KIT)" --place "$(GPU_PLACE)" $(if $(VLLM),--vllm "$(VLLM)") -- \
-	$(SERVE)
-endif
 
 # The wheel is built from the sdist. A release is this and a tag (CONTRIBUTING.md).
 dist: $(VENV)/.test

@@ -1,8 +1,7 @@
 """`make gpu-serve`: what keepmtp makes, served on this machine by a real vLLM, in steps of growing
 worth.
 
-In: a GPU, and the environments that gpu_unpack.py makes; or --device cpu, and those of this
-checkout. Out: rows, printed and put into the page's table as they come, so that a cut loses one step;
+In: a GPU or --device cpu, and the environments of this checkout. Out: rows, printed and put into the page's table as they come, so that a cut loses one step;
 what servers and commands said, in a file beside the page. Exit status 1 if a row is not as expected,
 2 if the run cannot begin.
 
@@ -34,7 +33,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- begin: written by make gpu-serve -->\n", "<!-- end: gpu-serve -->\n"
 HEAD = ("step", "what", "measured", "expected", "met", "on")
-TIMED = ("libraries", "bench", "mimo-7b")
+TIMED = ("bench", "mimo-7b")
 _KEY = 2  # columns that name a row, with the last one
 
 
@@ -88,7 +87,7 @@ def run(chosen: argparse.Namespace) -> int:
     known = steps(options)
     if chosen.step:
         os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")
-        # What a kit lacks would stop the server.
+        # FlashInfer's sampler is compiled at the first start, and not every machine can.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         # Half a minute sooner than a second import; vLLM takes spawn where it must.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
@@ -117,7 +116,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def architecture(device: str) -> str:
-    """What `keepmtp check --gpu` pretends: this GPU; for a CPU, the one that the kit is made for."""
+    """What `keepmtp check --gpu` pretends: this GPU; for a CPU, an H100."""
     if device == "cpu":
         return "sm90"
     major, minor = torch.cuda.get_device_capability()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from figures import Figure, output_of
+from figures import Figure
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.child import Child, environment
@@ -131,8 +131,6 @@ Step = Callable[[Options], Iterator[Figure]]
 def steps(options: Options) -> Mapping[str, Step]:
     """Name -> a step, in order of worth."""
     found: dict[str, Step] = {}
-    if "GPU_KIT" in os.environ:
-        found["libraries"] = libraries
     names = [*SMALL] if options.small else [*MADE, *CONVERTED]
     found |= {name: partial(served_well, name) for name in names}
     found |= {_FEWER: partial(fewer_drafts, names[0])}
@@ -152,70 +150,6 @@ def steps(options: Options) -> Mapping[str, Step]:
         for name in NOT_SMALL:
             del found[name]
     return found
-
-
-# --- one library after the other ------------------------------------------------------------------
-
-# Library -> a call and what PyTorch computes for the same.
-CALLS = {
-    "vllm._C_stable_libtorch": """
-x = torch.randn(8, 256, dtype=torch.bfloat16, device="cuda")
-found = torch.empty(8, 128, dtype=x.dtype, device="cuda")
-torch.ops._C.silu_and_mul(found, x)
-expected = torch.nn.functional.silu(x[:, :128]) * x[:, 128:]
-""",
-    "vllm._moe_C_stable_libtorch": """
-x = torch.randn(8, 4, 128, dtype=torch.bfloat16, device="cuda")
-found = torch.empty(8, 128, dtype=x.dtype, device="cuda")
-torch.ops._moe_C.moe_sum(x, found)
-expected = x.float().sum(1).to(x.dtype)
-""",
-    "vllm.vllm_flash_attn": """
-from vllm.vllm_flash_attn import flash_attn_varlen_func
-x = torch.randn(3, 64, 4, 64, dtype=torch.bfloat16, device="cuda")
-ends = torch.tensor([0, 64], dtype=torch.int32, device="cuda")
-found = flash_attn_varlen_func(x[0], x[1], x[2], 64, ends, 64, cu_seqlens_k=ends, causal=True, fa_version=3)
-q, k, v = x.transpose(1, 2)
-expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
-""",
-    "vllm.cumem_allocator": "found = expected = torch.zeros(1)",
-    "a packed product (Marlin)": """
-import vllm._C_stable_libtorch
-from vllm import _custom_ops
-from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_test
-from vllm.scalar_type import scalar_types
-x = torch.randn(16, 256, dtype=torch.bfloat16, device="cuda")
-weight = torch.randn(256, 128, dtype=x.dtype, device="cuda")
-rounded, packed, scales, *_ = marlin_utils_test.marlin_quantize(weight, scalar_types.uint4b8, 128)
-workspace = marlin_utils.marlin_make_workspace_new(x.device)
-found = _custom_ops.marlin_gemm(
-    x, None, packed, None, scales, None, None, None, workspace, scalar_types.uint4b8, 16, 128, 256
-)
-expected = x @ rounded
-""",
-}
-_CALL = """
-import importlib, torch
-import vllm
-{load}
-{call}
-apart = ((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1)).item()
-print(apart)
-"""
-
-
-def libraries(options: Options) -> Iterator[Figure]:
-    """Each compiled library of the kit by one call, in a process of its own."""
-    vllm = find_vllm()
-    for name, call in CALLS.items():
-        load = f"importlib.import_module({name!r})" if name.startswith("vllm") else ""
-        words = [str(vllm.python), "-P", "-c", _CALL.format(load=load, call=call)]
-        try:
-            apart = float(output_of(words, timeout=100).splitlines()[-1])
-            measured, met = f"{apart:.2%} from PyTorch's", apart < 0.02
-        except (RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
-            measured, met = str(error)[:300], False
-        yield Figure(what=name, measured=measured, expected="at most 2%", met=met)
 
 
 # --- tiny models ----------------------------------------------------------------------------------
@@ -377,6 +311,7 @@ def kernels_in_log(dry: Mapping[str, Any], log: Path, options: Options) -> Figur
             said |= words
             if words & picked:
                 continue
+            # Set where vLLM was installed without FlashInfer.
             if "GPU_KIT" in os.environ and use["kernel"].startswith("FlashInfer"):
                 left_out |= words
             else:
