@@ -139,6 +139,8 @@ def plan_for(
         if made.is_draft_alone:
             rule = "a recipe without groups of the backbone must name who drafts with its block"
             cure = "Add --draft-for TARGET, or name the groups"
+            if RuntimeView.of(opened).strange_layers:
+                cure = f"Run `keepmtp fix {opened.where}`: its layers have names of another class"
             raise RecipeError(recipe.name, rule, got="backbone: {}", cure=cure)
         if changed_only:
             made = changes_alone(made)

@@ -38,6 +38,7 @@ LIST_FIXES: tuple[tuple[str, Fix], ...] = (
 )
 """The rule of a finding, and what cures it, if anything: what a quantization config lists."""
 FIXES: tuple[tuple[str, Fix], ...] = (
+    ("names", fixes.layers_have_known_names),
     ("unindexed", fixes.mtp_files_are_indexed),
     ("mtp-not-promised", fixes.mtp_count_is_what_is_there),
     ("mtp-missing", fixes.mtp_count_is_what_is_there),

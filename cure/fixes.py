@@ -64,6 +64,27 @@ def mtp_names_have_the_promised_number(faulty: Faulty) -> None:
                 faulty.proposal.retensor(entry, replace(entry, name=renamed), why)
 
 
+def layers_have_known_names(faulty: Faulty) -> None:
+    """The class whose layers have the names of the files; else names without a strange prefix."""
+    runtime = faulty.runtime
+    proposal = faulty.proposal
+    if runtime.fitting_class:
+        why = f"its decoder layers are {runtime.strange_layers}.*, as in the files"
+        proposal.set(CONFIG, ("architectures",), [runtime.fitting_class], why)
+        return
+    known = runtime.view.layout.layers.disk.partition(".{i}")[0]
+    strange = runtime.strange_layers
+    while known and known.rpartition(".")[2] == strange.rpartition(".")[2]:
+        known = known.rpartition(".")[0]
+        strange = strange.rpartition(".")[0]
+    start = known and f"{known}."
+    for name, entry in runtime.source.entries.items():
+        if strange and name.startswith(f"{strange}."):
+            renamed = HFName(start + name.removeprefix(f"{strange}."))
+            why = f"vLLM's class for this model has no {strange}"
+            proposal.retensor(entry, replace(entry, name=renamed), why)
+
+
 def layer_types_are_cut(faulty: Faulty) -> None:
     """layer_types has an entry for each decoder layer, and for MTP layers where the family counts
     them: E5.

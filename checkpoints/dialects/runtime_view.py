@@ -391,7 +391,40 @@ class RuntimeView(StoredView):
     def is_draft_alone(self) -> bool:
         """Whether it has MTP layers and no decoder layer."""
         held = {place.part for place in self.placed.values() if place.layer is not None}
-        return held == {"mtp"}
+        return held == {"mtp"} and not self.strange_layers
+
+    @cached_property
+    def strange_layers(self) -> str:
+        """What stands before the numbers of decoder layers where the family knows none of them; ""
+        where it knows one, or none is there.
+        """
+        for place in self.placed.values():
+            if place.part == "backbone" and place.layer is not None:
+                return ""
+        towers = tuple(disk for disk, *_ in self.view.layout.opaque)
+        counts = {"": 0}
+        known = self.view.layout.layers.disk.partition(".{i}")[0]
+        for stem, held in self.layers.items():
+            numbers = [number for number in held if not self.is_mtp_name(f"{stem}.{number}.")]
+            if stem != known and not stem.startswith(towers):
+                counts[stem] = len(numbers)
+        return max(counts, key=lambda stem: counts[stem])
+
+    @cached_property
+    def fitting_class(self) -> str:
+        """A class like config.json's whose decoder layers have the names of the files; "" for
+        none.
+        """
+        family = self.view.family
+        config = self.source.config
+        stem = (config.get("architectures") or [""])[0].partition("For")[0]
+        others = (f"{stem}ForCausalLM", f"{stem}ForConditionalGeneration")
+        for name in (*family.layouts, *others):
+            view = FamilyView(family, {**config, "architectures": [name]}, self.source.entries)
+            fits = view.layout.layers.disk.startswith(f"{self.strange_layers}.{{i}}")
+            if fits and name != "*":
+                return name
+        return ""
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:

@@ -168,6 +168,8 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
         says = "no file has a decoder layer: it is a draft alone, which is no model to serve"
         yield objection(ALONE, where, says, "Check it as the --draft of its target")
         lost = []
+    if runtime.strange_layers:
+        lost = []  # `layers_have_known_names` objects
     for index in lost:
         cure = _DOWNLOAD
         if index >= depth:
@@ -202,6 +204,21 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
                     cure,
                     f"{part} {index} {half}",
                 )
+
+
+def layers_have_known_names(runtime: RuntimeView) -> Objections:
+    """The decoder layers have the names that the class of config.json gives them."""
+    stem = runtime.strange_layers
+    if not stem:
+        return
+    known = runtime.view.layout.layers.disk.partition("{i}")[0]
+    says = f"no file has a {known}*, where vLLM looks for decoder layers: they are {stem}.*"
+    where = f"{stem}.*"
+    cure = f"Rename them to {known}*, as in the release"
+    if runtime.fitting_class:
+        where = "config.json: architectures"
+        cure = f'Set it to ["{runtime.fitting_class}"], whose layers have these names'
+    yield objection("names", where, says, cure)
 
 
 def counted_layers_are_there(view: StoredView) -> Objections:
@@ -292,6 +309,8 @@ def scales_have_weights(view: StoredView) -> Objections:
 
 def names_are_known(runtime: RuntimeView) -> Objections:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
+    if runtime.strange_layers:
+        return  # then nearly none has
     known = runtime.loader.mtp_leaves
     alike = dict[str, Objection]()
     for key, weight in runtime.weights.items():
@@ -426,6 +445,7 @@ RULES = (
     files_are_indexed,
     mtp_glue_is_complete,
     layers_are_complete,
+    layers_have_known_names,
     experts_are_complete,
     scales_have_weights,
     names_are_known,

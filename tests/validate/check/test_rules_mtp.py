@@ -3,12 +3,15 @@
 import json
 from functools import partial
 
+import pytest
 from broken_by import config, elsewhere, rename, retype, tensor
-from broken_case import assert_found, case, met, rows
+from broken_case import Case, assert_found, case, met, rows
 from checkpoint_files import as_source, lose, write
 from good import ours, released
 from good_checkpoints import GOOD
 from keepmtp.cure.fix import proposed
+from keepmtp.pipeline import plan_for
+from keepmtp.recipes.errors import KeepMTPError
 from without_mtp import llama
 
 FLASH = partial(ours, "dsv4-flash", "W4A16")
@@ -385,3 +388,41 @@ def test_mtp_is_that_of_the_source(case, tmp_path):
 )
 def test_changed(case, tmp_path):
     assert_found(case, tmp_path, source=as_source(released("dsv4-flash"), tmp_path))
+
+
+NAMES = {
+    "the class of the model with a tower": (
+        partial(released, "qwen3.5-27b"),
+        [
+            lose(r"model\.visual\..*"),
+            rename(r"model\.language_model\.(.+)", r"model.\1"),
+        ],
+        'Set it to ["Qwen3_5ForCausalLM"]',
+        "config.json: architectures",
+    ),
+    "a wrapper's prefix": (
+        "glm fp8",
+        [rename(r"(.+)", r"module.\1")],
+        "Rename them to model.layers.*",
+        "module.model.layers.*",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_have_known_names(name, tmp_path):
+    """It is no draft alone, nothing else is said of each name, and fix renames."""
+    base, changes, cure, where = NAMES[name]
+    checkpoint = Case(name, base, tuple(changes), ()).build()
+    outcome = proposed(str(write(tmp_path / "it", checkpoint)))
+    (finding,) = (each for each in outcome.before.data.findings if each.rule == "names")
+    assert cure in finding.cure and finding.where == where
+    assert {each.rule for each in outcome.before.data.findings} <= {"names", "mtp-missing"}
+    assert outcome.after.data.findings == ()
+
+
+def test_layers_of_unknown_names_are_not_quantized_as_a_draft(tmp_path):
+    _, changes, *_ = NAMES["the class of the model with a tower"]
+    checkpoint = Case("it", partial(released, "qwen3.5-27b"), tuple(changes), ()).build()
+    with pytest.raises(KeepMTPError, match=r"Run `keepmtp fix .*it`"):
+        plan_for(str(write(tmp_path / "it", checkpoint)), scheme="fp8-dynamic")
