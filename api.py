@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .recipes.frozen import Bar
     from .recipes.runtimes import Runtime
     from .recipes.schema import Recipe
+    from .recipes.tensor_parallel import Split
     from .validate.check.check import Checked
     from .validate.check.reading import Level
     from .validate.facts.comparison import Comparison
@@ -260,7 +261,7 @@ def check_all(
     places: Sequence[str | Path],
     *,
     gpus: "Sequence[GPU]" = (),
-    tps: Sequence[int] = (1,),
+    tps: "Sequence[int | Split]" = (1,),
     num_drafts: int = 1,
     draft: str = "",
     vllms: Sequence[str] = (),
@@ -271,17 +272,20 @@ def check_all(
     them.
 
     `vllms` are versions of the dry loads, "all", or folders and wheels with a vLLM, whose Python
-    runs; default the environment's. `progress` is called with what is done now.
+    runs; default the environment's. Of `tps`, one may be a `Split` of recipes/tensor_parallel.py.
+    `progress` is called with what is done now.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
+    from .recipes.tensor_parallel import Split
     from .validate.check.check import examine
     from .validate.check.pair import opened_draft, with_draft
 
     paths = [str(place) for place in places]
+    splits = [Split(tp) if isinstance(tp, int) else tp for tp in tps]
     if not gpus:
         for path in paths:
-            checked = examine(path, runtimes=runtimes)
+            checked = examine(path, runtimes=runtimes, splits=splits)
             if draft and checked.source is not None:
                 checked = with_draft(checked, opened_draft(draft))
             yield _with_commands(checked)
@@ -296,7 +300,7 @@ def check_all(
         paths,
         vllms=chosen,
         gpus=gpus,
-        tps=tps,
+        splits=splits,
         num_drafts=num_drafts,
         draft=draft,
         runtimes=runtimes,

@@ -62,12 +62,12 @@ class ServerOptions:
                 must = f"must be one of {', '.join(RULES_OF)}"
                 raise RecipeError("--runtime", must, got=word, cure=cure)
         servers = [server for server in RULES_OF if server in asked]
-        loads: Json = {"runtimes": servers, "draft": self.draft}
+        loads: Json = {"runtimes": servers, "draft": self.draft, "tps": self.tps or [1]}
         if self.static_only:
             return loads
         if not self.gpus:
-            if self.tps or self.k != 1 or self.versions:
-                rule = "--tp, -k and --vllm need a GPU to pretend"
+            if self.k != 1 or self.versions:
+                rule = "-k and --vllm need a GPU to pretend"
                 raise RecipeError("check", rule, got="no --gpu", cure="Add --gpu sm100")
             return loads
         if "vllm" not in servers:
@@ -82,7 +82,6 @@ class ServerOptions:
                 tell(f"{word}: its Python runs here, with your rights, in no sandbox")
         return loads | {
             "gpus": gpus,
-            "tps": self.tps or [1],
             "num_drafts": self.k,
             "vllms": self.versions or (),
         }

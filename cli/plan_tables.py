@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
-from ..checkpoints.source import Source, donor_files
+from ..checkpoints.source import Source, donor_files, open_source
 from ..quantize.needs.fits import ASSUMED, fits, weights_of
 from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
@@ -25,6 +25,7 @@ from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.plan.step_reads import step_reads
 from ..quantize.write.refusals import refusals
+from ..recipes import tensor_parallel
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
@@ -33,6 +34,7 @@ from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..validate.facts.vllm_env import gpus_here
+from ..validate.measure.cures import switched_on
 from ..validate.measure.room import least_gpus
 from ..validate.measure.serve_line import method_words, separate_draft, serve_words
 from ..validate.report.numbers import counted
@@ -53,8 +55,10 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
     needs = needs_of(made, machine)
     value = plan_json(made)
     room = _room(made, machine.memory)
-    parts = _parts(made, value, needs, room)
-    tables.answer(value | {"needs": asdict(needs) | room}, parts, as_json=as_json)
+    refused = refusals(made)
+    parts = _parts(made, value, needs, room, refused)
+    value |= {"needs": asdict(needs) | room}
+    tables.answer(value, parts, as_json=as_json, status=2 * bool(refused))
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
@@ -62,7 +66,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     rows = []
     cells = []
     for fit in unchosen.fits:
-        gpus = [f"{count} x {name}" for count, name, _ in gpus_of(unchosen.source, fit.num_bytes)]
+        gpus = [f"{count} x {name}" for count, name, _ in gpus_of(fit.tps, fit.num_bytes)]
         rows.append(asdict(fit) | {"gpus": gpus})
         size = size_in_words(fit.num_bytes)
         held_by = ", ".join(gpus) or "-"
@@ -72,7 +76,9 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
     tables.answer({"source": unchosen.source.where, "variants": rows}, parts, as_json=as_json)
 
 
-def _parts(made: Plan, value: Json, needs: Needs, room: Json) -> Iterator[RenderableType]:
+def _parts(
+    made: Plan, value: Json, needs: Needs, room: Json, refused: list[str]
+) -> Iterator[RenderableType]:
     """For people: what `plan_json` says, and what only they read."""
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
     yield table(f"{made.recipe.name}: {made.recipe.summary}", columns, _fates(value["groups"]))
@@ -114,7 +120,7 @@ def _parts(made: Plan, value: Json, needs: Needs, room: Json) -> Iterator[Render
         yield from _fits(room, needs.machine)
         yield ""
     # The JSON has no refusals: only people see what would stop the run.
-    for refusal in refusals(made):
+    for refusal in refused:
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
 
 
@@ -130,7 +136,8 @@ def _steps(reads: list[Json]) -> RenderableType:
 
 def _room(made: Plan, memory: int) -> Json:
     """On how few GPUs the weights fit, and what they have room for besides."""
-    size = least_gpus(made.source, memory, made.num_bytes_after)
+    sizes = tensor_parallel.sizes_of(made.view.text_config, made.cuts)
+    size = least_gpus(sizes, made.num_bytes_after, memory)
     rows = []
     if memory and size:
         outputs = [made.on_disk(output) for tensor in made.tensors for output in tensor.outputs]
@@ -179,6 +186,7 @@ def _served_by(made: Plan) -> Iterator[str]:
     if made.is_draft_alone:
         line = "with its target"
     yield f"served by: vLLM {minor(NEWEST)}, {line}"
+    yield f"  {tensor_parallel.in_words(made.view.text_config, made.cuts)}"
     used = {(tensor.scheme, tensor.role == "experts") for tensor in made.tensors if tensor.scheme}
     kernels = KERNELS["kernels"]
     for scheme, is_routed in sorted(used):
@@ -243,10 +251,15 @@ def next_steps(plan: Plan, folder: Path) -> Text:
         return Text(f"{printable(str(folder))}: {size} for {repo}. Propose it:\n  {upload}")
     words = method_words(plan.source)
     served = str(folder)
+    target = plan.target
     if plan.is_draft_alone:
         words = (*words, *separate_draft(served))
-        served = plan.target.where if plan.target else "TARGET"
-    command = shlex.join(serve_words(served, max(1, plan.view.usual_k), *words))
+        served = target.where if target else "TARGET"
+    else:
+        target = open_source(folder)
+    cures = switched_on(target, NEWEST) if target else ()
+    line = serve_words(served, max(1, plan.view.usual_k), *words, cures=cures)
+    command = shlex.join(line)
     forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
     block = ", ".join(sorted(forms))
     size = size_in_words(plan.num_bytes_after)

@@ -62,7 +62,7 @@ def serve(
     """
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
-    from ..validate.measure.room import tensor_parallel_size
+    from ..validate.measure.room import split_of, tensor_parallel_size
     from ..validate.measure.serve_line import refuse_our_words, refuse_pipeline, refuse_settings
     from . import serving
 
@@ -71,7 +71,8 @@ def serve(
     refuse_our_words(extra)
     # Everything that can be known is refused before the server starts: it may load for half an
     # hour.
-    checked = serving.checked_errors(path, draft)
+    split = split_of(extra)
+    checked = serving.checked_errors(path, draft, split)
     opened = checked.readable()
     drafting = opened
     num_mtp_layers = checked.data.facts.num_mtp_layers
@@ -100,7 +101,10 @@ def serve(
     best = serving.chosen_k(drafting, k, num_mtp_layers, device)
     refuse_pipeline(drafting, best.k, extra)
     if gpus:
-        serving.refuse_unloadable(path, gpus, draft=draft, tp=size, k=best.k, has_cures=bool(cures))
+        split = split._replace(size=max(size, split.size))
+        serving.refuse_unloadable(
+            path, gpus, draft=draft, split=split, k=best.k, has_cures=bool(cures)
+        )
     if size > 1:
         extra = ("--tensor-parallel-size", str(size), *extra)
     extra = (*serving.attention_words(opened, vllm, gpus or (), extra), *extra)
@@ -109,7 +113,8 @@ def serve(
     elif vllm:
         serving.tell_room(opened, best.k, vllm, extra)
     if dry_run:
-        serving.print_commands(opened, best, extra, cures, as_json=as_json)
+        where = {"host": server.host, "port": str(server.port)}
+        serving.print_commands(opened, best, extra, cures, **where, as_json=as_json)
         return
     assert vllm is not None
     address = ("--host", server.host, "--port", str(server.port))

@@ -15,6 +15,7 @@ from ..checkpoints.dialects.choose import attention_backends
 from ..checkpoints.source import Source
 from ..quantize.needs.fits import ASSUMED, in_words
 from ..recipes.errors import GateError, RecipeError, VLLMError
+from ..recipes.tensor_parallel import Split
 from ..validate.check.check import Checked
 from ..validate.facts.findings import errors_of
 from ..validate.facts.vllm_env import TESTED, VLLM
@@ -107,7 +108,7 @@ def draft_at(source: Source, *, is_served: bool) -> tuple[str, ...]:
     return separate_draft(place)
 
 
-def checked_errors(path: str, draft: str = "") -> Checked:
+def checked_errors(path: str, draft: str, split: Split) -> Checked:
     """The checkpoint, which has no error; with its draft, where that has a checkpoint of its own.
 
     Raises:
@@ -115,7 +116,7 @@ def checked_errors(path: str, draft: str = "") -> Checked:
             scale or a norm of the MTP block is wrong.
         KeepMTPError: there is nothing to judge.
     """
-    (checked,) = api.check_all([path], draft=draft)
+    (checked,) = api.check_all([path], draft=draft, tps=[split])
     refuse_errors(path, checked, draft=draft)
     level = "norms"
     if Path(path).is_dir():
@@ -128,7 +129,7 @@ def checked_errors(path: str, draft: str = "") -> Checked:
 
 
 def refuse_unloadable(
-    path: str, gpus: Sequence[str], *, draft: str, tp: int, k: int, has_cures: bool
+    path: str, gpus: Sequence[str], *, draft: str, split: Split, k: int, has_cures: bool
 ) -> None:
     """Let vLLM's loaders judge it, on pretended GPUs.
 
@@ -139,7 +140,7 @@ def refuse_unloadable(
         (loaded,) = api.check_all(
             [path],
             gpus=chosen_gpus(gpus),
-            tps=[tp],
+            tps=[split],
             num_drafts=max(1, k),
             draft=draft,
             progress=doing,
@@ -203,6 +204,8 @@ def print_commands(
     further: Sequence[str],
     cures: Sequence[str] = (),
     *,
+    host: str,
+    port: str,
     as_json: bool,
 ) -> None:
     """Print the serve line for a shell, where `cures` are switched on, and for Docker."""
@@ -210,9 +213,13 @@ def print_commands(
     if opened.folder is not None:
         model = str(opened.folder.absolute())  # Docker mounts it
     further = (*method_words(opened), *further)
-    line = serve_words(opened.where, best.k, *further, cures=cures)
+    line = serve_words(opened.where, best.k, "--host", host, "--port", port, *further, cures=cures)
     cures = switched_on(opened, TESTED[0])
-    docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures)
+    # A container listens everywhere within; what is published is this machine's address.
+    if ":" in host:
+        host = f"[{host}]"
+    address = f"{host}:{port}"
+    docker = docker_words(model, best.k, *further, version=TESTED[0], cures=cures, address=address)
     value = {"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker}
     lines = [f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)]
     if best.versions:

@@ -4,10 +4,12 @@ one page, and the README repeats it.
 
 import re
 
+from documented import COMMANDS, PAGES
 from dry_corpus import broken_cases, good_cases
-from good import released
+from good import plan_of_recipe, released
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
+from keepmtp.recipes.tensor_parallel import Split, why_not
 from readme import PICTURE, README, ROOT, picture, with_table
 
 # Pages that make matrix, make families and make picture write; and, in other
@@ -82,3 +84,12 @@ def test_the_pages_can_be_finished():
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in WRITTEN]
     words = {page.name: len(re.sub(BETWEEN, "", page.read_text()).split()) for page in pages}
     assert sum(words.values()) <= 19_500, words
+
+
+def test_what_is_quantized_loads_at_the_size_that_the_page_names():
+    """By headers alone; tests/vllm/test_tensor_parallel.py lets vLLM load each."""
+    assert {command.page for command in COMMANDS} == {*PAGES}
+    for command in COMMANDS:
+        plan = plan_of_recipe(command.recipe, "full")
+        refused = why_not(plan.view.text_config, plan.cuts, Split(command.tp))
+        assert refused is None, (str(command), refused)

@@ -27,6 +27,7 @@ from ...recipes.family import HFName, Loader, Part, Role, VLLMName
 from ...recipes.family_view import FamilyView, Place, language_config, unknown_place
 from ...recipes.forms import TRANSPOSED
 from ...recipes.runtimes.vllm import NEWEST, holds
+from ...recipes.tensor_parallel import Cut, Cuts, cut_of
 from ..companions import HF_QUANT_CONFIG
 from ..safetensors_file import Entry
 from ..source import Source, small_object
@@ -447,6 +448,18 @@ class RuntimeView(StoredView):
         # Regular expressions of a stranger's config are compared with each name.
         with time_limit():
             return tuple(self._module(*key, tuple(group)) for key, group in members.items())
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """The weights as tensor-parallel ranks cut them, each with the first tensor that is so."""
+        cuts = dict[Cut, str]()
+        for module in self.modules:
+            built = module.resolution.built
+            for place, weight in module.members:
+                cut = cut_of(place, weight.shape, built.group_size, built.block, weight.scheme)
+                if cut:
+                    cuts.setdefault(cut, weight.weight.name)
+        return cuts
 
     @cached_property
     def schemes(self) -> Mapping[HFName, str]:

@@ -22,6 +22,7 @@ from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
 from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import find_path, flat_recipes
 from ...recipes.schema import Recipe
+from ...recipes.tensor_parallel import sizes_of
 from .choices import found_text
 from .decide import served_view
 from .own_code import refuse_no_draft
@@ -47,6 +48,8 @@ class Fit:
     num_bytes_before: int
     # Bytes of the output's tensors.
     num_bytes: int
+    # Tensor-parallel sizes at which vLLM loads it.
+    tps: tuple[int, ...]
 
 
 class NoSchemeError(RecipeError):
@@ -250,6 +253,7 @@ def fitting(source: Source, raw: Json) -> Iterator[Fit]:
             data=data,
             num_bytes_before=plan.num_bytes_before,
             num_bytes=plan.num_bytes_after,
+            tps=sizes_of(plan.view.text_config, plan.cuts),
         )
 
 

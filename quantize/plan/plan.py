@@ -36,6 +36,7 @@ from ...recipes.family_view import FamilyView
 from ...recipes.frozen import frozen
 from ...recipes.schema import AUTO, TUNED, Calibration, Recipe
 from ...recipes.schemes import DTYPE_BITS, RESCALING, REWRITES, SCHEMES, SEARCHES
+from ...recipes.tensor_parallel import Cut, Cuts, cut_of
 from .decide import Decisions, Origins, added_aliases, matching_limit, origins_of, served_at
 from .kv_cache import with_cache_scales
 from .tables import is_table, refuse_tables
@@ -297,6 +298,21 @@ class Plan:
         if self.changed_only:
             return []
         return [shard for shard in self.shards if shard.is_link]
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        """The weights as tensor-parallel ranks cut them, each with the first tensor that is so."""
+        cuts = dict[Cut, str]()
+        for tensor in self.tensors:
+            group = block = None
+            if tensor.scheme:
+                scheme = SCHEMES[tensor.scheme]
+                group = scheme.group_size
+                block = scheme.block
+            cut = cut_of(tensor.place, tensor.shape, group, block, tensor.scheme)
+            if cut and tensor.outputs:
+                cuts.setdefault(cut, tensor.name)
+        return cuts
 
     @property
     def needs_calibration(self) -> list[str]:

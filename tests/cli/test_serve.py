@@ -17,6 +17,7 @@ import httpx
 import pytest
 from checkpoint_files import write
 from commands import GLM, free_port, ran, refused, started
+from good import outputs_of, plan_of_recipe
 from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.checkpoints.files import remove_left, write_whole
@@ -141,11 +142,22 @@ def test_a_scale_that_is_wrong_is_not_served(tmp_path):
 
 
 @pytest.mark.full
+def test_the_users_own_tensor_parallel_size_is_checked(tmp_path):
+    """A rank would get half of a group; with whole experts on each rank it is right."""
+    folder = write(tmp_path / "half", outputs_of(plan_of_recipe("glm-4.7.w4a16-fp8")))
+    refused(f"serve {folder} --dry-run -- -tp 2", says="cannot split it at TP 2", status=1)
+    line = f"serve {folder} --host ::1 --port 81 --dry-run -- -tp 2 --enable-expert-parallel"
+    shell, docker = ran(line).splitlines()[1:]
+    assert "--host ::1 --port 81 -tp 2" in shell and "-p '[::1]:81:8000'" in docker
+
+
+@pytest.mark.full
 def test_the_commands():
     said = ran(f"serve {GLM} -k 3 --dry-run -- --max-model-len 2048")
     printed("serve_dry_run.txt", said.replace(str(GLM), "GLM"))
     told = json.loads(ran(f"serve {GLM} -k 0 --dry-run --json"))
-    assert told["words"] == ["vllm", "serve", str(GLM)] and told["why"] == "as you say"
+    here = ["--host", "127.0.0.1", "--port", "8000"]
+    assert told["words"] == ["vllm", "serve", str(GLM), *here] and told["why"] == "as you say"
     image = ("--ipc=host", "vllm/vllm-openai:v0.32.0", "a/b")
     assert docker_words("a/b", 0, version="0.32.0+cpu")[-3:] == image
 

@@ -96,7 +96,7 @@ def test_json_and_a_page(parent, tmp_path):
         ("fp8_block --out other", "other: a page is never overwritten; got a folder"),
         ("fp8_block short", "short/model-1.safetensors: must be "),
         ("short --source fp8_block", "short/model-1.safetensors: must be "),
-        ("fp8_block --tp 2", "need a GPU to pretend"),
+        ("fp8_block --vllm 0.33.0", "need a GPU to pretend"),
         ("fp8_block --rows 5", "--rows"),
     ],
 )

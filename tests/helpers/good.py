@@ -18,6 +18,7 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 from tables import table
@@ -58,6 +59,20 @@ def planned(
     return plan_of(
         *releases.source_layout(model, size=size, changes=changes), model, scheme, mtp, format
     )
+
+
+@cache
+def plan_of_recipe(name: str, size: str = "tiny") -> Plan:
+    """The plan of a recipe for its model's release; "thin": as wide as that, with four layers and
+    sixteen experts.
+    """
+    recipe, _ = find_recipe(name)
+    if size == "thin":
+        config, tensors = releases.thin_layout(recipe.model, num_experts=16)
+    else:
+        config, tensors = releases.source_layout(recipe.model, size=size)
+    source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
+    return make_plan(recipe.before_measuring, source)
 
 
 def plan_of(

@@ -50,13 +50,14 @@ def source_layout(
     return config, build(config["model_type"], config, TABLES[config["model_type"]])
 
 
-def thin_layout(model: str) -> tuple[Config, Tensors]:
+def thin_layout(model: str, num_experts: int = 2) -> tuple[Config, Tensors]:
     """A release at its true widths with few layers and experts: all that decides which schemes it
     can take.
     """
     depth = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_hash_layers": 1, "depth": 1}
     depth["layer_group_size"] = 2
-    experts = {"n_routed_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
+    experts = {"num_experts_per_tok": 2}
+    experts |= dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), num_experts)
     config = MODELS[model]
     changes = {
         key: _known(value, depth | experts)

@@ -32,6 +32,7 @@ from ...recipes.families import is_drafted, promises_mtp
 from ...recipes.frozen import Raw
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import NEWEST
+from ...recipes.tensor_parallel import Split
 from ..facts.dry_load import LoadAccount
 from ..facts.findings import (
     CheckpointFacts,
@@ -147,8 +148,19 @@ def examine(
     source: Source | None = None,
     runtimes: Sequence[Runtime] = VLLM_ALONE,
     vllm: str = NEWEST,
+    splits: Sequence[Split] = (),
 ) -> Checked:
-    """`check`, with what it read, for the vLLM of a version."""
+    """`check`, with what it read, for the vLLM of a version, whose ranks split it so."""
+    checked = _opened(checkpoint, source, runtimes, vllm)
+    if checked.runtime is None or "vllm" not in runtimes:
+        return checked
+    objected = rules_forms.ranks_get_whole_groups(checked.runtime, splits)
+    return checked.with_findings(*checked.data.findings, *grouped(objected))
+
+
+def _opened(
+    checkpoint: str | Path | Source, source: Source | None, runtimes: Sequence[Runtime], vllm: str
+) -> Checked:
     if isinstance(checkpoint, Source):
         return _examined(checkpoint, source, runtimes, vllm)
     try:

@@ -28,6 +28,7 @@ from ...recipes.family import HFName, VLLMName
 from ...recipes.forms import FP8
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
+from ...recipes.tensor_parallel import Split, in_words, why_not
 from ..facts.findings import Objections, objection
 from .layouts import SAY_IT, Problem, layout_problem, leaves_built, manner, refitted
 
@@ -433,6 +434,19 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
             cure,
             times=len(parts),
         )
+
+
+def ranks_get_whole_groups(runtime: RuntimeView, splits: Iterable[Split]) -> Objections:
+    """Each tensor-parallel rank gets whole heads, and whole groups or blocks of what is packed:
+    F22, F40.
+    """
+    config = runtime.text_config
+    for split in splits:
+        refused = why_not(config, runtime.cuts, split)
+        if refused:
+            says = f"vLLM cannot split it at TP {split.size}: {refused.says}"
+            cure = f"Serve it otherwise: it {in_words(config, runtime.cuts)}"
+            yield objection("ranks", refused.where, says, cure)
 
 
 def _parts_stored_otherwise(parts: Iterable[StoredWeight], built: str) -> Iterator[HFName]:

@@ -23,6 +23,7 @@ from ...recipes.families import has_dspark
 from ...recipes.frozen import Say, silent
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.vllm import KNOWN, is_known, parsed
+from ...recipes.tensor_parallel import Split
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.pair import opened_draft, with_draft
 from ..facts.dry_load import GPU, DryLoad, LoadAccount, by_whom, listed, places
@@ -43,7 +44,7 @@ def check_on(
     *,
     vllms: Sequence[VLLM],
     gpus: Sequence[GPU],
-    tps: Sequence[int] = (1,),
+    splits: Sequence[Split] = (Split(),),
     num_drafts: int = 1,
     draft: str = "",
     runtimes: Sequence[Runtime] = VLLM_ALONE,
@@ -55,7 +56,7 @@ def check_on(
         paths: folders or Hub ids.
         vllms: the versions that load them.
         gpus: GPUs to pretend.
-        tps: tensor-parallel sizes; rank 0 of each is built.
+        splits: how ranks share it; rank 0 of each is built.
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
         runtimes: the servers of the static check, whose rules are those of the newest version.
@@ -82,7 +83,7 @@ def check_on(
             draft_folder = stack.enter_context(headers_of(separate.readable()))
         for path in paths:
             progress(f"{path}: static check")
-            checked = examine(path, runtimes=runtimes, vllm=rules)
+            checked = examine(path, runtimes=runtimes, vllm=rules, splits=splits)
             source = checked.source
             # vLLM would fail on its files as well, or keepmtp knows no draft of it.
             is_dspark = source is not None and has_dspark(source.config, source.entries)
@@ -104,7 +105,10 @@ def check_on(
                 checked = with_draft(checked, separate)
             with headers_of(source) as folder:
                 job = Job(folder=folder, num_drafts=k, method=checked.method, draft=draft_folder)
-                cases = [(replace(job, tp=tp), checked) for tp in tps]
+                cases = list[Case]()
+                for size, whole_experts in splits:
+                    own = replace(job, tp=size, whole_experts=whole_experts)
+                    cases.append((own, checked))
                 accounts = list[LoadAccount]()
                 refused = list[VLLMError]()
                 unknown = list[VLLMError]()

@@ -60,12 +60,14 @@ SMALL_FILES = (
 @frozen
 class Job:
     """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks,
-    `method` is `Family.method`, and `cures` are switched on in vLLM (validate/keepmtp_cures).
+    `method` is `Family.method`, and `cures` are switched on in vLLM (validate/keepmtp_cures). With
+    `whole_experts` a rank has whole experts.
     """
 
     folder: Path
     tp: int = 1
     rank: int = 0
+    whole_experts: bool = False
     num_drafts: int = 1
     method: str = "mtp"
     draft: Path | None = None

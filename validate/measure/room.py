@@ -17,20 +17,27 @@ from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
 from ...quantize.needs.fits import SHARE, Room, fits, weights_of
 from ...recipes.errors import RecipeError, VLLMError
+from ...recipes.tensor_parallel import WHOLE_EXPERTS, Split, sizes_of
 from ..facts.vllm_env import GPU, VLLM
 from .bf16_copy import refuse_full_disk, why_no_kernel
 
+_EXPERTS = (WHOLE_EXPERTS, "-ep")
 # With one of these words, weights are kept elsewhere, or on more machines than this one, or not
 # split by ranks alone.
 _ELSEWHERE = {
     *("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend"),
-    *("--load-format", "--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp"),
+    *("--load-format", *_EXPERTS, "--data-parallel-size", "-dp"),
 }
 _TENSOR = ("--tensor-parallel-size", "-tp")
 _PIPELINE = ("--pipeline-parallel-size", "-pp")
 # What the weights may take of the memory, at most, where keepmtp chooses the number of GPUs.
 _WEIGHTS_SHARE = 0.9
-_SIZES = (1, 2, 4, 8, 16)
+
+
+def split_of(extra: Sequence[str]) -> Split:
+    """How ranks share a model, by the user's words for `vllm serve`."""
+    options = options_of(extra)
+    return Split(_number(options, *_TENSOR) or 1, not options.keys().isdisjoint(_EXPERTS))
 
 
 def refuse_no_room(
@@ -75,10 +82,11 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
         rule = f"{ranks} ranks need as many GPUs"
         cure = "Ask for fewer, or set CUDA_VISIBLE_DEVICES"
         raise VLLMError("vllm serve", rule, got=len(gpus), cure=cure)
-    needed = total_bytes(source.entries.values()) / 2**30 / ranks
+    num_bytes = total_bytes(source.entries.values())
+    needed = num_bytes / 2**30 / ranks
     usable = _usable(gpus[:ranks], options)
     if needed > usable:
-        size = _fewest(source, _usable(gpus[:1], options), _SIZES[-1])
+        size = _fewest(loading_sizes(source), num_bytes, _usable(gpus[:1], options))
         cure = "Use GPUs with more memory"
         if size is not None:
             cure = f"Add -- --tensor-parallel-size {size}"
@@ -100,14 +108,26 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
     gpus = _known_gpus(vllm)
     if not gpus or {*_TENSOR, *_PIPELINE, *_ELSEWHERE} & options.keys():
         return 1
-    return _fewest(source, _usable(gpus, options), len(gpus)) or 1
+    sizes = [size for size in loading_sizes(source) if size <= len(gpus)]
+    return _fewest(sizes, total_bytes(source.entries.values()), _usable(gpus, options)) or 1
 
 
-def least_gpus(source: Source, memory_bytes: int, num_bytes: int | None = None) -> int | None:
-    """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16
-    are too few. `num_bytes` of weights, where they will be other than the source's.
+def loading_sizes(source: Source) -> tuple[int, ...]:
+    """The tensor-parallel sizes at which vLLM loads a checkpoint; without a family's table, those
+    that cut its heads.
     """
-    return _fewest(source, SHARE * memory_bytes / 2**30, _SIZES[-1], num_bytes)
+    try:
+        runtime = RuntimeView.of(source)
+    except RecipeError:
+        return sizes_of(source.text_config, {})
+    return sizes_of(runtime.text_config, runtime.cuts)
+
+
+def least_gpus(sizes: Sequence[int], num_bytes: int, memory_bytes: int) -> int | None:
+    """On how few GPUs of so much memory so many bytes of weights fit, with room for a KV cache;
+    None where none of the sizes does.
+    """
+    return _fewest(sizes, num_bytes, SHARE * memory_bytes / 2**30)
 
 
 def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Room]:
@@ -180,17 +200,12 @@ def refuse_options(
             raise RecipeError(where, rule, got=name, cure=refused[name])
 
 
-def _fewest(source: Source, usable: float, most: int, num_bytes: int | None = None) -> int | None:
-    """The least tensor-parallel size with which the weights fit, and a KV cache, on GPUs of so many
-    usable GiB, at most `most`.
-
-    It divides the attention heads: vLLM refuses others.
+def _fewest(sizes: Sequence[int], num_bytes: int, usable: float) -> int | None:
+    """The least of these sizes with which the weights fit, and a KV cache, on GPUs of so many
+    usable GiB.
     """
-    heads = source.text_config.get("num_attention_heads")
-    gib = (num_bytes or total_bytes(source.entries.values())) / 2**30
-    for size in _SIZES:
-        is_split = not isinstance(heads, int) or heads % size == 0
-        if size <= most and is_split and gib / size <= _WEIGHTS_SHARE * usable:
+    for size in sizes:
+        if num_bytes / 2**30 / size <= _WEIGHTS_SHARE * usable:
             return size
     return None
 

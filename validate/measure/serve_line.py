@@ -31,7 +31,8 @@ _IMAGE = "vllm/vllm-openai"
 _IN_IMAGE = "/model"
 _DRAFT_IN_IMAGE = "/draft"
 _DOCKER = ("docker", "run", "--gpus", "all")
-_SHARED = ("-p", "8000:8000", "--ipc=host")  # the processes of one server share memory
+_SHARED = "--ipc=host"  # the processes of one server share memory
+_PORT = "8000"  # in the container
 _DOWNLOADS = (
     "-v",
     "huggingface:/hub",
@@ -157,9 +158,14 @@ def setting(cures: Sequence[str]) -> str:
 
 
 def docker_words(
-    model: str, k: int, *further: str, version: str, cures: Sequence[str] = ()
+    model: str,
+    k: int,
+    *further: str,
+    version: str,
+    cures: Sequence[str] = (),
+    address: str = _PORT,
 ) -> tuple[str, ...]:
-    """The same in a container of vLLM's own image, on port 8000.
+    """The same in a container of vLLM's own image.
 
     Args:
         model: a folder, by its absolute path, or a Hub id, which the container downloads.
@@ -168,6 +174,7 @@ def docker_words(
         version: of vLLM, which names the image.
         cures: the container installs them from keepmtp's wheel in the current folder: the index has
             none.
+        address: of this machine, with a host or without, where clients find it.
     """
     # The image begins with `vllm serve` itself (ENTRYPOINT), so these two words are not repeated.
     # And a container sees no folder of this machine that is not named with -v.
@@ -188,4 +195,5 @@ def docker_words(
     if Path(model).is_absolute():
         mounts = ("-v", f"{model}:{_IN_IMAGE}:ro")
         served = (_IN_IMAGE, "--served-model-name", Path(model).name)
-    return *_DOCKER, *mounts, *_SHARED, *image, *served, *draft_words(k, further)
+    shared = ("-p", f"{address}:{_PORT}", _SHARED)
+    return *_DOCKER, *mounts, *shared, *image, *served, *draft_words(k, further)

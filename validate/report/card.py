@@ -25,6 +25,7 @@ from ...checkpoints.files import complete, partial_path, refuse_strange, remove,
 from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
+from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, open_source
 from ...quantize.needs.fits import ASSUMED, in_words
 from ...recipes.errors import CheckpointError, RecipeError
@@ -34,7 +35,7 @@ from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
-from ..measure.room import room_on
+from ..measure.room import loading_sizes, room_on
 from ..measure.serve_line import method_words
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
@@ -220,7 +221,7 @@ def _facts(
     view = find_view(opened.config, opened.where, opened.entries)
     chat = is_chat(opened)
     if report.target is None:  # of a draft, its target says it
-        gpus = gpus_of(opened)
+        gpus = gpus_of(loading_sizes(opened), total_bytes(opened.entries.values()))
         parsers = parser_words(view.family) if chat else ""
         sampling = sampling_of(opened)
     return CardFacts(

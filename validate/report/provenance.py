@@ -9,6 +9,7 @@ what is there.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...checkpoints.dialects.runtime_view import RuntimeView
@@ -153,14 +154,13 @@ def sampling_of(checkpoint: Source) -> str:
     return ", ".join(said)
 
 
-def gpus_of(checkpoint: Source, num_bytes: int | None = None) -> tuple[tuple[int, str, int], ...]:
-    """(number, card, its memory in GB): on how few the weights fit, with room for a KV cache.
-
-    They are counted from bytes, `num_bytes` where they will be others, and nobody tried it.
+def gpus_of(sizes: Sequence[int], num_bytes: int) -> tuple[tuple[int, str, int], ...]:
+    """(number, card, its memory in GB): on how few so many bytes of weights fit, with room for a KV
+    cache; `sizes` are those at which they load. They are counted, and nobody tried it.
     """
     gpus = []
     for name in _CARDS:
-        number = least_gpus(checkpoint, CARDS[name] * 10**9, num_bytes)
+        number = least_gpus(sizes, num_bytes, CARDS[name] * 10**9)
         if number and number <= _MOST_GPUS:
             gpus.append((number, name, CARDS[name]))
             if number == 1:

@@ -6,11 +6,12 @@ from functools import partial
 import pytest
 from broken_by import changed, config, quantization, rename, reshape, retype, tensor
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import Change, Checkpoint, ignoring, lose, pack, write
+from checkpoint_files import Change, Checkpoint, as_source, ignoring, lose, pack, write
 from foreign_form import SAID, autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
-from good import ours, released
+from good import ours, outputs_of, plan_of_recipe, released
 from keepmtp.checkpoints.dialects.gptq import ACT_ORDER, read_gptq
 from keepmtp.recipes.renamer import Renamer
+from keepmtp.recipes.tensor_parallel import Split
 from keepmtp.validate.check.check import examine
 from modelopt_form import mixed, modelopt
 from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
@@ -42,6 +43,28 @@ INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": 
 )
 def test_fused_modules_are_uniform(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("split", "refused"),
+    [
+        (Split(1), ""),
+        (Split(2), "experts.0.down_proj"),
+        (Split(2, whole_experts=True), ""),
+        (Split(8, whole_experts=True), "heads"),
+    ],
+)
+def test_ranks_get_whole_groups(split, refused, tmp_path):
+    """Four heads; routed experts of 128 columns, all under one scale a row."""
+    source = as_source(outputs_of(plan_of_recipe("glm-4.7.w4a16-fp8")), tmp_path)
+    checked = examine(source, splits=[split])
+    findings = checked.data.findings
+    assert [refused in each.where for each in findings] == [True] * bool(refused)
+    for each in findings:
+        assert each.rule == "ranks"
+        assert each.cure.endswith(
+            "loads at TP 1; at 2, 4 with --enable-expert-parallel or W4A16_G32"
+        )
 
 
 @rows(

@@ -17,9 +17,11 @@ from keepmtp.cli.serving import tell_room
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.facts.vllm_env import GPU, VLLM, find_vllm, gpus_here
 from keepmtp.validate.measure.room import (
+    loading_sizes,
     options_of,
     refuse_no_room,
     room_here,
+    split_of,
     tensor_parallel_size,
 )
 from stub_vllm import stub_vllm
@@ -129,6 +131,25 @@ def test_the_words_of_an_option():
     words = ["--a", "1", "--tensor_parallel_size=8", "-tp"]
     named = {"--a": "1", "--tensor-parallel-size": "8", "-tp": ""}
     assert options_of(words).items() >= named.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "tp", "whole"),
+    [
+        ("--tensor-parallel-size 2", 2, False),
+        ("-tp 2 --enable_expert_parallel", 2, True),
+        ("--tensor_parallel_size=2 -ep", 2, True),
+        ("-tp x", 1, False),
+        ("", 1, False),
+    ],
+)
+def test_how_the_users_words_split_it(words, tp, whole):
+    assert split_of(words.split()) == (tp, whole)
+
+
+def test_sizes_without_a_familys_table():
+    other = replace(SOURCE, config={**SOURCE.config, "model_type": "of_nobody"})
+    assert loading_sizes(other) == loading_sizes(SOURCE) == (1, 2, 4)
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from huggingface_hub import ModelCard
 from json_files import json_of
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.record import RECORD, Record, read_record
+from keepmtp.checkpoints.safetensors_file import total_bytes
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
@@ -37,6 +38,7 @@ from keepmtp.recipes.families import families
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.schema import TextsOfMix
 from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.recipes.tensor_parallel import SIZES
 from keepmtp.validate.facts.evaluated import TaskFact
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.schema import FullReport
@@ -117,7 +119,7 @@ def facts(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
         "metadata": Metadata(pipeline_tag="text-generation"),
         "plots": {},
         "is_chat": False,
-        "gpus": gpus_of(opened),
+        "gpus": gpus_of(SIZES, total_bytes(opened.entries.values())),
     } | changed
     fixed = {"keepmtp": "1.2.3", "versions": {"torch": "2.9.0"}}
     fields["record"] = fields["record"].model_copy(update=fixed)
@@ -330,14 +332,13 @@ def test_gpus_are_counted_from_the_bytes(gib, says, made):
     """Of 100 GiB a half is on each of two H100, which have 61.7 GiB of 74.5 for weights: 0.92 of
     it, less a tenth.
     """
-    opened = open_source(reports.MODEL)
-    name, entry = next(iter(opened.entries.items()))
-    opened = replace(
-        opened,
-        config={**opened.config, "num_attention_heads": 64},
-        entries={name: replace(entry, num_bytes=gib << 30)},
-    )
-    assert f"| GPUs | {says}" in card_of(made, reports.bare(), gpus=gpus_of(opened))
+    gpus = gpus_of((1, 2, 4, 8), gib << 30)
+    assert f"| GPUs | {says}" in card_of(made, reports.bare(), gpus=gpus)
+
+
+def test_gpus_at_a_size_that_does_not_load():
+    """The twin: 62.5 GiB, GLM-4.5-Air's W4A16, of which ranks would get half groups."""
+    assert gpus_of((1,), 64_000 << 20) == ((1, "H200", 141),)
 
 
 def test_a_chat_template_makes_a_chat_model(tmp_path):

@@ -106,6 +106,8 @@ class StagedLoad:
         if config.use_v2_model_runner:
             self._runner = "v2"
         record_questions(lambda *question: self._now.asked.append(question))
+        if self._job.whole_experts:
+            _know_experts()
         self._at = ("world", "")
         world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = {"target": config.model_config}
@@ -248,9 +250,23 @@ def _engine_config(job: Any) -> Any:
         max_model_len=min(256, longest),
         skip_tokenizer_init=True,
         tensor_parallel_size=job.tp,
+        enable_expert_parallel=job.whole_experts,
         distributed_executor_backend=backend,
         **attention,
     ).create_engine_config()
+
+
+def _know_experts() -> None:
+    """Which experts a rank has is read while the model is built and loaded, so it has values."""
+    from vllm.model_executor.layers.fused_moe import expert_map_manager
+
+    determine = expert_map_manager.determine_expert_map
+
+    def determined(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cpu"):
+            return determine(*args, **kwargs)
+
+    expert_map_manager.determine_expert_map = determined
 
 
 def _know_config(declared: dict[str, Any]) -> None:
