@@ -8,6 +8,7 @@ their own (`get_draft_quant_config`). So a draft that is good alone can be one t
 config builds otherwise. And the target's own block, if it has one, is not read.
 """
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from ...recipes.conventions import FORMATS
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, without
 from ...recipes.runtimes.vllm import NEWEST
+from ...recipes.schemes import SCHEMES
 from ..facts.findings import Finding, Objection, Objections, grouped, objection
 from ..facts.served import TargetFact
 from .check import Checked, examine, facts_of
@@ -135,7 +137,12 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
     built = RuntimeView(source, draft.view, vllm=draft.vllm)
     cure = f"Make the draft in the form that {target.source.where} builds"
     words = {*_words(built)}
-    if len(words) == 1 and "" not in words:
+    calibrated = [word for word in words if word in SCHEMES and SCHEMES[word].needs_calibration]
+    if calibrated:
+        where = shlex.quote(target.source.where)
+        cure = f"{calibrated[0]} needs batches, which a block alone has not. Put the block into "
+        cure += f"the target: `keepmtp graft {where} --from RELEASE --out NEW`"
+    elif len(words) == 1 and "" not in words:
         cure += f": --mtp {words.pop()}"
     elif target.given.raw and built.dialect.name not in FORMATS and not has_blocks(built.dialect):
         cure += f", in the dialect {built.dialect.name}, which keepmtp does not write"

@@ -9,6 +9,7 @@ from keepmtp import api
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.validate.check.check import check, examine
 from keepmtp.validate.check.pair import as_of_draft, of_draft, with_draft
+from modelopt_form import modelopt
 
 BACKBONE = r"model\.layers\.[0-2]\..*|model\.norm.*|lm_head.*"
 
@@ -93,6 +94,16 @@ def test_as_the_target_builds(tmp_path):
     )
     assert {rule for rule, *_ in rows} == {"draft-form"}
     assert rows[0][1].startswith("model.layers.3.") and rows[0][2].endswith("--mtp FP8_DYNAMIC")
+
+
+@pytest.mark.parametrize("word", ["bf16", "FP8_DYNAMIC", "NVFP4A16"])
+def test_a_target_that_needs_batches_gets_the_block_itself(word, tmp_path):
+    """No word of --mtp would pass, so none is named."""
+    target = modelopt("glm-4.7")
+    target.quantization["ignore"] = ["lm_head"]
+    rows = found(tmp_path, target, draft_of(ours("glm-4.7", "FP8_DYNAMIC", word)))
+    cures = {cure for rule, _, cure in rows if rule == "draft-form"}
+    assert cures and all("keepmtp graft " in cure and "--mtp" not in cure for cure in cures), rows
 
 
 def test_a_target_in_a_dialect_that_is_not_written(tmp_path):
