@@ -1,6 +1,8 @@
 # keepmtp: quantize a large model and keep its MTP block usable.
 #
 #   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs] [CALIBRATION=NAME]
+#   make quantize EXTRA=calibrate ...   what a recipe with calibration needs; EXTRA=modelopt where it says backend: modelopt
+#     OUT is out/MODEL.SCHEME, unless it is named; the targets below take the same words
 #   make quantize MODEL=PATH|ORG/NAME|URL SCHEME=nvfp4a16-fp8   a checkpoint without a recipe, such as your fine-tune
 #   make plan ... [GPU_MEMORY=H100]   the same arguments: what would happen, what it needs; nothing written
 #   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
@@ -10,8 +12,8 @@
 #   make validate EVAL=gsm8k ...                             a task of source and checkpoint (all: every one), and the gates
 #   make bench [MODEL=...] [OUT=DIR] [SOURCE=...] [K=0..4] [CONCURRENCY=1,8,32] [PROMPTS=FILE]   tokens a second by k
 #   make closeness [MODEL=...] [OUT=DIR] [SOURCE=...] [TEXT=FILE]   divergence from the source on held-out text, as served
-#   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too
-#   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
+#   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report
+#   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate EVAL=all, card; stops at the first that is red
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
 #   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, checked and run
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
@@ -34,6 +36,8 @@
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
 MODEL ?= tiny-glm4-moe
+EXTRA ?= quantize
+OUT ?= out/$(notdir $(MODEL:%/=%))$(if $(SCHEME),.$(SCHEME))$(if $(MTP),.mtp-$(MTP))
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
@@ -55,8 +59,6 @@ VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)") $(if 
 SERVED = $(if $(VLLM_ARGS),-- $(VLLM_ARGS))
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code) \
 	$(if $(REQUANTIZE),--requantize)
-# The extra that a run needs. A recipe, a source or a Hub that would stop the run stops it here, before an installation.
-EXTRA = extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(CHOICES))
 # One sentence, before an environment is made that keepmtp cannot be installed in.
 NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else \
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
@@ -71,59 +73,44 @@ MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
 
-# What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize. The run itself says which, once
-# its plan is made and nothing refuses it; torchrun is one of the packages, so with NPROC `keepmtp extra` says it before.
-INSTALL = env -u MAKEFLAGS $(MAKE) -s --no-print-directory -f "$(firstword $(MAKEFILE_LIST))" "PYTHON=$(PYTHON)" "VENV=$(VENV)" "$(VENV)/."
-
-quantize: $(VENV)/.base
-ifneq ($(DRY_RUN),)
-	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") --dry-run
-else ifneq ($(NPROC),)
-	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
-	@$(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
-else
-	@KEEPMTP_INSTALL='$(INSTALL)' $(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
-endif
+quantize: $(VENV)/.$(EXTRA)
+	@$(KEEPMTP) quantize "$(MODEL)" $(CHOICES) --out "$(OUT)"
 
 plan: $(VENV)/.base
 	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES) $(if $(GPU_MEMORY),--gpu-memory "$(GPU_MEMORY)")
 
-# The checkpoint that `make quantize` with the same words has written, unless OUT names one. Nothing is guessed.
-MADE = made=$(if $(OUT),"$(OUT)",$$($(VENV)/bin/keepmtp where "$(MODEL)" $(VARIANT)))
-
 check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
-	@$(MADE) && record= && if [ -f "$$made/config.json" ]; then record=--record; fi && \
-	$(VENV)/bin/keepmtp check "$$made" $$record $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) \
+	@$(VENV)/bin/keepmtp check "$(OUT)" $(if $(wildcard $(OUT)/config.json),--record) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) \
 	$(if $(GPU),$(if $(K),-k $(K)))
 
 validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(filter-out all,$(EVAL)),--task "$(EVAL)") $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
+	@$(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$(OUT)" $(if $(filter-out all,$(EVAL)),--task "$(EVAL)") $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
 
 # K and CONCURRENCY are lists: K=0..4 CONCURRENCY=1,8,32.
 bench: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@$(MADE) && $(VENV)/bin/keepmtp bench "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k "$(K)") \
+	@$(VENV)/bin/keepmtp bench "$(OUT)" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k "$(K)") \
 	$(if $(CONCURRENCY),--concurrency "$(CONCURRENCY)") $(if $(PROMPTS),--prompts "$(PROMPTS)") $(SERVED)
 
 serve: $(VENV)/.quantize $(VENV_VLLM)/.vllm
-	@$(MADE) && exec $(VENV)/bin/keepmtp serve "$$made" $(if $(K),-k $(K)) $(if $(PORT),--port $(PORT)) $(SERVED)
+	@exec $(VENV)/bin/keepmtp serve "$(OUT)" $(if $(K),-k $(K)) $(if $(PORT),--port $(PORT)) $(SERVED)
 
 closeness: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@$(MADE) && $(VENV)/bin/keepmtp closeness "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(TEXT),--text "$(TEXT)") \
+	@$(VENV)/bin/keepmtp closeness "$(OUT)" $(if $(SOURCE),--source "$(SOURCE)") $(if $(TEXT),--text "$(TEXT)") \
 	$(if $(TOKENS),--tokens "$(TOKENS)") $(SERVED)
 
 card: $(VENV)/.evaluate
-	@$(MADE) && $(VENV)/bin/keepmtp card "$$made" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")
+	@$(VENV)/bin/keepmtp card "$(OUT)" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")
 
-all: $(VENV)/.base
-	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm && \
-	$(MAKE) -s --no-print-directory $(VENV)/.$$extra
-	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
-	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K)) \
-	$(if $(BASE_MODEL),--base-model "$(BASE_MODEL)") $(if $(TEXT),--text "$(TEXT)") $(SERVED)
+STEP = @$(MAKE) -s --no-print-directory
+all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
+	$(STEP) quantize
+	$(STEP) check GPU="$(or $(GPU),sm90 sm100)"
+	$(STEP) validate EVAL="$(or $(EVAL),all)"
+	$(STEP) card
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
 	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))
-	@$(MADE) && $(VENV)/bin/keepmtp publish "$$made" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) \
+	@$(VENV)/bin/keepmtp publish "$(OUT)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) \
 	$(if $(DRY_RUN),--dry-run)
 
 ls: $(VENV)/.base

@@ -282,7 +282,7 @@ def quantize(
         GateError: no MTP policy of `mtp: auto` is good enough; or the checkpoint does not pass its
             own check, and keeps its partial name.
     """
-    refuse(plan, out, install=progress.install)
+    refuse(plan, out)
     progress.accepted()
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)

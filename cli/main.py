@@ -42,7 +42,6 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "init": "quantize.init",
         "plan": "plan.plan",
         "quantize": "quantize.quantize",
-        "all": "all.everything",
     },
     "Judge": {
         "check": "check.check",
@@ -59,7 +58,6 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "closeness": "compare.closeness",
     },
     "Ship": {"card": "report.card", "publish": "publish.publish"},
-    "": {"extra": "quantize.extra", "where": "quantize.where"},
 }
 VERBS: Mapping[str, str] = {
     name: place for group in _GROUPS.values() for name, place in group.items()
@@ -67,6 +65,9 @@ VERBS: Mapping[str, str] = {
 # What an older release had, a verb or `VERB --option`, and what does it now: for one release.
 WENT: Mapping[str, str] = {
     "explain": "Use keepmtp check PATH --modules",
+    "all": "Use make all, or keepmtp quantize, check, eval and card",
+    "extra": "Run keepmtp quantize, which names what is missing",
+    "where": "Name the folder: keepmtp quantize MODEL --out FOLDER",
     "report": "Use keepmtp card PATH, which writes its page too",
     "check --html": "Use keepmtp check PATH --json, or --record and then keepmtp card PATH",
     "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
@@ -74,10 +75,10 @@ WENT: Mapping[str, str] = {
 }
 # How the usage names the words that a verb reads itself.
 _WORDS = {"ls": "[WHAT]"} | dict.fromkeys(
-    ("all", "serve", "serve-check", "eval", "bench", "closeness"), _FOR_VLLM
+    ("serve", "serve-check", "eval", "bench", "closeness"), _FOR_VLLM
 )
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
-_GOES_ON = ("quantize", "all", "graft", "eval", "bench", "closeness", "publish")
+_GOES_ON = ("quantize", "graft", "eval", "bench", "closeness", "publish")
 _VALUES = "--values"  # its value may be left out
 
 

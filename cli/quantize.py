@@ -1,19 +1,14 @@
-"""`keepmtp quantize`: a checkpoint, quantized as a recipe says, with its MTP block. And what stands
-around it: `init` writes a recipe's file, `extra` says what a run needs, `where` what it has made.
+"""`keepmtp quantize`: a checkpoint, quantized as a recipe says, with its MTP block. `keepmtp init`
+writes a recipe's file.
 
 In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard
-error. Of `init` a recipe to edit, of `where` the name of a folder.
+error. Of `init` a recipe to edit.
 """
 
-import importlib
-import os
-import shlex
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
@@ -29,9 +24,6 @@ from .tables import answer, show, tell
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
     from ..quantize.run.progress import RunProgress
-
-# A command to which an extra's name is added: it installs what that extra needs.
-_INSTALL = "KEEPMTP_INSTALL"
 
 
 def quantize(
@@ -129,53 +121,16 @@ def quantize(
 
 
 def _beginning(progress: "RunProgress", made: "Plan", *, is_said: bool) -> "RunProgress":
-    """The progress of a run that says what it reads and makes once nothing refuses it, and brings
-    packages where `make quantize` has said how.
-    """
-    from ..quantize.run.child import Child, environment
+    """The progress of a run that says what it reads and makes once nothing refuses it."""
     from . import plan_tables
-
-    commits = cache(partial(plan_tables.commits_line, made))
 
     def accepted() -> None:
         if is_said:
-            for line in filter(
-                None, (commits(), f"{made.recipe.name}: {plan_tables.totals(made)}")
-            ):
+            totals = f"{made.recipe.name}: {plan_tables.totals(made)}"
+            for line in filter(None, (plan_tables.commits_line(made), totals)):
                 tell(line)
 
-    def install(extra: str) -> None:
-        """By the command that the make target names: the plan need not be made again."""
-        commits()  # which refuses a dataset that is out of reach
-        *command, stamp = shlex.split(os.environ[_INSTALL])
-        own = environment(reaches_hub=True, is_ours=True)
-        with Child([*command, stamp + extra], environment=own) as child:
-            status = child.process.wait()
-        if status:
-            raise typer.Exit(status)
-        importlib.invalidate_caches()
-
-    progress = replace(progress, accepted=accepted)
-    if _INSTALL in os.environ:
-        progress = replace(progress, install=install)
-    return progress
-
-
-def extra(choices: ModelOptions) -> None:
-    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or
-    modelopt.
-    """
-    from ..quantize.plan import own_code
-    from ..quantize.write import refusals
-    from . import plan_tables
-
-    # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is
-    # installed.
-    made = choices.plan()
-    own_code.refuse_untrusted_code(made)
-    own_code.refuse_no_draft(made)
-    plan_tables.commits_line(made)
-    show([refusals.extra_of(made)])
+    return replace(progress, accepted=accepted)
 
 
 def init(model: str, out: Path = Path("recipe.yaml"), mtp_source: str | None = None) -> None:
@@ -237,25 +192,3 @@ def _text(model: str, out: Path, mtp_source: str | None) -> str:
             cure="Copy a recipe of the family and edit it: `keepmtp ls models`",
         )
     return text_of(raw | {"default": variants[0]}, variants, file=str(out))
-
-
-def where(choices: ModelOptions) -> None:
-    """Print the folder that `keepmtp quantize` with the same words has written; the make targets
-    ask this.
-    """
-    from .. import pipeline
-
-    recipe = choices.recipe()
-    folder = pipeline.default_out(recipe)
-    # Nothing is guessed: with two variants in out/, the bare name means the default one, or
-    # nothing.
-    if not (folder / "config.json").is_file():
-        made = sorted(str(record.parent) for record in folder.parent.glob("*/keepmtp.json"))
-        there = [name for name in made if name.startswith(f"out/{recipe.model}.")]
-        raise RecipeError(
-            f"MODEL {choices.model}",
-            f"{folder} must be there",
-            got=", ".join(there) or f"no out/{recipe.model}.*",
-            cure="Run make quantize, or name a folder by SCHEME or OUT",
-        )
-    show([str(folder)])

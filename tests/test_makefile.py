@@ -50,37 +50,31 @@ def test_an_old_python_is_one_sentence_and_leaves_nothing(target, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["python3.10"]
 
 
-@pytest.mark.parametrize("target", ["quantize", "all"])
-def test_a_hub_out_of_reach_is_found_before_anything_is_installed(target, checkout):
-    for stamp in STAMPS[1:]:
-        (checkout / ".venv" / f".{stamp}").unlink()
-    done = make(target, "MODEL=dsv4-flash", "TRUST_REMOTE_CODE=1", cwd=checkout, HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and "the Hub must be reachable" in done.stderr
-    assert "installing" not in done.stdout + done.stderr
-    assert not (checkout / ".venv" / ".calibrate").exists()
-
-
 @pytest.mark.parametrize("target", ["check", "validate", "bench", "card", "publish"])
 def test_no_target_guesses_a_folder(target, checkout):
-    """With two variants there, none is taken because its name comes first in the alphabet."""
-    for variant in ("fp8-dynamic", "nvfp4-fp8"):
-        made = checkout / "out" / f"glm-4.7.{variant}"
-        made.mkdir(parents=True)
-        (made / "keepmtp.json").write_text("{}")
-    words = ("MODEL=glm-4.7", "REPO=org/name", "DRY_RUN=1")
+    """The folder that `make quantize` with the same words writes, and no other one that is there."""
+    (checkout / "out" / "glm-4.7.nvfp4-fp8").mkdir(parents=True)
+    words = ("MODEL=glm-4.7", "SCHEME=fp8-dynamic", "REPO=org/name", "DRY_RUN=1")
     done = make(target, *words, cwd=checkout, status=2)
-    assert (
-        "got out/glm-4.7.fp8-dynamic, out/glm-4.7.nvfp4-fp8. Run make quantize, or name a folder by"
-        in done.stderr
-    )
+    assert "out/glm-4.7.fp8-dynamic: " in done.stderr
 
 
-def test_a_run_installs_what_its_plan_needs(checkout):
-    """The run itself asks for it: no other command makes the plan before."""
-    (checkout / ".venv" / ".quantize").unlink()
-    done = make("quantize", cwd=checkout, status=2)
-    assert "installing torch" in done.stdout and "tiny-glm4-moe" not in done.stderr
-    assert not (checkout / "out").exists()
+def test_an_extra_is_installed_where_it_is_named(checkout):
+    """`make quantize` installs torch, which is what the shipped model needs, and EXTRA the rest."""
+    for stamp in ("quantize", "calibrate"):
+        (checkout / ".venv" / f".{stamp}").unlink()
+    for words, is_whole in (((), False), (("EXTRA=calibrate",), True)):
+        said = make("-n", "quantize", *words, cwd=checkout, status=0).stdout
+        assert "installing torch" in said
+        assert ("installing what calibrated recipes need" in said) == is_whole
+
+
+def test_all_is_four_commands(checkout):
+    said = make("-n", "all", "OUT=x", cwd=checkout, status=0).stdout
+    steps = ("quantize", 'check GPU="sm90 sm100"', 'validate EVAL="all"', "card")
+    assert [
+        line.partition("directory ")[2] for line in said.splitlines() if "directory" in line
+    ] == [*steps]
 
 
 @pytest.mark.full
@@ -90,7 +84,7 @@ def test_the_line_of_a_fine_tune(checkout):
     for target, says in {
         "plan": "",
         "quantize": "check passed",
-        "check": "out/tiny-glm4-moe.nvfp4a16-fp8",
+        "check": "out/tiny-glm4-moe.NVFP4A16_fp8",
     }.items():
         done = make(target, *words, cwd=checkout, status=0)
         assert says in done.stdout, done.stderr

@@ -45,8 +45,6 @@ ProgressCallback = Callable[[CalibrationStep], None]
 class RunProgress:
     """Who is called while a checkpoint is made; None for nobody."""
 
-    # Brings the packages of the extra that the run needs, before they are asked for.
-    install: Callable[[str], None] | None = None
     # Called once nothing refuses the run, before anything is fetched or computed.
     accepted: Callable[[], None] = _nothing
     # Called after each step.

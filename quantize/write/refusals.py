@@ -6,7 +6,6 @@ Easy to get wrong: a refusal must be known from the plan alone. A run over a lar
 hours, and what can be refused at its start is refused there.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ...recipes.errors import RecipeError
@@ -19,13 +18,12 @@ from ..run.processes import place_of_process, refuse_processes
 from .output import is_finished, refuse_output
 
 
-def refuse(plan: Plan, out: Path, *, install: Callable[[str], None] | None = None) -> None:
+def refuse(plan: Plan, out: Path) -> None:
     """Refuse a run that cannot succeed here. One that has succeeded is not refused.
 
     Args:
         plan: what will be done.
         out: where.
-        install: brings the packages of an extra, before they are asked for.
 
     Raises:
         RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and
@@ -42,9 +40,7 @@ def refuse(plan: Plan, out: Path, *, install: Callable[[str], None] | None = Non
         refuse_plan(plan)
     if plan.recipe.calibration is not None and plan.needs_batches:
         refuse_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
-    # Last: what no package cures is refused before one is installed.
-    if install is not None:
-        install(extra_of(plan))
+    # Last: what no package cures is refused before one is named.
     _refuse_missing_extra(plan)
 
 
@@ -52,7 +48,7 @@ def _refuse_missing_extra(plan: Plan) -> None:
     if plan.needs_batches:
         require_extra(
             f"calibration for {plan.recipe.name}",
-            extra_of(plan),
+            _extra_of(plan),
             otherwise=f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches",
         )
     require_extra("packing weights", "quantize")
@@ -61,7 +57,7 @@ def _refuse_missing_extra(plan: Plan) -> None:
 _OF_A_PLAN = (refuse_untrusted_code, refuse_no_draft, refuse_texts)
 
 
-def extra_of(plan: Plan) -> str:
+def _extra_of(plan: Plan) -> str:
     """The extra that a run needs: of the back-end that calibrates, where anything is calibrated."""
     if not plan.needs_batches:
         return "quantize"

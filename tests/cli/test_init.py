@@ -1,6 +1,4 @@
-"""`keepmtp init`: a recipe to edit that says what the command line without it would have done; and
-`keepmtp where`: the make targets take the folder that was made by the same words, and guess none.
-"""
+"""`keepmtp init`: a recipe to edit that says what the command line without it would have done."""
 
 import json
 import shutil
@@ -78,37 +76,3 @@ def test_a_fine_tune_that_lost_its_block(tmp_path):
         for plan in ("recipe.yaml", f"./tune --scheme nvfp4a16-fp8 {words}")
     )
     assert mine["groups"] == other["groups"] and mine["mtp_layers"] == 1
-
-
-# --- where ---------------------------------------------------------------------------------------
-
-
-def test_the_words_of_the_run_find_its_folder(tmp_path):
-    """Where none is named, the default variant is meant."""
-    for name in ("glm-4.7.fp8-dynamic", "glm-4.7.w4a16-fp8", "glm-4.7-flash.nvfp4a16-fp8"):
-        (tmp_path / "out" / name).mkdir(parents=True)
-        for file in ("config.json", "keepmtp.json"):
-            (tmp_path / "out" / name / file).write_text("{}")
-    for words, found in (
-        ("glm-4.7-flash", "out/glm-4.7-flash.nvfp4a16-fp8"),
-        ("glm-4.7 --scheme W4A16_FP8", "out/glm-4.7.w4a16-fp8"),
-    ):
-        assert ran(f"where {words}", cwd=tmp_path) == f"{found}\n"
-    for words, says in (
-        (
-            "glm-4.7",
-            "MODEL glm-4.7: out/glm-4.7.nvfp4a16-fp8 must be there; got "
-            "out/glm-4.7.fp8-dynamic, out/glm-4.7.w4a16-fp8. Run make quantize, or name",
-        ),
-        ("mimo-7b", "got no out/mimo-7b.*. Run make quantize"),
-    ):
-        refused(f"where {words}", says=says, cwd=tmp_path)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("words", ["--scheme nvfp4a16-fp8", "--scheme W8A16 --mtp fp8-dynamic"])
-@pytest.mark.parametrize("model", ["tiny-glm4-moe", str(GLM)])
-def test_it_is_the_folder_that_quantize_writes(model, words, tmp_path):
-    ran(f"quantize {model} {words}", cwd=tmp_path)
-    (made,) = (tmp_path / "out").iterdir()
-    assert ran(f"where {model} {words}", cwd=tmp_path) == f"out/{made.name}\n"

@@ -115,21 +115,6 @@ def test_only_the_first_of_several_processes_speaks():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        (AUTO, "calibrate"),
-        ("tiny-glm4-moe --scheme nvfp4", "calibrate"),
-        ("tiny-glm4-moe", "quantize"),
-        (f"{AUTO} --scheme W4A16 --mtp bf16", "quantize"),
-    ],
-)
-def test_which_extra_a_recipe_needs(words, extra):
-    """What the Makefile installs before a run."""
-    assert ran(f"extra {words}") == f"{extra}\n"
-
-
-@pytest.mark.full
 def test_a_back_end_has_an_extra_of_its_own(tmp_path):
     """Without it a run is one sentence, before any work; so is a sweep that several processes
     cannot share.
@@ -137,7 +122,6 @@ def test_a_back_end_has_an_extra_of_its_own(tmp_path):
     recipe = small_recipe(
         tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian"
     )
-    assert ran(f"extra {recipe}") == "modelopt\n"
     words = f"quantize {recipe} --out {tmp_path}/out"
     done = keepmtp_without(("nvidia-modelopt",), words, cwd=ROOT)
     assert done.stderr.count("\n") == 1
@@ -153,7 +137,7 @@ def test_a_back_end_has_an_extra_of_its_own(tmp_path):
 @pytest.mark.full
 def test_a_calibrated_run_for_machines(tmp_path):
     """A real one, short: progress as JSON lines, one JSON at the end, the same figures in
-    report.json and the page.
+    report.json.
     """
     text = find_recipe(AUTO)[1]
     text = re.sub(r"candidates:\n( +- .*\n)+", "candidates: [bf16, NVFP4]\n", text)

@@ -8,10 +8,9 @@ Easy to get wrong: of a local folder nothing is known but what its user states.
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from ...checkpoints.record import Record
-from ...checkpoints.source import Source, file_sizes, is_repo_id, open_source
+from ...checkpoints.source import file_sizes, is_repo_id, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.frozen import frozen
 from ...recipes.model_file import shipped_path
@@ -71,20 +70,6 @@ def base_model_of(record: Record, named: str | None) -> BaseModel | None:
         f"`{named}`."
     )
     return BaseModel(name=named, is_proven=False, says=says)
-
-
-def refuse_unknown(source: Source) -> None:
-    """Refuse, before hours of work, a local source that a card could name no base model for.
-
-    Raises:
-        CheckpointError: it is a local folder, and no shipped model.
-    """
-    if (
-        source.mtp_source is not None and source.folder is not None
-    ):  # a block of another repository is no part of it
-        source = open_source(source.folder)
-    if source.revision == "local" and not _is_shipped(Path(source.where).name, file_sizes(source)):
-        raise unknown(source.where, f"the local folder {source.where}")
 
 
 def unknown(where: object, got: str) -> CheckpointError:

@@ -50,7 +50,6 @@ from keepmtp.validate.report.base_model import (
     NO_BASE_MODEL,
     base_model_of,
     refuse_no_id,
-    refuse_unknown,
 )
 from keepmtp.validate.report.card import portable, shortened
 from keepmtp.validate.report.card_metadata import front_matter, metadata_of, read_front_matter
@@ -817,21 +816,6 @@ def test_of_a_local_folder_the_author_is_asked(finetune, tmp_path):
     assert "base_model: me/Base" in text and "Stated by the author" in text
     assert card.verified_files(out)
     assert RELEASE not in text.partition("<details><summary>recipe.yaml")[0]
-
-
-@pytest.mark.full
-def test_all_asks_before_the_work(finetune, tmp_path):
-    """Hours before the card."""
-    with pytest.raises(
-        CheckpointError, match=r"got the local folder .*my-finetune\. Name it with --base-model"
-    ):
-        refuse_unknown(open_source(finetune))
-    refuse_unknown(open_source(reports.MODEL))
-    out = tmp_path / "out"
-    words = [KEEPMTP, "all", "tiny-glm4-moe", "--source", finetune, "--out", out]
-    assert "--base-model" in captured(words, status=2).stderr and not out.exists()
-    dry = captured([*words, "--base-model", "me/Base", "--dry-run"])
-    assert dry.stdout.splitlines()[-1].endswith("--base-model me/Base"), dry.stderr
 
 
 # --- Markdown -------------------------------------------------------------------------------------
