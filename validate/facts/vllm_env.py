@@ -13,7 +13,6 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -117,10 +116,6 @@ class VLLM:
             "build": self.build,
             "device": self.device,
         }
-
-    def as_dict(self) -> Json:
-        """For `keepmtp doctor --json`."""
-        return {**asdict(self), "python": str(self.python), "device": self.device}
 
 
 def find_vllm() -> VLLM:

@@ -133,5 +133,5 @@ def test_the_real_one_is_asked_without_importing_it(monkeypatch):
     ]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     assert [found.torch, found.transformers] == said
-    assert is_known(found.version) and found.as_dict()["version"] == found.version
+    assert is_known(found.version) and found.versions["vllm"] == found.version
     assert found.torch != version("torch") or found.python != Path(sys.executable)
