@@ -107,6 +107,12 @@ class FamilyView:
         """The part of config.json for the language model."""
         return language_config(self.config)
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head is the embedding."""
+        key = "tie_word_embeddings"
+        return bool(self.text_config.get(key, self.config.get(key)))
+
     def number(self, *keys: str) -> int:
         """The first of these keys that the language model's config has, a whole number; 0 where it
         has none.

@@ -89,8 +89,7 @@ def refuse_tables(recipe: Recipe, view: FamilyView, tensors: Iterable[TensorPlan
         roles.add((tensor.part, tensor.role))
         if tensor.scheme and is_table(tensor.place):
             packed.append(tensor)
-    is_tied = view.text_config.get("tie_word_embeddings", view.config.get("tie_word_embeddings"))
-    if is_tied or ("backbone", "head") not in roles:
+    if view.is_tied or ("backbone", "head") not in roles:
         for group in ("embedding", "head"):
             if recipe.backbone.get(group) in SCHEMES and ("backbone", "embedding") in roles:
                 raise RecipeError(

@@ -23,7 +23,7 @@ from ...checkpoints.dialects.gptq import Awq, Gptq
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.quark import Quark
 from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
-from ...checkpoints.stored import StoredWeight, scale_of
+from ...checkpoints.stored import OTHER_LEAVES, StoredWeight, scale_of
 from ...recipes.family import HFName, VLLMName
 from ...recipes.forms import FP8
 from ...recipes.frozen import Shape
@@ -307,6 +307,22 @@ def _cover_cure(view: StoredView, module: Module) -> str:
     return f"{cure}, or store the weight in BF16"
 
 
+def vectors_are_plain(runtime: RuntimeView) -> Objections:
+    """Biases, states and stacked experts without a scale are no FP8: M3."""
+    for entry in runtime.others:
+        place = runtime.placed.get(entry.name)
+        if entry.dtype not in FP8 or place is None or place.role in ("table", "vision"):
+            continue
+        if place.leaf in OTHER_LEAVES:
+            yield objection(
+                "form",
+                entry.name,
+                f"is {entry.dtype} without a scale, and vLLM holds it plain: {_EFFECT}",
+                "Copy it from the original release",
+                f"{place.part} {place.row.path}",
+            )
+
+
 def draft_head_is_excluded(runtime: RuntimeView) -> Objections:
     """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm
     #57532).
@@ -495,6 +511,7 @@ RULES = (
     fused_modules_are_uniform,
     stored_form_is_what_is_built,
     fused_shards_are_complete,
+    vectors_are_plain,
     draft_head_is_excluded,
     interleaved_rows_are_put_in_order,
     schemes_are_known,

@@ -11,6 +11,7 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
+from collections.abc import Collection
 
 from ...checkpoints.companions import INDEX
 from ...checkpoints.dialects.choose import Unquantized
@@ -23,7 +24,7 @@ from ...checkpoints.stored import (
     WEIGHT_LEAVES,
     StoredWeight,
 )
-from ...recipes.family import HFName, Part
+from ...recipes.family import HFName, Part, Role
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
@@ -35,6 +36,8 @@ _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _DIGITS = re.compile(r"[0-9]+")
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
+_ENDS = ("embedding", "norm", "state")
+_WHOLE_ROLES = ("dense_mlp", "shared_experts")
 _HALVES = ("mixer", "ffn")
 _MOST_LAYERS = 1000
 _OF_WEIGHTS = {*SCALE_LEAVES, *TRANSPOSED_LEAVES}
@@ -176,15 +179,22 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
         says = _NO_LAYER.format(view.num_layers)
         yield objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
-    for half in _HALVES:
+    for half in {half: None for halves in layers.values() for half in halves}:
         # The last layers first: an MTP layer that is as like an early one is of their kind.
         held_by = [layers["backbone", index][half] for index in sorted(held, reverse=True)]
         models = dict.fromkeys(frozenset(paths) for paths in held_by if paths)
+        drafts = [halves[half] for (part, _), halves in layers.items() if part == "mtp"]
         for (part, index), halves in layers.items():
             paths = halves[half]
             # Decoder layers of one family differ: one lacks something only if another one has all
             # that it has, and more.
-            gaps = [model - paths for model in models if part == "mtp" or paths < model]
+            is_mtp = part == "mtp" and half in _HALVES
+            gaps = [model - paths for model in models if is_mtp or paths < model]
+            if part == "backbone":
+                gaps += [model - paths for model in drafts if paths and paths < model]
+            if half not in _HALVES:
+                gaps = [gap for gap in gaps if paths and len(gap) == 1]
+            gaps += filter(None, [_siblings(runtime, paths) - paths])
             lacking = min(gaps, key=len, default=frozenset())
             rule = "layer-incomplete"
             cure = _AGAIN
@@ -221,6 +231,33 @@ def layers_have_known_names(runtime: RuntimeView) -> Objections:
     yield objection("names", where, says, cure)
 
 
+def _siblings(runtime: RuntimeView, paths: Collection[str]) -> set[str]:
+    """All projections of the feed-forward parts that a layer has one of."""
+    family = runtime.view.family
+    parts: dict[tuple[str, Role], set[str]] = defaultdict(set)
+    for row in (*family.block, *family.mtp_block):
+        if row.role in _WHOLE_ROLES and not row.stacked:
+            parts[row.path.rpartition(".")[0], row.role].add(row.path)
+    return set[str]().union(*[part for part in parts.values() if not part.isdisjoint(paths)])
+
+
+def ends_are_complete(runtime: RuntimeView) -> Objections:
+    """The embedding, the final norm and the head are there: E8."""
+    view = runtime.view
+    if runtime.is_draft_alone or runtime.strange_layers:
+        return  # another rule says that
+    for row in view.layout.top:
+        is_needed = row.role in _ENDS or (row.role == "head" and not view.is_tied)
+        if is_needed and row.in_every_layer and row.path not in runtime.placed:
+            yield objection(
+                "layer-incomplete",
+                row.path,
+                "is missing: vLLM raises, or leaves it uninitialised in silence",
+                _DOWNLOAD,
+                row.path,
+            )
+
+
 def counted_layers_are_there(view: StoredView) -> Objections:
     """The layers that config.json counts have tensors; without a family."""
     count = view.text_config.get("num_hidden_layers")
@@ -233,22 +270,27 @@ def counted_layers_are_there(view: StoredView) -> Objections:
 
 
 def _layers(runtime: RuntimeView) -> dict[tuple[Part, int], dict[str, set[str]]]:
-    """The parts of each layer's mixer, and of its feed-forward part, in any stored form."""
+    """The parts of each layer's mixer, of its feed-forward part, and of what only some layers have,
+    in any stored form.
+    """
     family = runtime.view.family
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
     # A layer that has one half has the other, with nothing in it.
     layers: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(
-        lambda: {half: set() for half in _HALVES}
+        lambda: defaultdict(set, {half: set() for half in _HALVES})
     )
     for place in runtime.placed.values():
         row = place.row
         if place.layer is None or (place.part == "mtp" and row.path in only_mtp):
             continue
-        # Within one family some layers have a compressor or an indexer, and others have none.
-        if not row.in_every_layer or ".compressor." in row.path or ".indexer." in row.path:
+        if not row.in_every_layer:
             continue
         is_ffn = place.role in _FFN_ROLES and not family.one_mixer
-        paths = layers[place.part, place.layer][_HALVES[is_ffn]]
+        half = _HALVES[is_ffn]
+        # Within one family some layers have a compressor or an indexer, and others have none.
+        if ".compressor." in row.path or ".indexer." in row.path:
+            half = row.path.rpartition(".")[0]
+        paths = layers[place.part, place.layer][half]
         if row.stacked:
             paths.update(row.unstacked)
         elif place.leaf in ("", *WEIGHT_LEAVES):
@@ -446,6 +488,7 @@ RULES = (
     mtp_glue_is_complete,
     layers_are_complete,
     layers_have_known_names,
+    ends_are_complete,
     experts_are_complete,
     scales_have_weights,
     names_are_known,

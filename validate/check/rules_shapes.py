@@ -57,10 +57,14 @@ def sides_are_those_of_config(runtime: RuntimeView) -> Objections:
         sides = runtime.view.sides(spot.place)
         if spot.place.leaf == "bias":
             sides = sides[:1]
-        wanted = tuple(side for _, side in sides)
-        if sides and 0 not in wanted and spot.shape != wanted:
-            says = ", ".join(f"{words}={side}" for words, side in sides)
-            yield _misshaped(runtime, spot, f"config.json says {says}")
+        elif spot.place.leaf != "weight":
+            continue
+        if len(sides) != len(spot.shape):
+            continue
+        for (words, side), own in zip(sides, spot.shape, strict=True):
+            if side not in (0, own):
+                yield _misshaped(runtime, spot, f"config.json says {words}={side}")
+                break
 
 
 def feed_forward_parts_fit(runtime: RuntimeView) -> Objections:

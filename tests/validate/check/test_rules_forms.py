@@ -755,6 +755,25 @@ def test_compare_what_is_always_plain(case, tmp_path):
 
 
 @rows(
+    "form",
+    case(
+        "a bias in FP8",
+        "glm fp8",
+        retype(r"model\.layers\.1\.self_attn\.q_proj\.bias", "F8_E4M3"),
+        where="model.layers.1.self_attn.q_proj.bias",
+    ),
+    case(
+        "a correction bias of the draft in FP8",
+        "released glm-4.7",
+        retype(r"model\.layers\.3\.mlp\.gate\.e_score_correction_bias", "F8_E4M3"),
+        where="model.layers.3.mlp.gate.e_score_correction_bias",
+    ),
+)
+def test_vectors_are_plain(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
     "draft-head",
     met(
         "F38 AutoRound's block takes the head",

@@ -205,6 +205,20 @@ def test_mtp_glue_is_complete(case, tmp_path):
         rename(r"(.*\.self_attn\.)q_b_proj(\..*)", r"\1q_proj\2"),
         found=[],
     ),
+    case(
+        "up of the only dense layer",
+        "glm nvfp4",
+        lose(r"model\.layers\.0\.mlp\.up_proj\..*"),
+        rule="layer-incomplete",
+        where="model.layers.0.mlp.up_proj.weight",
+    ),
+    case(
+        "one of an indexer's",
+        "glm-5 nvfp4",
+        lose(r"model\.layers\.1\.self_attn\.indexer\.wk\..*"),
+        rule="layer-incomplete",
+        where="model.layers.1.self_attn.indexer.wk.weight",
+    ),
 )
 def test_lacking(case, tmp_path):
     assert_found(case, tmp_path)
@@ -220,6 +234,17 @@ def test_lacking(case, tmp_path):
     ),
 )
 def test_layers_are_complete(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "layer-incomplete",
+    case("a norm", "glm fp8", lose(r"model\.norm\.weight"), where="model.norm"),
+    case("an embedding", "next fp8", lose(r"model\.embed_tokens\.weight"), where="model.embed"),
+    case("a head that is not tied", "glm nvfp4", lose(r"lm_head\.weight"), where="lm_head"),
+    case("a state", "dsv4 bf16", lose(r"hc_head_base"), where="hc_head_base"),
+)
+def test_ends_are_complete(case, tmp_path):
     assert_found(case, tmp_path)
 
 
