@@ -35,6 +35,7 @@ from ...recipes.forms import FORMS, NOT_COMPUTED
 from ...recipes.frozen import Advance, nowhere
 from ..facts.findings import Objections, objection
 from .reading import is_remote
+from .rules_values import block_again
 
 # Elements of a weight in which a transform is looked for: a vocabulary is not turned into F32
 # whole.
@@ -151,12 +152,15 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     elif ours.numel() <= _DESCRIBED and has_column_factors(ours.float(), original.float(), bound):
         severity = "warning"
         words = "each input channel has a factor of its own, as after AWQ or SmoothQuant"
+    cure = "Quantize this module again from the release"
+    if place.part == "mtp":
+        cure = block_again(own.where, release.where)
     yield _objection(
         "release",
         name,
         f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
         f"{bound:.0%}: {words}",
-        "Quantize this module again from the release",
+        cure,
         f"{kind} {words}",
         severity,
     )

@@ -109,10 +109,7 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
         place = next(filter(None, map(runtime.view.place, names)), None)
         if place is not None and place.role != "vision":
             tensors[name] = Tensor(runtime.source.entries[name], place, summary)
-    graft = (
-        f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --replace "
-        "--out NEW`"
-    )
+    graft = block_again(runtime.source.where)
     for tensor in tensors.values():
         cure = _REQUANTIZE
         if tensor.is_mtp:
@@ -141,6 +138,12 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
     yield from fused_scales_agree(tensors)
     yield from input_scales_are_measured(tensors)
     yield from norms_have_learned(runtime, tensors)
+
+
+def block_again(where: str, release: str = "RELEASE") -> str:
+    """The cure of a checkpoint whose MTP block has wrong values."""
+    words = shlex.join(["graft", where, "--from", release, "--replace", "--out", "NEW"])
+    return f"Run `keepmtp {words}`"
 
 
 def _not_finite(tensor: Tensor, cure: str) -> Objection:

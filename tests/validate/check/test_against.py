@@ -216,6 +216,19 @@ def test_compared_names_a_wrong_scale_of_a_real_output(written, tmp_path):
     assert found == [name.removesuffix("_scale")]
 
 
+def test_compared_names_the_command_that_puts_the_block_back(written, tmp_path):
+    """Of the MTP block; a module of the backbone is quantized again."""
+    release = MODELS / "tiny-glm4-moe"
+    folder = shutil.copytree(written, tmp_path / "broken")
+    block = opened(folder)
+    mtp = [name for name in block.mtp_names if name.endswith(".eh_proj.weight")]
+    poke(folder, mtp[0], 1e3)
+    findings = check_values(opened(folder), "scales", release=opened(release))
+    (found,) = (finding for finding in findings if finding.rule == "release")
+    command = f"keepmtp graft {folder} --from {release} --replace --out NEW"
+    assert (found.where, found.cure) == (mtp[0], f"Run `{command}`")
+
+
 @pytest.fixture
 def broken(written, tmp_path) -> tuple[Path, str]:
     """A checkpoint with a scale that is no number, and the scale's name."""
