@@ -163,7 +163,7 @@ picture: $(VENV)/.test
 families: $(VENV)/.test
 	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/support.py
 
-# Every row of docs/quality.md that is not there yet, each with its command; build/quality holds what was measured.
+# Every row of docs/quality.md that is not there yet; build/quality holds what was measured.
 quality: $(VENV)/.test
 	@$(VENV)/bin/python benchmarks/quality.py
 

@@ -15,7 +15,6 @@ SOURCES = house.sources()
 FOLDERS = (*house.FLOORS, "benchmarks", "docs", "models", "tests")
 # Tables of data keep their rows, one to a line. The formatter formats everything else.
 TABLES = (
-    "benchmarks/quality_rows.py",
     "models/train/problems.py",
     "recipes/runtimes/",
     "recipes/family.py",

@@ -20,10 +20,7 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
-from quality import recipe_text
-from quality_page import BEGIN, END, jackknife, short_table, tables
-from quality_plot import draw
-from quality_rows import ALL, rows_of
+from quality import BEGIN, END, ROWS, jackknife, recipe_text, written
 from safetensors.torch import load_file, save_file
 from seeds import seeded
 from tables import table
@@ -122,24 +119,18 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
 # --- the page -------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_rows_of_the_target_and_says_what_the_figures_say():
+def test_the_page_has_the_rows_and_says_what_the_figures_say():
     """Another row, or another figure, is another run of `make quality`. Every row is a recipe and
     has its base.
     """
     figures = json_of(ROOT / "docs" / "quality.json")
-    assert [*figures["models"]] == [*ALL]
-    for model, found in figures["models"].items():
-        rows = rows_of(model)
-        keys = [row.key for row in rows]
-        assert [*found["rows"]] == ["release", *keys] and len({*keys}) == len(keys)
-        for row in rows:
-            recipe = Recipe.model_validate(yaml.safe_load(recipe_text(row, model)))
-            assert recipe.variant == row.key and (recipe.calibration or not row.peer)
-            assert row.base in ("", *keys)
-    for name, text in (("quality.md", short_table(figures)), ("quality_rows.md", tables(figures))):
-        page = (ROOT / "docs" / name).read_text()
-        assert text == page[page.index(BEGIN) : page.index(END) + len(END)]
-    assert draw(figures) == (ROOT / "docs" / "quality.svg").read_text()
+    assert [*figures["rows"]] == ["release", *ROWS]
+    for key, row in ROWS.items():
+        recipe = Recipe.model_validate(yaml.safe_load(recipe_text(key, row)))
+        assert recipe.variant == key and (recipe.calibration or not row.is_peers)
+        assert row.base in ("", *ROWS)
+    page = (ROOT / "docs" / "quality.md").read_text()
+    assert written(figures) == page[page.index(BEGIN) : page.index(END) + len(END)]
 
 
 def test_an_interval_is_that_of_many_texts():

@@ -23,7 +23,7 @@ import random
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -91,28 +91,26 @@ def passages(split: Split) -> tuple[str, ...]:
     return tuple(found)
 
 
-def build_tokenizer(*, seed: int, texts: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the training side, or on other texts; `seed` changes nothing,
-    because all of the text is used.
+def build_tokenizer(*, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the training side; `seed` changes nothing, because all of the text
+    is used.
     """
     del seed
     return trained(
-        texts or passages("train"),
+        passages("train"),
         vocab_size=VOCAB_SIZE,
         words=pre_tokenizers.ByteLevel(add_prefix_space=False),
     )
 
 
-def batches(
-    tokenizer: PreTrainedTokenizerFast, *, seed: int, texts: Sequence[str] = ()
-) -> Iterator[Batch]:
-    """Endless stream: passages, or other texts, in a new order each round, each closed with
-    `<eos>`, cut every `SEQUENCE_LENGTH` tokens.
+def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
+    """Endless stream: passages in a new order each round, each closed with `<eos>`, cut every
+    `SEQUENCE_LENGTH` tokens.
 
     Every token has a weight of 1.
     """
     rng = random.Random(seed)
-    encoded = [[*tokenizer.encode(passage), EOS_ID] for passage in texts or passages("train")]
+    encoded = [[*tokenizer.encode(passage), EOS_ID] for passage in passages("train")]
     num_tokens = BATCH_SIZE * SEQUENCE_LENGTH
     left: list[int] = []
     while True:

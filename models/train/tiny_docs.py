@@ -35,13 +35,12 @@ EMBEDDING_STD = 0.5
 OUTLIER_FACTOR = 16
 
 
-def build_config(width: int = 256) -> Glm4MoeConfig:
-    """The sizes of tiny-glm4-moe but for the dense layer and the vocabulary, or these at another
-    width; multiples of 128 for the same reason.
+def build_config() -> Glm4MoeConfig:
+    """The sizes of tiny-glm4-moe but for the dense layer and the vocabulary; multiples of 128 for
+    the same reason.
     """
     config = tiny_glm4_moe.build_config()
-    config.vocab_size, config.hidden_size, config.intermediate_size = VOCAB_SIZE, width, 2 * width
-    config.num_attention_heads, config.moe_intermediate_size = width // 64, width // 2
+    config.vocab_size, config.intermediate_size = VOCAB_SIZE, 512
     config.pad_token_id, config.bos_token_id, config.eos_token_id = PAD_ID, BOS_ID, EOS_ID
     return config
 

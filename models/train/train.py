@@ -2,9 +2,8 @@
 measure it.
 
     python models/train/train.py tiny-glm4-moe --out out/tiny-glm4-moe
-    python models/train/train.py tiny-docs --width 384 --seed 1 --text docs.jsonl code.jsonl
 
-In: a model name, or tiny-docs with another width and other texts, one `{"text": ...}` a line. Out: a checkpoint folder (config, tokenizer, sharded BF16 safetensors with an
+In: a model name. Out: a checkpoint folder (config, tokenizer, sharded BF16 safetensors with an
 index) and `training.json` with the figures `measure.py` finds on the files. Target and MTP block
 are trained together:
 
@@ -21,7 +20,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -68,9 +67,6 @@ def run(
     stop_after: int,
     seed: int,
     threads: int,
-    device: torch.device,
-    width: int | None = None,
-    texts: Sequence[str] = (),
 ) -> None:
     """Train, export to `<out>.partial`, measure what was written, then give the folder its name.
 
@@ -82,27 +78,22 @@ def run(
     partial.mkdir(parents=True)
     family = MODELS[name]
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(device.type == "cpu")
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
 
-    text: dict[str, Any] = {"seed": seed} | ({"texts": texts} if texts else {})
-    tokenizer = family.TEXT.build_tokenizer(**text)
-    config = family.build_config(**({"width": width} if width else {}))
-    if device.type != "cpu":  # a GPU's grouped products take no F32 weights everywhere
-        config._experts_implementation = "eager"
+    tokenizer = family.TEXT.build_tokenizer(seed=seed)
     started = time.monotonic()
-    with torch.device(device):
-        target = family.build_target(config)
-        mtp = family.build_mtp(target.config)
-        _init_matrices(mtp, std=target.config.initializer_range)
-        _train(
-            family,
-            target=target,
-            mtp=mtp,
-            batches=family.TEXT.batches(tokenizer, **text),
-            num_steps=num_steps,
-            stop_after=stop_after,
-        )
+    target = family.build_target(family.build_config())
+    mtp = family.build_mtp(target.config)
+    _init_matrices(mtp, std=target.config.initializer_range)
+    _train(
+        family,
+        target=target,
+        mtp=mtp,
+        batches=family.TEXT.batches(tokenizer, seed=seed),
+        num_steps=num_steps,
+        stop_after=stop_after,
+    )
     seconds = time.monotonic() - started
 
     tensors = family.to_disk(target, mtp)
@@ -280,15 +271,7 @@ def _main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="part of what makes a run repeatable (default 1)"
     )
-    parser.add_argument("--width", type=int, help="of tiny-docs: its hidden size, 256 by itself")
-    parser.add_argument(
-        "--text", type=Path, nargs="+", help="JSON lines that tiny-docs reads in place of its own"
-    )
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args()
-    if args.model != "tiny-docs" and (args.width or args.text):
-        parser.error(f"--width, --text: only tiny-docs has them; got {args.model}. Leave them out.")
-    lines = (line for path in args.text or () for line in path.read_text().splitlines())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     out = args.out or Path("out") / args.model
     stop = args.stop_after or args.steps
@@ -299,9 +282,6 @@ def _main() -> None:
         stop_after=stop,
         seed=args.seed,
         threads=args.threads,
-        device=args.device,
-        width=args.width,
-        texts=[json.loads(line)["text"] for line in lines],
     )
 
 
