@@ -16,7 +16,7 @@ from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
 from .options import AtLeastOneOrNone, KOption, OriginalOption, ServeOptions
-from .tables import answer, tell
+from .tables import answer
 
 if TYPE_CHECKING:
     from ..recipes.protocol import Evaluation
@@ -80,7 +80,6 @@ def evaluate(
     source: OriginalOption = None,
     recipe: str | None = None,
     plain: bool = True,
-    run_model_code: bool = False,
 ) -> None:
     """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
     under one protocol each.
@@ -110,7 +109,7 @@ def evaluate(
 
     session = Session("eval", "gsm8k", served, context.args, source)
     from ..recipes.find import find_recipe
-    from ..validate.measure import model_code, tasks  # lm-eval is known to be there
+    from ..validate.measure import tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on
 
     if recipe is not None:
@@ -123,12 +122,9 @@ def evaluate(
             session.record, cure="Name a recipe with --recipe", where=where
         )
     protocols = protocol.of(evaluations)
-    runs_code = any(TASKS[asked.task].runs_code for asked in protocols)
-    if run_model_code and runs_code and not model_code.fence():
-        tell(model_code.OPEN)
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
-    questions = [tasks.questions_of(asked, runs_code=run_model_code) for asked in protocols]
+    questions = [tasks.questions_of(asked) for asked in protocols]
     extra = tuple(context.args)
     for asked in protocols:
         tasks.refuse_model(session.opened, asked, extra, is_original=False)

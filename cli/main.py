@@ -70,6 +70,7 @@ WENT: Mapping[str, str] = {
     "where": "Name the folder: keepmtp quantize MODEL --out FOLDER",
     "report": "Use keepmtp card PATH, which writes its page too",
     "check --html": "Use keepmtp check PATH --json, or --record and then keepmtp card PATH",
+    "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
     "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
     "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
 }

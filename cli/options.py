@@ -13,8 +13,6 @@ Attributes:
     tps: Tensor-parallel size of the dry load; may be repeated.
     as_json: Print JSON for machines instead of words and tables.
     dry_run: Say what would be done, and stop.
-    run_model_code: Tasks such as humaneval may run what the model writes: in bubblewrap, or with
-        your rights without it.
     source: What it was made from, folder or Hub id; default: what its keepmtp.json names, if that
         is a folder here. `none`: nothing is compared.
 """

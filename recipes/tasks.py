@@ -24,7 +24,6 @@ TaskName = Literal[
     "gsm8k_platinum",
     "mmlu_pro",
     "ifeval",
-    "humaneval",
     "gpqa_diamond",
     "math500",
     "aime24",
@@ -39,8 +38,6 @@ class TaskRow:
 
     # The task's file, below lm-eval's folder of tasks, without ".yaml".
     file: str = ""
-    # The file, where another one asks through a chat template.
-    chat_file: str = ""
     # The dataset's repository, and `subset` in it.
     hub: str
     subset: str | None = None
@@ -62,15 +59,6 @@ class TaskRow:
     max_shots: int | None = 0
     # The column that is filled only in rows that are shots; "" where each row may be one.
     shown_by: str = ""
-    # Answers are programs, and are run.
-    runs_code: bool = False
-
-    def lm_eval_file(self, api: str, group: str = "") -> str:
-        """The file's name for one way to ask, and for one sub-task."""
-        file = self.file
-        if self.chat_file and api == "chat":
-            file = self.chat_file
-        return file.format(group)
 
 
 _RAW = load_shipped(Path(__file__).with_suffix(".yaml"))

@@ -63,9 +63,8 @@ def asked(monkeypatch) -> list[Evaluation]:
     """The protocols whose questions are looked for; then nothing more is done."""
     seen = []
 
-    def noted(protocol: Evaluation, *, runs_code: bool) -> None:
+    def noted(protocol: Evaluation) -> None:
         seen.append(protocol)
-        assert runs_code == (protocol.task == "humaneval")
 
     def stop(*_, **__):
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
@@ -82,7 +81,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
         "",
         "--limit 50 -k 1 --concurrency 4 --seed 7 --max-tokens 64 --shots 2",
         "--dataset hub --task gsm8k_platinum --api chat",
-        "--task humaneval --run-model-code",
+        "--task ifeval",
     ):
         refusal(checkpoint, "--source", GLM, words)
     changed = {"limit": 50, "k": 1, "concurrency": 4, "seed": 7, "max_tokens": 64, "shots": 2}
@@ -91,7 +90,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
         own,
         own.model_copy(update=changed),
         own.model_copy(update=other),
-        Evaluation(task="humaneval", k=2),  # another task is asked as that task is
+        Evaluation(task="ifeval", k=2),  # another task is asked as that task is
     ]
 
 
@@ -101,18 +100,6 @@ def test_tool_calls_are_asked_with_prefix_caching_too_unless_it_is_switched_off(
     assert protocol == Evaluation(task="tool-calls", k=2, concurrency=8) and protocol.prefix_caching
     (protocol,) = ProtocolOptions(task="tool-calls", prefix_caching=False).of(recipe)
     assert not protocol.prefix_caching
-
-
-@cases
-def test_programs_that_nothing_contains_are_announced(
-    fence, is_said, checkpoint, asked, monkeypatch
-):
-    """And only where some are run: GSM8K has none."""
-    monkeypatch.setattr("keepmtp.validate.measure.model_code.fence", lambda: fence)
-    for task, runs in (("humaneval", is_said), ("gsm8k", False)):
-        words = ["eval", str(checkpoint), "--source", str(GLM), "--task", task]
-        said = " ".join(CliRunner().invoke(app, [*words, "--run-model-code"]).stderr.split())
-        assert ("with your rights, files and network" in said) == runs
 
 
 def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, asked):

@@ -8,8 +8,7 @@ rows that are given in place of those it would download; between its two ends th
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed
 request as an empty answer. Here its tasks get recorded answers. And files of tasks name Python
-functions, and to import those may download something: IFEval's wants NLTK's data, HumanEval's a
-program from the Hub that runs code (`model_code.py` is in its place).
+functions, and to import those may download something: IFEval's wants NLTK's data.
 """
 
 import hashlib
@@ -25,7 +24,6 @@ from importlib.metadata import version
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lm_eval.tasks
 import pyarrow
@@ -39,7 +37,6 @@ from ...recipes.frozen import Json, frozen, without
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from ..facts.evaluated import ScoreFact, score_of
-from . import model_code
 from .dataset import Row, Rows, read_rows
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
@@ -53,8 +50,7 @@ class Question:
     """One request.
 
     Attributes:
-        prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to
-            be continued.
+        prompt: a text, or for chat a JSON list of messages.
         stop: words that end an answer.
     """
 
@@ -98,19 +94,18 @@ class Questions:
         return json.loads(prompt) if self.protocol.api == "chat" else prompt
 
 
-def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
+def questions(protocol: Evaluation) -> Questions:
     """Read the dataset and let lm-eval build every request.
 
     Args:
         protocol: which task, and how it is asked.
-        runs_code: whether the user lets programs run that a model wrote.
 
     Raises:
         RecipeError: a task that cannot be scored here, no such dataset, a row that lm-eval cannot
             read or score, or too few rows for the shots.
     """
     row = TASKS[protocol.task]
-    _refuse_task(protocol, runs_code=runs_code)
+    _refuse_task(protocol)
     with _quiet():
         try:
             tasks, rows = _open_tasks(protocol)
@@ -128,8 +123,7 @@ def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
                 fewshot_as_multiturn=True,
                 chat_template=_as_json,
             )
-        if not row.runs_code:
-            _refuse_unscored(protocol, tasks)
+        _refuse_unscored(protocol, tasks)
     requests: list[Any] = [*chain.from_iterable(task.instances for task in tasks)]
     items = []
     for request in requests:
@@ -174,26 +168,16 @@ def scores(
     return tuple([score_of(name, values, num) for name, values in right.items()]), right
 
 
-def _refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
+def _refuse_task(protocol: Evaluation) -> None:
     """Refuse what cannot be scored here, before anything is read or started."""
-    row = TASKS[protocol.task]
-    where = f"evaluation.task {protocol.task}"
-    if row.runs_code and not runs_code:
-        raise RecipeError(
-            where,
-            "runs the programs that the model writes, so the command line must allow it",
-            got="no --run-model-code",
-            cure="Add --run-model-code: only bubblewrap keeps them from your files and network "
-            "(docs/tasks.md)",
-        )
-    if "nltk" in row.packages:
+    if "nltk" in TASKS[protocol.task].packages:
         import nltk
 
         try:  # lm-eval would download it while it imports, or fail on an answer hours later
             nltk.data.find("tokenizers/punkt_tab")
         except LookupError as error:
             raise RecipeError(
-                where,
+                f"evaluation.task {protocol.task}",
                 "needs NLTK's punkt_tab, which tells sentences apart",
                 got="no punkt_tab",
                 cure="Run python -m nltk.downloader punkt_tab",
@@ -253,7 +237,7 @@ def _config(protocol: Evaluation, group: str = "") -> Json:
     """
     row = TASKS[protocol.task]
     name = group.replace(" ", "_")
-    path = Path(lm_eval.tasks.__path__[0], f"{row.lm_eval_file(protocol.api, name)}.yaml")
+    path = Path(lm_eval.tasks.__path__[0], f"{row.file.format(name)}.yaml")
     if group and not (name.isidentifier() and path.is_file()):
         raise RecipeError(
             f"evaluation.dataset {protocol.dataset_name}",
@@ -265,12 +249,7 @@ def _config(protocol: Evaluation, group: str = "") -> Json:
         from langdetect import DetectorFactory
 
         DetectorFactory.seed = 0  # without one it guesses otherwise each time
-    if not row.runs_code:
-        return load_yaml(path)
-    # HumanEval's module calls it as it is imported. No other needs `evaluate`, whose import takes
-    # nine seconds: it brings all of transformers' pipelines.
-    with mock.patch("evaluate.load", model_code.load):
-        return load_yaml(path)
+    return load_yaml(path)
 
 
 def _task(protocol: Evaluation, config: Json, rows: Rows) -> ConfigurableTask:
@@ -344,9 +323,7 @@ def _refuse_unscored(protocol: Evaluation, tasks: Sequence[ConfigurableTask]) ->
 
 
 def _as_json(chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """Messages as they are: the server applies its template, and goes on where the last one is an
-    assistant's.
-    """
+    """Messages as they are: the server applies its template."""
     return json.dumps(chat_history)
 
 

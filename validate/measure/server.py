@@ -154,8 +154,7 @@ class Server:
         ended (length where it was cut), and its tokens.
 
         Args:
-            prompt: text or messages. Where the last message is an assistant's, the answer goes on
-                with it.
+            prompt: text or messages.
             timeout: seconds.
             asked: further fields of the request.
 
@@ -168,8 +167,6 @@ class Server:
         if not isinstance(prompt, str):
             path = "/v1/chat/completions"
             sent = {"messages": list(prompt), **asked}
-            if prompt[-1]["role"] == "assistant":
-                sent |= {"add_generation_prompt": False, "continue_final_message": True}
         reply = self.post(path, sent, AnswerReply, timeout=timeout)
         (choice,) = reply.choices
         text = choice.message.content if choice.message else choice.text

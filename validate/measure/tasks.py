@@ -36,11 +36,9 @@ from .server import Server
 from .store import Answer, AnswersHeader, open_lines
 
 _LEAST_SECONDS = 600.0
-# vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five.
-MOST_STOPS = 4
 
 
-def questions_of(protocol: Evaluation, *, runs_code: bool) -> Questions:
+def questions_of(protocol: Evaluation) -> Questions:
     """All that is asked under a protocol.
 
     Raises:
@@ -48,7 +46,7 @@ def questions_of(protocol: Evaluation, *, runs_code: bool) -> Questions:
     """
     if protocol.calls_tools:
         return conversations(protocol)
-    return lm_eval_task.questions(protocol, runs_code=runs_code)
+    return lm_eval_task.questions(protocol)
 
 
 def refuse_model(
@@ -171,7 +169,7 @@ def _is_asked(model: Model, questions: Questions) -> bool:
 
 
 def _answer(server: Server, questions: Questions, number: int) -> Answer:
-    """One answer, ended at the stop words that the server was not given."""
+    """One answer."""
     protocol = questions.protocol
     run, at = divmod(number, len(questions.items))
     item = questions.items[at]
@@ -179,18 +177,13 @@ def _answer(server: Server, questions: Questions, number: int) -> Answer:
         "max_tokens": protocol.max_tokens,
         "temperature": protocol.temperature,
         "seed": protocol.seed + run,
-        "stop": list(item.stop[:MOST_STOPS]),
+        "stop": list(item.stop),
     }
     if protocol.top_p != 1.0:
         asked["top_p"] = protocol.top_p
     # Ten minutes, and a second for each token.
     timeout = _LEAST_SECONDS + protocol.max_tokens
     text, reason, num_tokens = server.answer(questions.sent(number), timeout=timeout, **asked)
-    # What follows a further stop word was generated, so its tokens count, and is no answer.
-    for word in item.stop[MOST_STOPS:]:
-        text, found, _ = text.partition(word)
-        if found:
-            reason = "stop"
     return Answer(
         question=number,
         prompt_sha256=sum_of(item.prompt),

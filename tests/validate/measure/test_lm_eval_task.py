@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -72,13 +71,11 @@ def asked(
     task: str,
     folder: Path,
     rows: list[Any] | None = None,
-    *,
-    runs_code: bool = True,
     **protocol: Any,
 ) -> Questions:
     path = write(folder / f"{task}.jsonl", TASK_ROWS[task]["rows"] if rows is None else rows)
     fixed = {"dataset": str(path), "shots": 1 if task == "mmlu_pro" else 0, "repeats": 1}
-    return questions(Evaluation(task=task, **(fixed | protocol)), runs_code=runs_code)
+    return questions(Evaluation(task=task, **(fixed | protocol)))
 
 
 def answers(found: Questions) -> list[str]:
@@ -114,22 +111,6 @@ class Answering(LM):
     loglikelihood_rolling = loglikelihood
 
 
-class _Trusting:
-    """What `evaluate.load("code_eval")` would fetch from the Hub, without its safeguards: these
-    programs are ours.
-    """
-
-    def compute(
-        self, references: list[str], predictions: list[list[str]], k: list[int]
-    ) -> tuple[dict, None]:
-        right = []
-        for test, (program,) in zip(references, predictions, strict=True):
-            with suppress(AssertionError):
-                exec(f"{program}\n{test}", {})
-                right.append(True)
-        return {"pass@1": len(right) / len(references)}, None
-
-
 @pytest.fixture(scope="module")
 def lm_evals(tmp_path_factory, punkt) -> dict[str, tuple[dict, list[str]]]:
     """simple_evaluate() by the tasks' own names; only its downloads are replaced, by the files.
@@ -149,10 +130,8 @@ def lm_evals(tmp_path_factory, punkt) -> dict[str, tuple[dict, list[str]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lm_eval.api.task.datasets.load_dataset", from_file)
-        patch.setattr("evaluate.load", lambda _: _Trusting())
         patch.setattr(logging.getLogger("lm_eval"), "level", logging.ERROR)
-        sys.modules.pop("lm_eval.tasks.humaneval.utils", None)
-        homes = {TASKS[task].lm_eval_file("chat").rpartition("/")[0] for task in REFERENCES}
+        homes = {TASKS[task].file.rpartition("/")[0] for task in REFERENCES}
         manager = TaskManager(
             include_path=[str(Path(lm_eval.tasks.__path__[0]) / home) for home in homes],
             include_defaults=False,
@@ -172,13 +151,11 @@ def lm_evals(tmp_path_factory, punkt) -> dict[str, tuple[dict, list[str]]]:
                 bootstrap_iters=10,
                 random_seed=SEED,
                 task_manager=manager,
-                confirm_run_unsafe_code=True,
             )
             found |= {
                 task: (results["results"][name], model.prompts[task])
                 for task, name in names.items()
             }
-        sys.modules.pop("lm_eval.tasks.humaneval.utils", None)
     return found
 
 
@@ -238,22 +215,11 @@ def test_runs_that_are_sampled_pair_by_question(tmp_path):
     assert pair.low < low < 3 / 12 < high < pair.high
 
 
-def test_a_continued_answer_ends_with_the_assistants_turn(tmp_path):
-    """HumanEval's instruct form begins the answer; the server is asked to go on with it."""
-    turns = asked("humaneval", tmp_path).sent(0)
-    assert [turn["role"] for turn in turns] == ["user", "assistant"]
-    assert turns[-1]["content"].startswith(
-        "Here is the completed function:\n```python\ndef plus_0(a):"
-    )
-    text = asked("humaneval", tmp_path, api="completions").items[0]
-    assert text.prompt.startswith("def plus_0(a):") and text.stop[:2] == ("\nclass", "\ndef")
-
-
 def test_the_documentation_lists_every_task_as_it_is_asked():
     text = (ROOT / "docs" / "tasks.md").read_text()
     for task, row in TASKS.items():
         protocol = Evaluation(task=task)
-        path = row.lm_eval_file(protocol.api, "SUBJECT" * (task == "mmlu_pro"))
+        path = row.file.format("SUBJECT" * (task == "mmlu_pro"))
         asked = [f"{protocol.shots} shots"] * bool(protocol.shots)
         asked += [{"chat": "chat", "completions": "text"}[protocol.api]]
         asked += [f"{protocol.max_tokens:,} tokens"]
@@ -326,11 +292,6 @@ def refusal(task: str, folder: Path, *rows: list[Any], **protocol: Any) -> str:
     message = str(caught.value)
     assert "; got " in message and message.endswith("."), message
     return message
-
-
-def test_code_runs_only_where_the_command_line_says_so(tmp_path):
-    message = refusal("humaneval", tmp_path, runs_code=False)
-    assert "no --run-model-code. Add --run-model-code" in message
 
 
 def test_a_dataset_that_cannot_be_used(tmp_path):

@@ -3,7 +3,6 @@ twice.
 """
 
 import time
-from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.measure.tasks import work_of
-from task_rows import TASK_ROWS
 from vllms import H100
 
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
@@ -181,20 +179,3 @@ def test_runs_that_are_sampled_are_asked_with_seeds_of_their_own(ask, tmp_path):
     seeds = sorted(each["seed"] for each in requests)
     assert seeds == [asked.protocol.seed] * NUM + [asked.protocol.seed + 1] * NUM
     assert score(asked, samples)[0] == pytest.approx(1 - 3 / NUM)
-
-
-def test_an_answer_that_lm_eval_begins_is_continued(ask, tmp_path):
-    """HumanEval's instruct form ends with the assistant's own words."""
-    path = tmp_path / "rows.jsonl"
-    put_lines(path, TASK_ROWS["humaneval"]["rows"])
-    found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
-    answers = defaultdict(lambda: "    return 1\nprint(2)\nclass")
-    with answering(answers, tmp_path / "log") as (server, requests):
-        samples = ask(server, found)
-    said = {(each.text, each.finish_reason) for each in samples.lines.values()}
-    assert said == {("    return 1", "stop")}
-    for request in requests:
-        # vLLM takes no more; ours ends it at the others.
-        assert len(request["stop"]) == 4 < len(found.items[0].stop)
-        assert request["messages"][-1]["role"] == "assistant"
-        assert request["continue_final_message"] and not request["add_generation_prompt"]
