@@ -28,10 +28,10 @@
 #   make cuda-wheel [GPU="sm90 sm100"]   verdict and kernels of vLLM's whole CUDA wheel (8 GB) against the dry load's stubs
 #   make follow VLLM=0.34.0 [SINCE=0.33.0]   what another vLLM changes: cited files, answers, families, the corpus
 #   make newest [TRANSFORMERS=5.24.0]   calibration under the newest transformers, which llm-compressor does not ask for
-#   make picture      docs/check.svg, the README's table of families, docs/sglang.md
+#   make picture      docs/check.svg, the README's table of families, docs/tables/sglang.md
 #   make dist         sdist and wheel in dist/, checked
-#   make families     docs/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
-#   make heads        docs/heads.md: where vLLM loads a packed head or embedding
+#   make families     docs/tables/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
+#   make heads        docs/tables/heads.md: where vLLM loads a packed head or embedding
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
@@ -136,7 +136,7 @@ lint: $(VENV)/.test
 measure: $(VENV)/.base
 	@$(VENV)/bin/python benchmarks/house.py --places
 
-# What another vLLM changes: cited files, answers, families, the corpus; writes docs/versions.md.
+# What another vLLM changes: cited files, answers, families, the corpus; writes docs/tables/versions.md.
 follow: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(if $(VLLM),,$(error VLLM: must be the version to look at, as VLLM=0.34.0; got none))
 	@$(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")

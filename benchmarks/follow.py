@@ -3,7 +3,7 @@
     make follow VLLM=0.34.0 [SINCE=0.33.0]
 
 In: a version, and one that is known; the Python of both is fetched once. Out: on the terminal what
-no longer holds, and docs/versions.md, which family loads in which version:
+no longer holds, and docs/tables/versions.md, which family loads in which version:
 
 - files of vLLM that this tree cites, and that differ, each with the place that cites it;
 - what vLLM answers otherwise when it is asked (`benchmarks/ask_vllm.py` writes the answers down);
@@ -45,7 +45,7 @@ from releases import MODELS
 ROOT = Path(__file__).parent.parent
 GPU = "sm90"
 KEPT = ROOT / "build" / "follow"
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "tables" / "versions.md"
 CITING = ("*.py", "*.yaml", "*.toml")
 _CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.py\b")
 DEFECT = "vllm-defect"
@@ -218,7 +218,7 @@ def dry_load_hash() -> str:
 def versions_page(
     cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]], page: str
 ) -> str:
-    """docs/versions.md, of the versions whose answers are kept; `page` is what it was."""
+    """docs/tables/versions.md, of the versions whose answers are kept; `page` is what it was."""
     numbers, lines = dict[str, int](), list[str]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():

@@ -65,7 +65,7 @@ def test_links_to_files_become_their_text(readme, shown):
 
 
 def test_links_in_the_docs_lead_somewhere():
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
 

@@ -8,7 +8,7 @@ computes with its own: many fill a head of their own before they are given the t
 
 Source: vLLM 0.32.0 and 0.33.0 layers/vocab_parallel_embedding.py, layers/quantization/
 {modelopt,compressed_tensors/compressed_tensors}.py, compressed_tensors_embedding.py; the classes
-that the family files name. Seen in dry loads of every family (docs/heads.md).
+that the family files name. Seen in dry loads of every family (docs/tables/heads.md).
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """A packed embedding or head: which families, forms, dialects and versions of vLLM take one.
 
-    make heads        loads all of them, and writes docs/heads.md
+    make heads        loads all of them, and writes docs/tables/heads.md
 
 In: a model, the group, its word, a dialect. Out: what keepmtp writes, or its refusal; and what vLLM
 says of it on pretended GPUs.
@@ -38,7 +38,7 @@ FORMS = {
     "embedding": ("W8A16", "W4A16"),
 }
 VERSIONS = ("0.32.0", "0.33.0")
-DOCS = ROOT / "docs" / "heads.md"
+DOCS = ROOT / "docs" / "tables" / "heads.md"
 # What all else is: of modelopt's words the one that experts have too.
 _REST: dict[Format, str] = {"compressed-tensors": "FP8_DYNAMIC", "modelopt": "NVFP4A16"}
 _PLAIN = ("", "")

@@ -1,7 +1,7 @@
 """Which MTP drafts vLLM builds and loads: every family, released and quantized, in two dialects, on
 pretended GPUs.
 
-    make matrix        runs all of it and writes docs/matrix.md
+    make matrix        runs all of it and writes docs/tables/matrix.md
 
 In: the layouts of tests/helpers/layouts and tests/helpers/releases. Out: a cell for each
 checkpoint, GPU and TP size: "loads", "loads with cures" (keepmtp's, of vLLM's own defects) and what
@@ -35,7 +35,7 @@ SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alik
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
 COLUMNS = ("sm90", "sm100", "sm120")  # sm89 has a section in docs/dryload.md
-DOCS = ROOT / "docs" / "matrix.md"
+DOCS = ROOT / "docs" / "tables" / "matrix.md"
 LOADS, CURED = "loads", "loads with cures"
 Cells = dict[tuple[str, str, str, int], str]
 """(model, variant, GPU, TP) -> LOADS, CURED and why not without, or why not."""

@@ -2,7 +2,7 @@
 
     make picture       writes docs/check.svg and the rows between the markers in README.md
 
-In: the shipped Qwen3.5 model, the family tables, the recipes, docs/matrix.md and transformers'
+In: the shipped Qwen3.5 model, the family tables, the recipes, docs/tables/matrix.md and transformers'
 lists of classes. Out: the same bytes on every machine: a fixed width, a fixed id, and no font that
 a browser would have to fetch.
 """
@@ -33,7 +33,7 @@ from twins import broken
 README, PICTURE, MATRIX = (
     ROOT / "README.md",
     ROOT / "docs" / "check.svg",
-    ROOT / "docs" / "matrix.md",
+    ROOT / "docs" / "tables" / "matrix.md",
 )
 MARKERS = "<!-- families -->", "<!-- end of families -->"
 COLUMNS = 118
@@ -150,7 +150,7 @@ def table() -> str:
 
 
 def _loads(model_type: str) -> tuple[int, int]:
-    """How many cells of docs/matrix.md say so of what keepmtp writes, over all models of the
+    """How many cells of docs/tables/matrix.md say so of what keepmtp writes, over all models of the
     family; and all cells.
     """
     rows = re.findall(

@@ -1,4 +1,4 @@
-"""docs/sglang.md: which outputs of keepmtp resolve in SGLang too, and why the others cannot.
+"""docs/tables/sglang.md: which outputs of keepmtp resolve in SGLang too, and why the others cannot.
 
     make picture    writes it
 
@@ -19,7 +19,7 @@ from keepmtp.recipes.family_view import FamilyView, Place
 from keepmtp.recipes.runtimes.sglang import VERSION, sglang_spelling
 from keepmtp.recipes.schemes import SCHEMES
 
-DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
+DOCS = Path(__file__).parents[2] / "docs" / "tables" / "sglang.md"
 PAIRS = {
     "compressed-tensors": (
         ("NVFP4", "bf16"),

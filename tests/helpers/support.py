@@ -1,7 +1,7 @@
 """Which families can be calibrated, found by trying: the data of `keepmtp ls families`, and
-docs/families.md.
+docs/tables/families.md.
 
-    make families       writes recipes/calibrated_families.json and the table in docs/families.md
+    make families       writes recipes/calibrated_families.json and the table in docs/tables/families.md
 
 In: the fixture of every release that has a recipe, tiny and without weights. Out: the same bytes on
 every machine.
@@ -20,14 +20,14 @@ from keepmtp.recipes.families import SUPPORT_FILE
 from releases import source_layout, write_checkpoint
 from shipped import shipped_recipes
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "tables" / "families.md"
 _HEAD = """\
 # Families
 
 What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make families` writes this
 table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
 is bound to them. Proof says how it is known that the draft which calibration runs is vLLM's:
-[mtp.md](mtp.md#how-a-draft-was-proven) has the words. Which families take a packed head or embedding:
+[mtp.md](../mtp.md#how-a-draft-was-proven) has the words. Which families take a packed head or embedding:
 [heads.md](heads.md).
 
 | family | plan | check | calibrate backbone | calibrate MTP | proof |
@@ -59,7 +59,7 @@ def _in_words(refusal: KeepMTPError, plan: Plan) -> str:
 
 
 def page() -> str:
-    """docs/families.md, and below the table why not."""
+    """docs/tables/families.md, and below the table why not."""
     lines, reasons = [], []
     for row in rows("families", ()):
         cells = [row[column] for column in ("family", "plan", "check", "backbone", "mtp", "proof")]
