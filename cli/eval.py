@@ -2,7 +2,7 @@
 with MTP off.
 
 In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table,
-gsm8k.json with the answers in the same folder, and the report made anew.
+eval.json with the answers in the same folder, and the report made anew.
 """
 
 from dataclasses import asdict
@@ -107,7 +107,7 @@ def evaluate(
     from .measured import evaluated
     from .measuring import Session
 
-    session = Session("eval", "gsm8k", served, context.args, source)
+    session = Session("eval", "eval", served, context.args, source)
     from ..recipes.find import find_recipe
     from ..validate.measure import tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on

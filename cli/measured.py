@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from ..quantize.calibrate.mtp.facts import CalibrationFact
 from ..validate.facts.benched import BenchFact
-from ..validate.facts.evaluated import EvaluationFact
+from ..validate.facts.evaluated import NO_CALL, EvaluationFact
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import ServeCheck, how_served
 from ..validate.measure.bench import BenchPlan
@@ -39,6 +39,8 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
         yield drawn("recovery: of the source's score, and its interval", together)
     yield from verdict(path, judged)
     for task in fact.by_task:
+        if task.num_calls == 0:
+            yield NO_CALL
         for model in task.evaluated:
             if model.reason:
                 yield how_served(model.title, model.as_served, model.reason)

@@ -21,7 +21,7 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate
     passes if its limit holds at the confidence named there; an estimate on the right side of the
     limit is not enough. Where something was not measured, or in too few samples, the table says
-    which, and how many samples would do (`infeasible` in JSON).
+    `not measured`, and how many samples would do (`infeasible` in JSON).
 
     Exit status 0: pass. 1: regression. 3: too little was measured. 2: no result to judge, an
     altered one, or one of other bytes.

@@ -173,7 +173,7 @@ class Gates(Frozen):
         max_flips: share of tokens where the first choice may be another than the source's; None: no
             gate.
         confidence: of each judgement, one-sided. If the limit is between the estimate and its
-            bound, the gate neither passes nor fails: there are too few samples.
+            bound, there are too few samples: not measured.
         min_speedup: least tokens a second with drafting over those without it, for one request at a
             time on a GPU; the slowest repetition of one k must reach it against the fastest without
             drafting. None: no such gate.

@@ -45,7 +45,7 @@ def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict):
 
 def test_what_was_not_measured_is_infeasible():
     folder = measured(Path("glm"))
-    for station in ("gsm8k", "serve"):
+    for station in ("eval", "serve"):
         file_of(folder, station).unlink()
     refresh(folder)
     printed("gate_not_measured.txt", ran("gate glm", status=3, COLUMNS="80"))

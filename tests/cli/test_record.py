@@ -102,7 +102,7 @@ def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     assert done.returncode == 2 and done.stdout == "" and not (evidence / JSON_FILE).exists()
     assert "serve.json: must be measured on the same bytes" in done.stderr
     assert "Remove it, and measure" in done.stderr
-    for name in ("serve", "gsm8k"):
+    for name in ("serve", "eval"):
         file_of(evidence, name).unlink()
     ran(f"check {folder} --record")
     assert "serve" in verify(evidence).absent

@@ -22,7 +22,7 @@ from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.check_data import check_data
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
-STATIONS = frozenset({"check", "serve", "gsm8k"})
+STATIONS = frozenset({"check", "serve", "eval"})
 
 
 def checkpoint(folder: Path, recipe: str = RECIPE, **choices: Any) -> Path:
@@ -80,9 +80,9 @@ def evidence(
     measured.write(where, "check", data, identity)
     if "serve" in stations:
         measured.write(where, "serve", reports.served(is_copy=is_copy), identity)
-    if "gsm8k" in stations:
+    if "eval" in stations:
         asked = measured.asked(where, identity.sha256, answers)
-        measured.write(where, "gsm8k", asked, identity, made_at=measured.ASKED_AT)
+        measured.write(where, "eval", asked, identity, made_at=measured.ASKED_AT)
     full_reports.refresh(where)
     return where
 

@@ -65,7 +65,7 @@ def measured(
     record_static(evidence, open_source(folder), identity)
     write(evidence, "serve", reports.served(is_copy=False), identity)
     fact = asked(evidence, identity.sha256, answers)
-    write(evidence, "gsm8k", fact, identity, made_at=ASKED_AT)
+    write(evidence, "eval", fact, identity, made_at=ASKED_AT)
     return evidence
 
 

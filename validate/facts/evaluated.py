@@ -3,7 +3,7 @@ draft counters.
 
 In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/facts/paired.py`) and vLLM's
 counters.
-Out: an `EvaluationFact`. gsm8k.json and report.json hold it, field by field.
+Out: an `EvaluationFact`. eval.json and report.json hold it, field by field.
 
 Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these
 figures are good enough.
@@ -24,6 +24,10 @@ from .served import Drafts, ServedModel, those
 Difference = Annotated[float, Field(ge=-1, le=1)]
 NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
+NO_CALL = (
+    "No reply had a parsed tool call, so nothing is known of calls: start the server with the "
+    "parser that reads them, `-- --tool-call-parser NAME`."
+)
 
 
 class ScoreFact(Fact):
@@ -174,6 +178,7 @@ class TaskFact(Fact):
         paired: a row for each filter; empty without a source.
         plain: the checkpoint without method=mtp; None where it was not asked so.
         drafting: `checkpoint` against `plain`.
+        num_calls: that the parser found in all replies; None where no tool is to be called.
         environment: versions of what scores, vLLM, torch, transformers, and the device.
     """
 
@@ -185,6 +190,7 @@ class TaskFact(Fact):
     environment: Mapping[str, str]
     plain: EvaluatedFact | None = None
     drafting: DraftingFact | None = None
+    num_calls: Count | None = None
 
     def judged_filter(self, wanted: str) -> str:
         """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else

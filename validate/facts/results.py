@@ -1,10 +1,10 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
-In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json`,
+In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `eval.json`,
 `bench.json` and `closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME.
 `report.py` reads them and makes report.json of them.
 
-    station, schema         check, serve, gsm8k, bench or closeness; a number of SCHEMAS
+    station, schema         check, serve, eval, bench or closeness; a number of SCHEMAS
     keepmtp, vllm, made_at  what measured, and when (UTC)
     checkpoint              `Identity`: the bytes, file by file
     data                    `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact`, ...
@@ -42,17 +42,17 @@ from .findings import CheckpointFacts, Finding, errors_of
 from .schema import GroupSize
 from .served import OfDraft, ServeCheck, TargetFact
 
-Station = Literal["check", "serve", "gsm8k", "bench", "closeness"]
+Station = Literal["check", "serve", "eval", "bench", "closeness"]
 STATIONS: tuple[Station, ...] = get_args(Station)
 # The words that measure, with the checkpoint's place left open.
 _WORDS: Mapping[Station, str] = {
     "check": "check {} --record",
     "serve": "serve-check {}",
-    "gsm8k": "eval {}",
+    "eval": "eval {}",
     "bench": "bench {}",
     "closeness": "closeness {}",
 }
-SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
+SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "eval": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""
 
 
@@ -236,7 +236,7 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
 _FORMS: Mapping[Station, type[Result[Any]]] = {
     "check": Result[CheckData],
     "serve": Result[ServeCheck],
-    "gsm8k": Result[EvaluationFact],
+    "eval": Result[EvaluationFact],
     "bench": Result[BenchFact],
     "closeness": Result[ClosenessFact],
 }

@@ -41,6 +41,8 @@ from .findings import CheckpointFacts, Finding
 from .served import OfDraft, ServeCheck
 
 JudgementWord = Literal["pass", "regression", "infeasible"]
+# People read what is missing, and not that a verdict is infeasible.
+_TITLES = {"infeasible": "not measured"}
 
 
 class GroupSize(Fact):
@@ -73,12 +75,8 @@ class ReasonFact(Fact):
 
     @property
     def title(self) -> str:
-        """The verdict for people, who read what is missing and not that a verdict is infeasible."""
-        if self.verdict != "infeasible":
-            return self.verdict
-        if self.needed:
-            return "too few samples"
-        return "not measured"
+        """The verdict for people."""
+        return _TITLES.get(self.verdict, self.verdict)
 
 
 class JudgementFact(Fact):
@@ -92,12 +90,8 @@ class JudgementFact(Fact):
 
     @property
     def title(self) -> str:
-        """The verdict for people: that of the reasons which it comes from."""
-        titles = [reason.title for reason in self.reasons if reason.verdict == self.verdict]
-        # What was not measured comes before what only needs more samples.
-        if "not measured" in titles:
-            return "not measured"
-        return next(iter(titles), self.verdict)
+        """The verdict for people."""
+        return _TITLES.get(self.verdict, self.verdict)
 
 
 class VerdictFact(Fact):

@@ -201,6 +201,7 @@ def _task_fact(
     files = {}
     facts = {}
     rights = {}
+    num_calls = None
     for model in models:
         if not _is_asked(model, questions):
             continue
@@ -210,6 +211,7 @@ def _task_fact(
         texts = [[answer.text for answer in file.in_order()] for file in served]
         if protocol.calls_tools:
             found, rights[role] = tool_calls.scores(questions, texts)
+            num_calls = (num_calls or 0) + tool_calls.num_calls(chain(*texts))
         else:
             found, rights[role] = scores(questions, *texts)
         figures.finish(samples, rights[role])
@@ -236,5 +238,6 @@ def _task_fact(
         paired=tuple(pairs),
         plain=facts.get("plain"),
         drafting=drafted,
+        num_calls=num_calls,
         environment={**VERSIONS, **questions.notes, **setup.environment},
     )

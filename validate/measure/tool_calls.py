@@ -10,7 +10,7 @@ score of its own.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import Any
 
@@ -109,6 +109,11 @@ def scores(
         for name in _LACKS:
             right[name].append(name not in lacks)
     return tuple([score_of(name, values) for name, values in right.items()]), right
+
+
+def num_calls(texts: Iterable[str]) -> int:
+    """The calls that the parser found in all turns of these answers."""
+    return sum([len(said[1]) for text in texts for said in json.loads(text) if said])
 
 
 def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:

@@ -179,8 +179,7 @@ def _verdict(report: FullReport) -> Iterator[Block]:
         says = "Regression: this checkpoint failed its gates."
     elif judged is None or judged.verdict == "infeasible":
         kind = "WARNING"
-        word = judged.title if judged else "not judged"
-        says = f"{word.capitalize()}: what was measured neither passes nor fails this checkpoint."
+        says = "Not measured: too little is known of this checkpoint to pass or fail it."
     else:
         return
     yield Md(f"> [!{kind}]\n> **{says}** {inline(report.verdict.says)}")
@@ -364,7 +363,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     record = facts.record
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
-            yield f"The gate of {reason.gate} neither passes nor fails ({reason.title})."
+            yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
     yield from dict.fromkeys(_of_other_bytes(report))
     for device in _devices(report):
         if device.startswith("CPU"):

@@ -23,7 +23,7 @@ from ..facts.benched import BenchFact
 from ..facts.binomial import limits, ratio_limits, student
 from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, versions_in_short, with_cures
-from ..facts.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
+from ..facts.evaluated import NO_CALL, NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
 from ..facts.findings import errors_of
 from ..facts.paired import one_sided
 from ..facts.probed import worse
@@ -85,7 +85,7 @@ def judge(
         reasons += [
             _first_task(gates, evaluation),
             *_all_tasks(gates, evaluation, listed_tasks),
-            *_drafting(evaluation),
+            *_drafting(serve, evaluation),
             *_probe(serve),
             *_speed(gates, bench),
             *_closeness(gates, closeness),
@@ -282,7 +282,7 @@ def _acceptance(
     return settle("acceptance", estimate, gates.min_acceptance, gates, is_floor=True)
 
 
-def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
+def _drafting(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     """The checkpoint's answers with MTP on against those with MTP off: one reason, where it was
     asked both ways.
 
@@ -291,6 +291,8 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     # Most checkpoints have some answers that drafting changes, because near-ties flip, as many for
     # the better as for the worse. What is asked is whether the split is one that chance hardly
     # gives, in both directions.
+    runs = serve.checkpoint.runs if serve else ()
+    is_compared = any(run.partings is not None for run in runs)
     rarest: SwitchFact | None = None
     asked: TaskFact | None = None
     for task in evaluation.by_task if evaluation else ():
@@ -312,6 +314,13 @@ def _drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     )
     if rarest.chance < CHANCE:
         yield reason("drafting", "regression", f"{says}beyond chance.")
+    elif 2 * asked.drafting.num_changed > asked.checkpoint.num_questions and not is_compared:
+        # Right and wrong say little where most texts are other ones.
+        says += (
+            "no more than chance gives. Most texts differ, and were not compared with a control: "
+        )
+        says += "`keepmtp serve-check CHECKPOINT` shows whether near-ties explain it."
+        yield unmeasured("drafting", says)
     else:
         says += "no more than chance gives where near-ties flip."
         yield reason("drafting", "pass", says)
@@ -366,6 +375,8 @@ def _first_task(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
         return unmeasured("gsm8k", "Not measured: `keepmtp eval CHECKPOINT` does.")
     gate = evaluation.protocol.task
     source = evaluation.source
+    if evaluation.num_calls == 0:
+        return unmeasured(gate, NO_CALL)
     if source is None:
         says = "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
         return unmeasured(gate, says)
@@ -419,6 +430,8 @@ def _all_tasks(
     cure = "`keepmtp eval CHECKPOINT --source SOURCE` asks both all that the recipe lists."
     if lacking:
         cure = f"{', '.join(lacking)}: not asked, or the source gets nothing right. {cure}"
+        if any(task.num_calls == 0 for task in tasks):
+            cure = f"{NO_CALL} {cure}"
     elif tasks:
         mean = mean_recovery(tasks, gates.filter)
     if gates.min_mean_recovery is not None:

@@ -55,7 +55,7 @@ from .numbers import counted, percent
 from .settle import of_pair
 
 JSON_FILE = "report.json"
-_PARTS: Mapping[str, str] = {"gsm8k": "evaluation"}
+_PARTS: Mapping[str, str] = {"eval": "evaluation"}
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
@@ -100,7 +100,7 @@ def assemble(
         results: SHA-256 of the result files by name.
         measured: serve, evaluation, bench and closeness of real servers.
     """
-    parts = without(dict(check), "values_read") | measured | {"identity": identity}
+    parts: dict[str, Any] = without(dict(check), "values_read") | measured | {"identity": identity}
     absent = {}
     for name, says in NOT_RUN.items():
         if check.target is not None:
@@ -155,10 +155,10 @@ def from_results(folder: Path) -> FullReport:
             measured[_PARTS.get(station, station)] = result.data
     # A file of answers, or of compared windows, must be the one that was counted.
     counted: list[tuple[Station, Any]] = []
-    if "gsm8k" in results:
-        for task in results["gsm8k"].data.by_task:
+    if "eval" in results:
+        for task in results["eval"].data.by_task:
             for arm in task.arms:
-                counted.append(("gsm8k", arm))
+                counted.append(("eval", arm))
     if "closeness" in results:
         counted.append(("closeness", results["closeness"].data))
     for station, fact in counted:

@@ -19,7 +19,7 @@ from ..facts.dry_load import (
     version_rows,
     versions_in_short,
 )
-from ..facts.evaluated import EvaluationFact
+from ..facts.evaluated import NO_CALL, EvaluationFact
 from ..facts.schema import FullReport
 from ..facts.served import ARM_TITLES, ServedModel
 from . import tables
@@ -271,6 +271,9 @@ def tasks(report: FullReport) -> Iterator[Block]:
         return
     yield [_who(model) for model in fact.arms]
     yield tables.scores(fact)
+    for task in fact.by_task:
+        if task.num_calls == 0:
+            yield NO_CALL
     yield (
         "±: one standard error of the mean over questions, in points. Cut: answers that reached "
         "max_tokens; they count as they are."

@@ -165,7 +165,8 @@ class Recovery:
 
 
 def recovery(task: TaskFact, wanted: str) -> Recovery | None:
-    """Of the score that counts; None without a source, or where it gets nothing right.
+    """Of the score that counts; None without a source or a tool call, or where the source gets
+    nothing right.
 
     Args:
         task: what it gave.
@@ -173,7 +174,7 @@ def recovery(task: TaskFact, wanted: str) -> Recovery | None:
     """
     pair = task.pair(wanted)
     name = task.judged_filter(wanted)
-    if task.source is None or pair is None:
+    if task.source is None or pair is None or task.num_calls == 0:
         return None
     before = task.source.score(name).value
     if not before:

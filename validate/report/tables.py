@@ -360,17 +360,21 @@ def speed_notes(bench: BenchFact) -> Iterator[str]:
 
 
 def kernels(loads: Iterable[DryLoad]) -> Table:
-    """One row for each quant method and kernel, with the GPUs and TP sizes that agree on it;
-    refusals first.
+    """A row for each kind of layer: its quant method, and each kernel with the GPUs and TP sizes
+    that take it, and what is not sure of it.
     """
-    found: dict[tuple[str, ...], list[DryLoad]] = defaultdict(list)
+    kinds: dict[tuple[str, str], dict[str, list[DryLoad]]] = defaultdict(dict)
     for load in loads:
-        for role, model in (("target", load.target), ("draft", load.draft)):
-            for use in model.kernels:
-                found[use.outcome, role, use.layer, use.method, use.kernel or "-"].append(load)
-    rows = [(*use, places(where), outcome) for (outcome, *use), where in found.items()]
-    rows.sort(key=lambda row: (not row[-1].startswith("refused"), row[0] != "target"))
-    return Table(columns=("model", "layers", "quant method", "kernel", "GPU", "outcome"), rows=rows)
+        for use in (*load.target.kernels, *load.draft.kernels):
+            kernel = use.kernel or "none"
+            if use.outcome != "ok":
+                kernel += f" ({use.outcome})"
+            kinds[use.layer, use.method].setdefault(kernel, []).append(load)
+    rows = []
+    for kind, kernels in kinds.items():
+        taken = [f"{kernel} on {places(where)}" for kernel, where in kernels.items()]
+        rows.append((*kind, "; ".join(taken)))
+    return Table(columns=("layers", "quant method", "kernel"), rows=rows)
 
 
 # --- closeness ------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_a_result_read_back_is_the_same(evidence):
         assert (
             json.loads(before)["schema"]
             == SCHEMAS[station]
-            == {"check": 3, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}[station]
+            == {"check": 3, "serve": 3, "eval": 3, "bench": 1, "closeness": 1}[station]
         )
     assert read_result(evidence.with_name("none.report"), "check") is None
 
@@ -129,8 +129,8 @@ def test_a_result_read_back_is_the_same(evidence):
         ('"schema": 3', '"schema": 3, "colour": "red"', "version 3; got colour"),
         (
             '"station": "serve"',
-            '"station": "gsm8k"',
-            "a result of serve, version 3; got one of gsm8k",
+            '"station": "eval"',
+            "a result of serve, version 3; got one of eval",
         ),
         ('"max_tokens": 128', '"floor": "high"', r"version 3; got data\.max_tokens"),
     ],
@@ -169,7 +169,7 @@ def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
 
 
 def test_a_station_that_did_not_run_is_told(evidence):
-    for station in ("serve", "gsm8k", "bench", "closeness"):
+    for station in ("serve", "eval", "bench", "closeness"):
         file_of(evidence, station).unlink()
         full = again(evidence)
         assert f"{station}.json" not in full.results and verify(evidence) == full
@@ -234,7 +234,7 @@ def test_results_of_other_bytes_do_not_meet(evidence):
     assert after.sha256 != before
     cure = r"Remove it, and measure again with `keepmtp (serve-check|eval) .*glm\.nvfp4`"
     says = (
-        rf"(serve|gsm8k)\.json: must be measured on the same bytes as the others, "
+        rf"(serve|eval)\.json: must be measured on the same bytes as the others, "
         rf"{after.sha256}; got {before}"
     )
     with pytest.raises(CheckpointError, match=rf"{says}\. {cure}"):

@@ -70,7 +70,7 @@ def test_answers_with_another_target_do_not_count(tmp_path):
     evidence = cards.evidence(own)
     words = f"serve-check {GLM} --draft {own} --source none --no-probe"
     done = keepmtp(words, VLLM_PYTHON=python, status=2)
-    says = "gsm8k.json: must be measured with the same target as the others"
+    says = "eval.json: must be measured with the same target as the others"
     assert says in done.stderr and verify(evidence).target is None, "nothing of it is lost"
     for text in ("1", "2", "1"):
         target = tmp_path / f"target{text}"

@@ -5,6 +5,7 @@ as what it is.
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,14 @@ def test_a_call_that_is_not_right_is_counted_as_what_it_is(fault, lacks, ask):
     wanted = dict.fromkeys(("expected", "streamed", "ended", "JSON", "schema"), 1.0)
     wanted |= dict.fromkeys(("expected", "streamed", *filter(None, [lacks])), 0.95)
     assert values(facts) == wanted and not right["expected"][0]
+
+
+@pytest.mark.parametrize("fault", ["", "left in the text"])
+def test_calls_are_counted_as_the_parser_found_them(fault, ask, monkeypatch):
+    """One that does not fit leaves them in the text."""
+    monkeypatch.setattr(tool_calls, "scores", lambda _, texts: texts)
+    texts, _ = ask(built(prefix_caching=False), lambda _: fault)
+    assert bool(tool_calls.num_calls(chain(*texts))) == (fault == "")
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_a_flipped_bit_under_the_old_time_of_change_is_never_public(publish_here
     "answers, verdict",
     [
         ({"both": 20, "only_source": 35, "only_checkpoint": 0, "neither": 5}, "regression"),
-        ({"both": 5, "only_source": 2, "only_checkpoint": 1, "neither": 1}, "too few samples"),
+        ({"both": 5, "only_source": 2, "only_checkpoint": 1, "neither": 1}, "not measured"),
     ],
 )
 def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, answers, verdict):

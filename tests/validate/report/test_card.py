@@ -248,7 +248,7 @@ def report_of(kind: str, changed: dict[str, Any]) -> FullReport:
         (
             "whole",
             {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
-            "[!WARNING]\n> **Too few samples: what was measured neither passes nor fails",
+            "[!WARNING]\n> **Not measured: too little is known of this checkpoint to pass or fail",
         ),
         ("broken", {}, "[!CAUTION]"),
     ],
@@ -273,7 +273,7 @@ def test_the_verdict_stands_on_top(kind, changed, says, made):
         (
             "whole",
             {"answers": {"both": 50, "only_source": 2, "only_checkpoint": 1, "neither": 7}},
-            "The gate of gsm8k neither passes nor fails (too few samples)",
+            "The gate of gsm8k has no verdict: not measured, or in too few samples.",
         ),
         ("calibrated", {"unmeasured": "no class."}, "No acceptance: no class."),
     ],
@@ -525,10 +525,10 @@ def test_no_folder_of_this_machine_is_in_it(own):
             r"report\.json: evaluation: must be",
         ),
         (
-            "tiny.report/gsm8k.json",
+            "tiny.report/eval.json",
             '"difference": 0.01',
             '"difference": 0.02',
-            r"gsm8k\.json: must be as its station",
+            r"eval\.json: must be as its station",
         ),
         (
             "tiny.report/gsm8k.checkpoint.jsonl",

@@ -212,7 +212,7 @@ NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
         ),
         (altered("source", 0, loaded=False, error="dead"), "loads", "pass", "Its own bytes were"),
         (reports.served(), "loads", "pass", "Served was only a BF16 copy of the same weights."),
-        (NATIVE, "acceptance", "too few samples", "On serve-check's 2 prompts with k=3: 78.17 %"),
+        (NATIVE, "acceptance", "not measured", "On serve-check's 2 prompts with k=3: 78.17 %"),
         (
             reports.served(is_dead=True),
             "acceptance",
@@ -236,10 +236,10 @@ def test_servers(serve, gate, title, says):
         (9_000, 9_000, 10_000, "pass", "at least 99.21 % at 95 % confidence"),
         (8_730, 9_000, 10_000, "not measured", "so near the limit that no number of samples tells"),
         (8_600, 9_000, 10_000, "regression", "That is 95.56 % of it, at most 96.39 %"),
-        (54, 57, 57, "too few samples", "at these figures it would be a regression with about"),
+        (54, 57, 57, "not measured", "at these figures it would be a regression with about"),
         # 0.05 ** (1 / 154) = 0.98074: what 154 of 154 prove, and 97 % takes 99 drafts
         (154, 154, 154, "pass", "at least 98.07 %"),
-        (98, 98, 98, "too few samples", "at these figures it would be a pass with about"),
+        (98, 98, 98, "not measured", "at these figures it would be a pass with about"),
     ],
 )
 def test_drafts_are_trials(mine, theirs, of, title, says):
@@ -384,7 +384,7 @@ def test_the_score_of_the_first_task(answers, title, says):
     [
         (0.8, "pass", "gsm8k, strict-match: 68.29 % of 1,331 questions"),
         (0.95, "pass", "at most 1.75 points at 95 % confidence"),
-        (0.999, "too few samples", "at most 2.45 points at 99.9 % confidence"),
+        (0.999, "not measured", "at most 2.45 points at 99.9 % confidence"),
     ],
 )
 def test_confidence_and_filter_are_the_recipes(confidence, title, says):
@@ -413,6 +413,30 @@ def test_drafting_changes_answers(switched, empty, title, says):
     turned("drafting", title, says, GOOD, evaluation=fact)
 
 
+def test_most_texts_are_no_near_ties_without_a_control():
+    """19 of 24 texts that drafting changes are no pass until serve-check has looked at them."""
+    fact = asked(switched=(1, 2))
+    drafting = fact.drafting.model_copy(update={"num_changed": 700})
+    fact = fact.model_copy(update={"drafting": drafting})
+    says = "not compared with a control: `keepmtp serve-check CHECKPOINT` shows whether near-ties"
+    turned("drafting", "not measured", says, {}, evaluation=fact)
+    runs = [*NATIVE.checkpoint.runs]
+    runs[-1] = runs[-1].model_copy(update={"partings": NEAR_TIE})
+    served = NATIVE.checkpoint.model_copy(update={"runs": tuple(runs)})
+    serve = NATIVE.model_copy(update={"checkpoint": served})
+    turned("drafting", "pass", "700 of 1,319 greedy answers", {}, serve=serve, evaluation=fact)
+
+
+def test_without_a_parsed_call_nothing_is_known_of_calls():
+    """A wrong parser leaves both sides with the score of conversations that need no call."""
+    fact = asked().model_copy(update={"num_calls": 0})
+    says = "No reply had a parsed tool call, so nothing is known of calls: start the server with"
+    turned("gsm8k", "not measured", says, {}, evaluation=fact)
+    found = judged(evaluation=fact, gates=Gates(min_mean_recovery=0.9), listed_tasks=("gsm8k",))
+    assert says in found["mean recovery"].says
+    turned("gsm8k", "pass", "", {}, evaluation=fact.model_copy(update={"num_calls": 1}))
+
+
 WELL = {"both": 900, "only_source": 8, "only_checkpoint": 8, "neither": 84}
 BADLY = {"both": 600, "only_source": 60, "only_checkpoint": 10, "neither": 330}
 FEW = {"both": 90, "only_source": 1, "only_checkpoint": 1, "neither": 8}
@@ -439,7 +463,7 @@ NOT_ASKED = "gsm8k_platinum: not asked, or the source gets nothing right. `keepm
         ),
         (
             {"first": FEW, "platinum": FEW},
-            "too few samples",
+            "not measured",
             "it would be a pass with about 236 questions over all tasks.",
             "Too few to tell: at these figures it would be a pass",
         ),
@@ -520,7 +544,7 @@ LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens 
         ({"max_divergence": 0.005}, "regression", "at least 0.0096 nats"),
         (
             {"max_divergence": 0.0101},
-            "too few samples",
+            "not measured",
             f"it would be a pass with about 58,233 tokens. {LOWER}",
         ),
         (
@@ -530,7 +554,7 @@ LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens 
             "confidence (one-sided, Clopper-Pearson, as 4,000 independent tokens); at most 3.00 %",
         ),
         ({"max_flips": 0.01}, "regression", "at least 1.62 %"),
-        ({"max_flips": 0.0199}, "too few samples", "it would be a pass with about 2,348,323"),
+        ({"max_flips": 0.0199}, "not measured", "it would be a pass with about 2,348,323"),
         (
             {"max_flips": 0.03, "max_divergence": 0.005},
             "regression",
