@@ -26,7 +26,7 @@ from ..checkpoints.dialects.modelopt import ModelOpt, algorithm_of, layer_row
 from ..checkpoints.dialects.quark import Quark
 from ..checkpoints.dialects.runtime_view import Module, RuntimeView
 from ..recipes.family import Part
-from ..recipes.frozen import Json
+from ..recipes.frozen import Json, without
 from ..validate.check.layouts import fits
 from .proposal import Faulty
 
@@ -160,8 +160,8 @@ def _more_targets(faulty: Faulty) -> None:
             alone = {"config_groups": {"group": {**made, "targets": ["Linear"]}}, "ignore": []}
             dialect = read_dialect({**config, "quantization_config": given | alone}, None)
             mine = [module for module in lost if would_fit(dialect, module)]
-            lost = [module for module in lost if module not in mine]
             if mine:
+                lost = [module for module in lost if module not in mine]
                 groups = _with_targets(groups, key, made, mine, faulty.runtime)
                 why = "stored in this group's form, which no target gives them under vLLM's names: "
                 why += _some(module.name for module in mine)
@@ -172,15 +172,21 @@ def _with_targets(
     groups: Json, key: str, made: Json, mine: Sequence[Module], runtime: RuntimeView
 ) -> Json:
     """The groups, of which one builds these modules."""
-    targets = [*dict.fromkeys(_target(module) for module in mine)]
-    had = groups[key].get("targets") or []
-    read = {entry.read[0] for entry in runtime.dialect.entries if entry.written in had}
-    of_group = [module for module in runtime.modules if module.resolution.entry in read]
-    if made != groups[key] and all(module in mine for module in of_group):
-        return groups | {key: made}
-    hits = [module for module in mine if not module.resolution.entry.isidentifier()]
-    if made == groups[key] and not any(module.resolution.entry for module in hits):
+    targets = list[str]()
+    is_hit = False
+    for module in mine:
+        targets.append(_target(module))
+        # A target that is a class counts after all names.
+        is_hit |= not (module.resolution.entry or "Linear").isidentifier()
+    if made == groups[key] and not is_hit:
+        had = groups[key].get("targets") or ()
         return groups | {key: {**made, "targets": [*had, *targets]}}
+    entries = {module.resolution.entry for module in mine}
+    is_whole = made != groups[key]
+    for module in runtime.modules:
+        is_whole &= module in mine or module.resolution.entry not in entries
+    if is_whole:
+        return groups | {key: made}
     # vLLM takes the first target that matches: one of another group matches these modules too.
     return {f"{key}_by_name": {**made, "targets": targets}, **groups}
 
@@ -205,11 +211,9 @@ def _more_lines(faulty: Faulty) -> None:
         dialect = faulty.runtime.dialect_of(module.part)
         if not algorithm or not isinstance(dialect, ModelOpt):
             continue
-        on_disk = dict.fromkeys(
-            _disk_name(member.weight.module, module) for member in module.members
-        )
-        for names in ([*on_disk], [module.name]):
-            layers = {dialect.rename.name(name): algorithm for name in names}
+        on_disk = _as_plain(module).on_disk
+        for names in (on_disk, (module.name,)):
+            layers = dict.fromkeys(map(dialect.rename.name, names), algorithm)
             if would_fit(replace(dialect, quantized_layers=layers), module):
                 lines |= dict.fromkeys(names, layer_row(algorithm))
                 break
@@ -226,28 +230,29 @@ def _more_layers(faulty: Faulty) -> None:
     dialect = runtime.dialect
     if not isinstance(dialect, Quark):
         return
-    lost = _lost(runtime, "shards")
-    wrong = {dialect.layer_of(part)[0] for module in lost for part in _parts(module)}
+    wrong = set[str]()
+    for module in _lost(runtime, "shards"):
+        wrong |= _patterns(dialect, module)
     now: Json = faulty.proposal.quantization("layer_quant_config") or {}
-    written = {dialect.rename.name(pattern): pattern for pattern in now}
+    written = dict(zip(dialect.layers, now, strict=True))
     named = Json()
     for module in runtime.modules:
-        if module not in lost:
-            for part in _parts(module):
-                pattern = dialect.layer_of(part)[0]
-                if pattern in wrong and pattern:
-                    named[part] = now[written[pattern]]
+        if wrong.isdisjoint(_patterns(dialect, module)):
             continue
-        layers = {"": dialect.usual, **dialect.layers}
-        for pattern, layer in layers.items():
+        for pattern, layer in {"": dialect.usual, **dialect.layers}.items():
             if would_fit(dialect._replace(layers={}, usual=layer), module):
                 if pattern:
                     named |= dict.fromkeys(_parts(module), now[written[pattern]])
                 break
-    if lost:
-        kept = {key: layer for key, layer in now.items() if dialect.rename.name(key) not in wrong}
-        why = f"modules that patterns reach are stored otherwise: {_some(m.name for m in lost)}"
+    if wrong:
+        why = f"modules that these patterns reach are stored otherwise: {_some(sorted(wrong))}"
+        kept = without(now, *(written[pattern] for pattern in wrong if pattern))
         faulty.proposal.set_quantization(("layer_quant_config",), named | kept, why)
+
+
+def _patterns(dialect: Quark, module: Module) -> set[str]:
+    """Those that decide a module; "" for none."""
+    return {dialect.layer_of(part)[0] for part in _parts(module)}
 
 
 def _parts(module: Module) -> Sequence[str]:
@@ -273,7 +278,9 @@ def _lost(runtime: RuntimeView, refusal: Refusal = "projections") -> list[Module
 def would_fit(dialect: Dialect, module: Module) -> bool:
     """Whether a config builds a module as it is stored."""
     # A head is named by a target of its own, which is added.
-    kind = "experts" if module.kind == "experts" else "linear"
+    kind = "linear"
+    if module.kind == "experts":
+        kind = "experts"
     return _fits(module, dialect.resolve(module.name, shards=module.shards, kind=kind))
 
 
