@@ -17,14 +17,14 @@ from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..checkpoints.source import Source, donor_files, open_source
 from ..quantize.needs.fits import ASSUMED, fits, weights_of
-from ..quantize.needs.needs import Needs, lines, machine_of, needs_of
+from ..quantize.needs.needs import Machine, lines, machine_of, needs_of, time_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.plan.step_reads import step_reads
-from ..quantize.write.refusals import refusals
+from ..quantize.write.refusals import not_installed, refusals
 from ..recipes import tensor_parallel
 from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
@@ -33,6 +33,7 @@ from ..recipes.model_file import find_path
 from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
+from ..recipes.schemes import SCHEMES
 from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.cures import switched_on
 from ..validate.measure.room import least_gpus
@@ -52,12 +53,11 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
     the run.
     """
     machine = machine_of(gpu_memory, here=gpus_here())
-    needs = needs_of(made, machine)
     value = plan_json(made)
     room = _room(made, machine.memory)
     refused = refusals(made)
-    parts = _parts(made, value, needs, room, refused)
-    value |= {"needs": asdict(needs) | room}
+    parts = _parts(made, value, machine, room, refused)
+    value |= {"needs": asdict(needs_of(made, machine)) | room}
     tables.answer(value, parts, as_json=as_json, status=2 * bool(refused))
 
 
@@ -77,7 +77,7 @@ def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
 
 
 def _parts(
-    made: Plan, value: Json, needs: Needs, room: Json, refused: list[str]
+    made: Plan, value: Json, machine: Machine, room: Json, refused: list[str]
 ) -> Iterator[RenderableType]:
     """For people: what `plan_json` says, and what only they read."""
     columns = ("part", "modules", "fate", ">tensors", ">before", ">after")
@@ -114,14 +114,19 @@ def _parts(
     yield ""
     yield from _served_by(made)
     yield ""
-    yield from lines(needs)
+    yield from lines(needs_of(made, machine))
+    if time := time_of(made, machine):
+        yield time
     yield ""
     if room["gpus"]:
-        yield from _fits(room, needs.machine)
+        yield from _fits(room, machine.title)
         yield ""
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refused:
         yield Text.assemble(("Would be refused:", "yellow"), f" {printable(refusal)}")
+    # Another machine may have it.
+    for lack in not_installed(made):
+        yield Text.assemble(("Not installed:", "yellow"), f" {printable(lack)}")
 
 
 def _steps(reads: list[Json]) -> RenderableType:
@@ -197,6 +202,8 @@ def _served_by(made: Plan) -> Iterator[str]:
         picked = kernels.get(f"{made.recipe.format} {scheme}", kernels[scheme])
         for kernel, gpus in picked[layers].items():
             yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
+    for scheme in sorted({scheme for scheme, _ in used if SCHEMES[scheme].inputs}):
+        yield f"  {scheme} runs on {SCHEMES[scheme].hardware}"
     for gpu, backend in made.view.family.attention_backends.items():
         yield f"  on {gpu} with --attention-backend {backend}"
 

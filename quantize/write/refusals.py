@@ -6,6 +6,7 @@ Easy to get wrong: a refusal must be known from the plan alone. A run over a lar
 hours, and what can be refused at its start is refused there.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ...recipes.errors import RecipeError
@@ -68,9 +69,20 @@ def _extra_of(plan: Plan) -> str:
 
 
 def refusals(plan: Plan) -> list[str]:
-    """Every sentence that would stop this plan here, whatever its output folder."""
+    """Every sentence that would stop this plan, whatever its output folder and the packages that
+    are there.
+    """
+    return _raised(plan, _OF_A_PLAN)
+
+
+def not_installed(plan: Plan) -> list[str]:
+    """What would stop it for want of a package."""
+    return _raised(plan, [_refuse_missing_extra])
+
+
+def _raised(plan: Plan, rules: Iterable[Callable[[Plan], None]]) -> list[str]:
     found = []
-    for refuse_plan in (*_OF_A_PLAN, _refuse_missing_extra):
+    for refuse_plan in rules:
         try:
             refuse_plan(plan)
         except RecipeError as error:

@@ -23,12 +23,15 @@ from json_files import json_of
 from keepmtp.checkpoints.files import remove_left, write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.serving import attention_words
+from keepmtp.cli.plan_tables import next_steps
+from keepmtp.cli.serving import attention_words, print_commands
 from keepmtp.quantize.needs.cards import GPU
+from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.cures import switched_on
 from keepmtp.validate.measure.serve_line import docker_words
-from keepmtp.validate.report.best_k import best_k
+from keepmtp.validate.report.best_k import BestK, best_k
 from keepmtp.validate.report.report import refresh
 from printed import printed
 from shipped import made_of
@@ -141,14 +144,28 @@ def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     refused(f"serve {folder} --dry-run", says=name, status=1)
 
 
-@pytest.mark.full
 def test_the_users_own_tensor_parallel_size_is_checked(tmp_path):
-    """A rank would get half of a group; with whole experts on each rank it is right."""
+    """A rank would get half of a group."""
     folder = write(tmp_path / "half", outputs_of(plan_of_recipe("glm-4.7.w4a16-fp8")))
     refused(f"serve {folder} --dry-run -- -tp 2", says="cannot split it at TP 2", status=1)
-    line = f"serve {folder} --host ::1 --port 81 --dry-run -- -tp 2 --enable-expert-parallel"
-    shell, docker = ran(line).splitlines()[1:]
-    assert "--host ::1 --port 81 -tp 2" in shell and "-p '[::1]:81:8000'" in docker
+
+
+def test_the_address_is_in_the_commands(capsys):
+    best = BestK(k=1, why="as you say")
+    print_commands(open_source(GLM), best, ("-tp", "2"), host="::1", port="81", as_json=False)
+    shell, docker = capsys.readouterr().out.splitlines()[1:]
+    assert shell.endswith(" --host ::1 --port 81 -tp 2") and " -p '[::1]:81:8000' " in docker
+
+
+@pytest.mark.parametrize("model, is_cured", [("step-3.5-flash", True), ("glm-4.7", False)])
+def test_quantize_prints_a_line_that_works(model, is_cured, tmp_path):
+    """Plain vLLM has a defect with Step-3.5's block, and a cure for it must be switched on."""
+    plan = plan_of_recipe(model)
+    folder = write(tmp_path / "made", outputs_of(plan))
+    line = next_steps(plan, folder).plain.splitlines()[-1]
+    cures = switched_on(open_source(folder), NEWEST)
+    assert bool(cures) == is_cured
+    assert line.startswith(f"  env KEEPMTP_CURES={','.join(cures)} vllm serve") == is_cured
 
 
 @pytest.mark.full
