@@ -402,7 +402,7 @@ def _opened(
     rule = "every file of the index must exist"
     if index is None:
         # vLLM reads all: 0.33.0 model_loader/weight_utils.py, filter_duplicate_safetensors_files.
-        indexed = sorted({*present, *(name for file in present for name in _series_of(file))})
+        indexed = sorted({*present}.union(*map(_series_of, present)))
         rule = "every file of a numbered series must exist"
     if not indexed:
         raise CheckpointError(
@@ -475,11 +475,12 @@ def _opened(
 def _series_of(file: str) -> list[str]:
     """The files of a numbered series, by the name of one; none where it has no number."""
     match = _NUMBERED.fullmatch(file)
-    if match is None:
-        return []
-    count = match["count"]
-    numbers = range(1, min(int(count), _MOST_FILES) + 1)
-    return [f"{match['stem']}-{number:0{len(count)}}-of-{count}.safetensors" for number in numbers]
+    series = list[str]()
+    if match is not None:
+        count = match["count"]
+        for number in range(1, min(int(count), _MOST_FILES) + 1):
+            series.append(f"{match['stem']}-{number:0{len(count)}}-of-{count}.safetensors")
+    return series
 
 
 def _no_config(where: str, names: Iterable[str]) -> NoCheckpointError:

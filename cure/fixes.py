@@ -114,10 +114,12 @@ def experts_are_named(faulty: Faulty) -> None:
     config = runtime.source.config
     if not runtime.view.family.fp8_class or not isinstance(runtime.dialect, Fp8):
         return
-    experts = [module for module in runtime.modules if module.kind == "experts"]
     for word in ("fp4", "fp8"):
         dialect = read_dialect({**config, "expert_dtype": word}, None)
-        if config.get("expert_dtype") != word and all(would_fit(dialect, one) for one in experts):
+        is_right = config.get("expert_dtype") != word
+        for module in runtime.modules:
+            is_right &= module.kind != "experts" or would_fit(dialect, module)
+        if is_right:
             faulty.proposal.set(CONFIG, ("expert_dtype",), word, "so the routed experts are stored")
 
 

@@ -150,6 +150,7 @@ def _more_targets(faulty: Faulty) -> None:
     proposal = faulty.proposal
     groups: Json = proposal.quantization("config_groups") or {}
     lost = _lost(faulty.runtime)
+    placed = list[Module]()
     given = proposal.quantization()
     config = faulty.runtime.source.config
     for key, group in [*groups.items()]:
@@ -159,9 +160,12 @@ def _more_targets(faulty: Faulty) -> None:
             # What it builds, whatever its targets are.
             alone = {"config_groups": {"group": {**made, "targets": ["Linear"]}}, "ignore": []}
             dialect = read_dialect({**config, "quantization_config": given | alone}, None)
-            mine = [module for module in lost if would_fit(dialect, module)]
+            mine = list[Module]()
+            for module in lost:
+                if module not in placed and would_fit(dialect, module):
+                    mine.append(module)
             if mine:
-                lost = [module for module in lost if module not in mine]
+                placed += mine
                 groups = _with_targets(groups, key, made, mine, faulty.runtime)
                 why = "stored in this group's form, which no target gives them under vLLM's names: "
                 why += _some(module.name for module in mine)
@@ -285,9 +289,10 @@ def would_fit(dialect: Dialect, module: Module) -> bool:
 
 
 def _fits(module: Module, answer: Resolution) -> bool:
-    if answer.error:
-        return False
-    return all(fits(answer.built, member.weight) for member in module.members)
+    does_fit = not answer.error
+    for member in module.members:
+        does_fit &= fits(answer.built, member.weight)
+    return does_fit
 
 
 def _form(module: Module) -> str:

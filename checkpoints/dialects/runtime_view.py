@@ -402,14 +402,19 @@ class RuntimeView(StoredView):
         for place in self.placed.values():
             if place.part == "backbone" and place.layer is not None:
                 return ""
-        towers = tuple(disk for disk, *_ in self.view.layout.opaque)
-        counts = {"": 0}
-        known = self.view.layout.layers.disk.partition(".{i}")[0]
+        layout = self.view.layout
+        towers = tuple(disk for disk, *_ in layout.opaque)
+        strange = ""
+        most = 0
         for stem, held in self.layers.items():
-            numbers = [number for number in held if not self.is_mtp_name(f"{stem}.{number}.")]
-            if stem != known and not stem.startswith(towers):
-                counts[stem] = len(numbers)
-        return max(counts, key=lambda stem: counts[stem])
+            count = 0
+            for number in held:
+                count += not self.is_mtp_name(f"{stem}.{number}.")
+            is_known = f"{stem}.{{i}}." == layout.layers.disk or stem.startswith(towers)
+            if count > most and not is_known:
+                strange = stem
+                most = count
+        return strange
 
     @cached_property
     def fitting_class(self) -> str:
@@ -613,7 +618,9 @@ class RuntimeView(StoredView):
         paths = list[str]()
         for row in self.view.family.block:
             if row.role == "experts":
-                paths += [row.path, *(alias for alias in row.aliases if alias.endswith(".None"))]
+                paths.append(row.path)
+                if row.aliases[:1] and row.aliases[0].endswith(".None"):
+                    paths.append(row.aliases[0])
         return [path.rpartition(".")[2] for path in paths if "{e}" in path]
 
     @cached_property

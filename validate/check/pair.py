@@ -137,15 +137,15 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
     built = RuntimeView(source, draft.view, vllm=draft.vllm)
     cure = f"Make the draft in the form that {target.source.where} builds"
     words = {*_words(built)}
-    calibrated = [word for word in words if word in SCHEMES and SCHEMES[word].needs_calibration]
-    if calibrated:
-        where = shlex.quote(target.source.where)
-        cure = f"{calibrated[0]} needs batches, which a block alone has not. Put the block into "
-        cure += f"the target: `keepmtp graft {where} --from RELEASE --out NEW`"
-    elif len(words) == 1 and "" not in words:
-        cure += f": --mtp {words.pop()}"
+    if len(words) == 1 and "" not in words:
+        cure += f": --mtp {min(words)}"
     elif target.given.raw and built.dialect.name not in FORMATS and not has_blocks(built.dialect):
         cure += f", in the dialect {built.dialect.name}, which keepmtp does not write"
+    for word in words & SCHEMES.keys():
+        if SCHEMES[word].needs_calibration:
+            where = shlex.quote(target.source.where)
+            cure = f"{word} needs batches, which a block alone has not. Put the block into the "
+            cure += f"target: `keepmtp graft {where} --from RELEASE --out NEW`"
     for rule in (stored_form_is_what_is_built, draft_head_is_excluded, schemes_are_known):
         for each in rule(built):
             says = f"{each.finding.says}; the draft reads the target's quantization config"
