@@ -10,8 +10,7 @@ name of a case to what it gave. `--only PART` takes one of the five parts. `--ev
 cases, by a hash of their names: a quick look. What was not recorded is not compared. All of it takes
 ten minutes on a quiet core.
 
-Easy to get wrong: kernels of another processor may round otherwise in calibration, so both sides run on
-one machine.
+Easy to get wrong: another processor may round otherwise in calibration, so both run on one machine.
 """
 
 import argparse
@@ -22,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Container, Iterator
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -50,7 +50,7 @@ from pydantic import ValidationError
 from shipped import shipped_recipes
 
 CHECKOUT = Path(keepmtp.__file__).parent
-HERE = Path(__file__).parent.parent
+BUILD = Path(__file__).parents[1] / "build" / "baseline"
 CALIBRATED = (
     "tiny-glm4-moe.fp8-kv",
     "tiny-glm4-moe.nvfp4",
@@ -59,10 +59,9 @@ CALIBRATED = (
     "tiny-glm4-moe.w8a8-smoothquant",
     "tiny-qwen3_5.nvfp4",
 )
-# Versions and the commit are in it, which differ between checkouts. Its recipe is that of the case.
+# Versions and the commit are in it, which differ between checkouts.
 RECORD = "keepmtp.json"
-# Lines that are printed of one case.
-MOST_LINES = 6
+MOST_LINES = 6  # that are printed of one case
 REFUSALS = (KeepMTPError, ValidationError)
 Case = Callable[[Path], Any]
 
@@ -151,13 +150,7 @@ def _rows(read: Callable[[Path], Any], folder: Path) -> Any:
     return read(cards.green(folder))
 
 
-PARTS = {
-    "outputs": outputs,
-    "calibrated": calibrated,
-    "findings": findings,
-    "plans": plans,
-    "rows": rows,
-}
+PARTS = {part.__name__: part for part in (outputs, calibrated, findings, plans, rows)}
 
 
 def measured(part: str, *, every: int, recorded: Container[str] = ()) -> dict[str, Any]:
@@ -189,8 +182,10 @@ def differences(before: Any, now: Any, place: str = "") -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted(before.keys() | now.keys()):
             yield from differences(before.get(key), now.get(key), f"{place}/{key}")
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for number, (old, new) in enumerate(zip(before, now, strict=True)):
+    elif isinstance(before, str) and isinstance(now, str) and "\n" in before:
+        yield from differences(before.splitlines(), now.splitlines(), place)
+    elif isinstance(before, list) and isinstance(now, list):
+        for number, (old, new) in enumerate(zip_longest(before, now)):
             yield from differences(old, new, f"{place}/{number}")
     elif before != now:
         yield f"{place}: {_short(before)} -> {_short(now)}"
@@ -232,7 +227,7 @@ def main() -> None:
     multiply_in_f32()
     warnings.simplefilter("ignore")
     os.chdir(CHECKOUT)
-    into = args.folder if args.verb == "record" else HERE / "build" / "baseline"
+    into = args.folder if args.verb == "record" else BUILD
     into.mkdir(parents=True, exist_ok=True)
     differing = 0
     for part in args.only or PARTS:
