@@ -23,7 +23,7 @@ VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]*)\b", MAKEFILE))
 # A wheel has no Makefile. These files know that they are in a checkout, or are called by make
 # alone.
 SPEAK_OF_MAKE = {"cli/quantize.py", "validate/facts/vllm_env.py"}
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Commands in backticks, and those that a sentence begins or ends with.
 QUOTED = re.compile(
     r"`((?:keepmtp|make) [^`]+)`|(?:[Rr]un|target:) ((?:keepmtp|make) [a-z-]+(?: [^`.;]*)?)"
