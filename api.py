@@ -204,7 +204,7 @@ class Loads(TypedDict, total=False):
     Attributes:
         gpus: GPUs to pretend: sm80 to sm120 (`GPUS`). They need not be there; a vLLM environment
             must.
-        tps: tensor-parallel sizes of the dry loads.
+        tps: tensor-parallel sizes.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
         vllms: versions of the dry loads, "all", or folders and wheels with a vLLM, whose Python

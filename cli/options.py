@@ -10,7 +10,7 @@ Attributes:
         checkpoint: a folder, a Hub id, or the address of its page.
     mtp_source: Folder or Hub id of the MTP block, for a release that has none; only its MTP tensors
         are read; default: the recipe's.
-    tps: Tensor-parallel size of the dry load; may be repeated.
+    tps: Tensor-parallel size; may be repeated.
     as_json: Print JSON for machines instead of words and tables.
     dry_run: Say what would be done, and stop.
     source: What it was made from, folder or Hub id; default: what its keepmtp.json names, if that
