@@ -202,7 +202,6 @@ def _block_scales_are_read(view: StoredView, module: Module, weight: StoredWeigh
     elif is_own and isinstance(view.dialect, Fp8):
         if view.dialect.experts == view.dialect.linear or scale.dtype == "F8_E8M0":
             return
-        severity = "warning"
         says = f"block scales are {scale.dtype}, and vLLM's parameter is F8_E8M0, as experts are "
         says += "no FP8: it rounds them to powers of two in silence"
         cure = "Store the scales as F8_E8M0, with the weights rounded for them"

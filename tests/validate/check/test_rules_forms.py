@@ -674,7 +674,6 @@ def in_blocks(scale: str) -> Change:
         retype(r"layers\.\d+\.attn\.wq_a\.scale", "F32"),
         where="layers.0.attn.wq_a.scale",
         says="rounds them to powers of two",
-        severity="warning",
     ),
 )
 def test_block_scales_are_read(case, tmp_path):
