@@ -23,7 +23,7 @@ class Probing:
     """How the probe is asked.
 
     Attributes:
-        probe: Ask the probe, too.
+        probe: Also ask the probe: short answers in twelve scripts and in code.
         depth: Ask it after so many tokens of other text, such as 0,1000,8000,32000: a wrong KV
             cache shows in long contexts.
     """

@@ -14,7 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable, size_in_words
+from ..recipes.errors import printable, size_in_words
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Json, frozen
 from . import exits
@@ -46,14 +46,10 @@ class NewFolder:
     dry_run: DryRunOption = False
     as_json: JsonOption = False
 
-    def folder(self, verb: str = "") -> Path | None:
-        """The folder, if it shall be written. A verb that makes nothing else must have one."""
+    def folder(self) -> Path | None:
+        """The folder, if it shall be written."""
         if self.dry_run:
             return None
-        if self.out is None and verb:
-            raise RecipeError(
-                verb, "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run"
-            )
         return self.out
 
     def judge(self, out: Path) -> "Judged":
@@ -214,7 +210,7 @@ def graft(
     from ..cure.rewritten import Judged
     from .findings import check_json
 
-    out = new.folder("graft")
+    out = new.folder()
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     plan = made.plan
     value: Json = {
@@ -241,7 +237,10 @@ def graft(
     checked = judged.checked
     check = check_json(checked.data, checked.accounts)
     value |= {"vllm": judged.no_vllm, "check": check}
-    new.end(judged, value, diff, (), checked.data.path)
+    notes = []
+    if out is None:
+        notes.append("nothing is written yet: the same command with --out NEW writes it")
+    new.end(judged, value, diff, notes, checked.data.path)
 
 
 def _foreseen(made: "Graft") -> Iterator[str]:
@@ -306,7 +305,7 @@ def convert(
         "shards_written": sorted(proposal.made_shards),
         "bytes_written": plan.num_bytes_written,
     }
-    out = new.folder("convert")
+    out = new.folder()
     if out is None:
         answer(value, [in_words(value), *proposal.diffs()], as_json=new.as_json)
         return

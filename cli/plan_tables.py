@@ -161,9 +161,11 @@ def _fits(room: Json, machine: str) -> Iterator[RenderableType]:
     rows = []
     for fit in room["fits"]:
         sizes = [size_in_words(fit[key]) for key in ("weights", "cache", "target", "draft")]
-        rows.append([str(fit["drafts"]), *sizes, f"{fit['longest']:,}", f"{fit['sequences']:,.1f}"])
+        rows.append(
+            [str(fit["drafts"]), *sizes, f"{fit['longest']:,}", f"{int(fit['sequences']):,}"]
+        )
     columns = (">drafts", ">weights", ">cache", ">KV a token", ">KV of draft", ">longest")
-    at_once = f">at once of {room['fits'][0]['length']:,}"
+    at_once = f">at once, {room['fits'][0]['length']:,} tokens each"
     yield table(title, (*columns, at_once), rows)
     yield f"Assumed: {ASSUMED}."
 
@@ -227,7 +229,7 @@ def totals(plan: Plan) -> str:
     source = plan.source
     other = source.mtp_source
     line = (
-        f"{source.where} ({source.revision}): {len(plan.entries):,} tensors in, "
+        f"{source.where} ({source.revision}): {counted(len(plan.entries), 'tensor')} in, "
         f"{plan.num_outputs:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
         f"{counted(len(plan.shards), 'shard')}; {plan.view.drafter}"

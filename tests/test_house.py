@@ -46,6 +46,17 @@ VAGUE = {
     r"\bbears? .{0,20}out\b": 0,
     r"\bside by side\b": 1,
 }
+# Sentences that people read no more.
+WENT = (
+    "neither passes nor fails",
+    "Ask the probe, too",
+    "at once of {",
+    "needs an environment of its own; got",
+    "only the source gets",
+    'return "too few samples"',
+    ":,} tensors are named",
+    ":,.1f} sequences",
+)
 # Pairs of types of which one repeats the other's fields; see `house.twins`. The number may only
 # become smaller. One of them: options of the command line are keys of a recipe.
 TWINS = 6
@@ -131,6 +142,15 @@ def test_vague_words_do_not_become_more():
     found = house.vague_words()
     assert found.keys() == VAGUE.keys()
     assert {word: count for word, count in found.items() if count > VAGUE[word]} == {}, house.VAGUE
+
+
+def test_words_that_went_do_not_come_back():
+    """Each stopped a reader, or was a second word for `not measured`."""
+    found = []
+    for path in (*SOURCES, ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        text = path.read_text()
+        found += [f"{path.name}: {words}" for words in WENT if words in text]
+    assert SOURCES and found == []
 
 
 def test_the_measures_find_what_they_look_for(tmp_path, monkeypatch):

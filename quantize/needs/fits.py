@@ -182,8 +182,8 @@ def in_words(found: Sequence[Room], drafts: int) -> str:
     """What there is room for, drafting so many tokens a step."""
     fit = found[min(drafts, MOST_DRAFTS)]
     return (
-        f"{fit.longest:,} tokens in one sequence, or {fit.sequences:,.1f} sequences of "
-        f"{fit.length:,} at once (without drafts {found[0].sequences:,.1f})"
+        f"{fit.longest:,} tokens in one sequence, or {int(fit.sequences):,} sequences of "
+        f"{fit.length:,} at once (without drafts {int(found[0].sequences):,})"
     )
 
 

@@ -189,7 +189,7 @@ def _examined(
     if refused is not None and "vllm" in runtimes:
         key, says, cure = refused
         facts = facts_of(stored)
-        says += f". {facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        says += f". Tensors named as those of an MTP block: {facts.num_mtp_tensors:,}"
         # No source goes with it, so that nothing is loaded.
         unread = CheckpointError(key, says, got="what cannot be read", cure=cure)
         return Checked(_data(where, facts, [objection("method", key, says, cure)]), unread=unread)

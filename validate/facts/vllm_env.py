@@ -136,7 +136,8 @@ def find_vllm() -> VLLM:
         raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=cure)
     if not found:
         got = " nor ".join(["neither VLLM_PYTHON", *[str(place) for place in places]])
-        raise VLLMError("vllm", "needs an environment of its own", got=got, cure=cure)
+        rule = "must be installed, in an environment of its own"
+        raise VLLMError("vllm", rule, got=got, cure=cure)
     python = found[0]
     asked = _ask(python)
     if not asked["version"]:

@@ -176,7 +176,7 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
         max_num_seqs=4,
         repeated=repeated,
         unit="prompt",
-        task=f"k={k}" if depth is None else name,
+        task=f"k={k}" if depth is None else f"k={k}, the probe at depth {depth:,}",
     )
 
 

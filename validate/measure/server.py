@@ -68,6 +68,8 @@ _CPU_VARIABLES = {
 # would not be greedy.
 _WORDS = ("--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0")
 _PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
+# A traceback is logged line by line, as errors.
+_LOGGED = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:INFO|WARNING) \d\d-\d\d [\d:]+ \[[^\]]*\]")
 _RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)\b")
 # What vLLM's outer processes say when an inner one has raised.
 _WRAPPER = re.compile("(?:Engine core|WorkerProc) initialization failed|Executor failed")
@@ -354,7 +356,7 @@ def serving(
                 if seconds > timeout:
                     words = f"not healthy within {timeout:.0f} s; its last line: {last}"
                     raise ServerFailed(words, log)
-                watch(f"starting, {seconds:.0f} s; vLLM says: {last[:100]}")
+                watch(f"starting, {seconds:.0f} s; {_said(log)}".rstrip("; "))
                 time.sleep(0.25)
             yield Server(
                 client=client,
@@ -432,7 +434,8 @@ def last_error(log: Path, returncode: int | None) -> str:
             if line.startswith(_NEXT) or _RAISED.match(line):
                 break
             words += f" {line}"
-        return words[:_MAX_WORDS]
+        # Gloo ends its advice so.
+        return words.replace(" GLHF!", "")[:_MAX_WORDS]
     if returncode == -signal.SIGKILL:
         return "ended by SIGKILL, which is how Linux ends a process when memory runs out"
     if returncode is not None and returncode < 0:
@@ -442,6 +445,15 @@ def last_error(log: Path, returncode: int | None) -> str:
     if returncode is not None:
         last = f"exit status {returncode}: {last}"
     return last[:_MAX_WORDS]
+
+
+def _said(log: Path) -> str:
+    """The last message of vLLM's own logger: other lines are code of a traceback, or a bar."""
+    messages = [line for line in _lines(log) if _LOGGED.search(line)]
+    if not messages:
+        return ""
+    message = _LOGGED.sub("", messages[-1]).strip()
+    return f"vLLM says: {message[:100]}"
 
 
 def _lines(log: Path) -> list[str]:

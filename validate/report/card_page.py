@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.record import Record
 from ...recipes.errors import size_in_words
-from ...recipes.frozen import frozen
+from ...recipes.frozen import Json, Raw, frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import GPU_NAMES, versions_in_short
 from ..facts.evaluated import EvaluationFact
@@ -463,6 +463,10 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
     yield f"To cite: keepmtp {record.keepmtp}, {what} ({record.recipe.name})."
 
 
+_ASKED_OTHERWISE = {"task", "dataset", "shots", "api", "max_tokens", "k", "concurrency", "limit"}
+_ASKED_OTHERWISE |= {"seed", "prefix_caching"}
+
+
 def shell(words: Iterable[str]) -> str:
     """A command that a narrow column does not cut: on one line, or an option with its value on
     each.
@@ -497,11 +501,35 @@ def _commands(facts: CardFacts) -> Iterator[str]:
         served = [target.path, "--draft", out]
         block += ["--draft-for", target.path]
     yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, "--out", out])
-    yield shell(["keepmtp", "check", *served, "--record"])
+    tried = Json(gpu=[], tp=[])
+    for load in facts.report.dry:
+        tried["gpu"].append(load.gpu)
+        tried["tp"].append(load.tp)
+    yield shell(["keepmtp", "check", *served, "--record", *_options(tried)])
     if facts.report.serve:
         yield shell(["keepmtp", "serve-check", *served, *source])
     if facts.report.evaluation:
-        yield shell(["keepmtp", "eval", out, "--source", facts.compared])
+        asked = facts.report.evaluation.protocol
+        said = asked.model_dump(include=_ASKED_OTHERWISE, exclude_defaults=True)
+        if facts.report.evaluation.tasks:  # each has its own
+            said = {name: said[name] for name in ("k", "limit") if name in said}
+        yield shell(["keepmtp", "eval", out, "--source", facts.compared, *_options(said)])
     if facts.report.bench:
         yield shell(["keepmtp", "bench", out])
-    yield shell(["keepmtp", "card", out])
+    base = []
+    if facts.base_model.name and not facts.base_model.is_proven:
+        base = ["--base-model", facts.base_model.name]
+    yield shell(["keepmtp", "card", out, *base])
+
+
+def _options(said: Raw) -> Iterator[str]:
+    """Options with their values, each value once."""
+    for name, value in said.items():
+        option = "-k" if name == "k" else f"--{name.replace('_', '-')}"
+        if value is True:
+            yield option
+            continue
+        values = value if isinstance(value, list) else [value]
+        for each in dict.fromkeys(values):
+            yield option
+            yield f"{each}"

@@ -395,6 +395,7 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     pair = task.pair(gates.filter)
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
+    alone = f"source alone {pair.only_source:,}, in the checkpoint alone {pair.only_checkpoint:,}"
 
     def bounds(times: float) -> tuple[float, float]:
         low, high = one_sided(pair, gates.confidence, times=times)
@@ -406,9 +407,8 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
         samples=num,
         unit="questions",
         says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
-        f"{num:,} questions, the source {percent(task.source.score(name).value)} (only the source "
-        f"gets {pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}): a drop "
-        f"of {points(-pair.difference)}",
+        f"{num:,} questions, the source {percent(task.source.score(name).value)} (right in the "
+        f"{alone}): a drop of {points(-pair.difference)}",
         how=f"{BOUND}, paired",
         shown=points,
         also=not_its_own(task.checkpoint.as_served),

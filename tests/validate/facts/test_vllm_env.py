@@ -49,7 +49,9 @@ def test_none_to_be_found(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     monkeypatch.setattr(vllm_env, "_ROOT", tmp_path)
     for cure in ("the command that `keepmtp doctor` prints", "`make vllm`"):
-        says = f"needs an environment of its own; got .*Run {cure}, or set VLLM_PYTHON"
+        says = (
+            f"must be installed, in an environment of its own; got .*Run {cure}, or set VLLM_PYTHON"
+        )
         with pytest.raises(VLLMError, match=says):
             find_vllm()
         (tmp_path / "Makefile").touch()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
-from keepmtp.validate.measure.server import ServerFailed, last_error, serving
+from keepmtp.validate.measure.server import ServerFailed, _said, last_error, serving
 from stub_vllm import stub_vllm
 from survivors import only_child
 
@@ -90,3 +90,20 @@ def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
 def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
     (tmp_path / "log").write_text(text)
     assert says in last_error(tmp_path / "log", status)
+
+
+def test_a_start_shows_what_vllm_logs_and_no_line_of_code(tmp_path):
+    log = tmp_path / "log"
+    assert _said(log) == ""
+    log.write_text(
+        "(EngineCore pid=7) INFO 11-28 19:00:01 [core.py:12] Loading weights took 2 seconds\n"
+        "(EngineCore pid=7) ERROR 11-28 19:00:02 [core.py:15]     return func(*args)\n"
+        "    self.model = build(config)\n"
+    )
+    assert _said(log) == "vLLM says: Loading weights took 2 seconds"
+
+
+def test_the_last_error_has_no_greeting(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("RuntimeError: Gloo found no interface. Set GLOO_SOCKET_IFNAME. GLHF!\n")
+    assert last_error(log, 1) == "RuntimeError: Gloo found no interface. Set GLOO_SOCKET_IFNAME."

@@ -129,8 +129,8 @@ def test_a_good_checkpoint_passes_with_its_figures():
         "Clopper-Pearson, a draft as one trial); at least 97.00 % is asked for."
     )
     assert GOOD["gsm8k"].says == (
-        "gsm8k, flexible-extract: 68.92 % of 1,319 questions, the source 68.99 % (only the source "
-        "gets 10 right, only the checkpoint 9): a drop of 0.08 points, at most 0.7 points at 95 % "
+        "gsm8k, flexible-extract: 68.92 % of 1,319 questions, the source 68.99 % (right in the "
+        "source alone 10, in the checkpoint alone 9): a drop of 0.08 points, at most 0.7 points at 95 % "
         "confidence (one-sided, Clopper-Pearson, paired); at most 2 points is asked for."
     )
 
