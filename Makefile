@@ -11,7 +11,6 @@
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             a task of source and checkpoint (all: every one), and the gates
 #   make bench [MODEL=...] [OUT=DIR] [SOURCE=...] [K=0..4] [CONCURRENCY=1,8,32] [PROMPTS=FILE]   tokens a second by k
-#   make closeness [MODEL=...] [OUT=DIR] [SOURCE=...] [TEXT=FILE]   divergence from the source on held-out text, as served
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate EVAL=all, card; stops at the first that is red
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
@@ -20,18 +19,16 @@
 #   make test         what the project promises, on this machine: twelve minutes on two cores
 #   make test-all     the rest of it: whole products, every kill point, each wheel environment; forty minutes
 #   make fuzz         an hour of hostile files and names for every verb; FUZZ_SECONDS=60 for a minute
-#   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
+#   make lint         ruff, its format, pyright
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
 #   make gpu-profile MODEL=glm-4.5-air [TRACE=NAME.json.gz]   where the time of one layer's calibration goes there
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
 #   make gpu-serve    served there by real vLLM servers: kernels, acceptance, speed (docs/gpu.md); LIST=1, FROM=, ONLY=
 #   make cuda-wheel [GPU="sm90 sm100"]   verdict and kernels of vLLM's whole CUDA wheel (8 GB) against the dry load's stubs
 #   make follow VLLM=0.34.0 [SINCE=0.33.0]   what another vLLM changes: cited files, answers, families, the corpus
-#   make newest [TRANSFORMERS=5.24.0]   calibration under the newest transformers, which llm-compressor does not ask for
-#   make picture      docs/check.svg, the README's table of families, docs/tables/sglang.md
+#   make docs         the pages that are written: PAGE=readme (and docs/check.svg), sglang_table, support, heads, matrix
+#   make docs PAGE=quality   rows of docs/quality.md that are missing, measured
 #   make dist         sdist and wheel in dist/, checked
-#   make families     docs/tables/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
-#   make heads        docs/tables/heads.md: where vLLM loads a packed head or embedding
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
@@ -67,8 +64,8 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 MAKEFLAGS += $(if $(MAKELEVEL:0=),,-j3)
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix heads \
-	families follow newest quality picture benchmark cuda-wheel gpu-profile gpu-serve dist clean
+.PHONY: help quantize plan check validate bench serve card all publish vllm test test-all lint fuzz docs follow benchmark \
+	cuda-wheel gpu-test gpu-profile gpu-wheels gpu-serve dist clean
 
 help:
 	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
@@ -94,10 +91,6 @@ bench: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 serve: $(VENV)/.quantize $(VENV_VLLM)/.vllm
 	@exec $(VENV)/bin/keepmtp serve "$(OUT)" $(if $(K),-k $(K)) $(if $(PORT),--port $(PORT)) $(SERVED)
 
-closeness: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@$(VENV)/bin/keepmtp closeness "$(OUT)" $(if $(SOURCE),--source "$(SOURCE)") $(if $(TEXT),--text "$(TEXT)") \
-	$(if $(TOKENS),--tokens "$(TOKENS)") $(SERVED)
-
 card: $(VENV)/.evaluate
 	@$(VENV)/bin/keepmtp card "$(OUT)" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")
 
@@ -112,9 +105,6 @@ publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
 	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))
 	@$(VENV)/bin/keepmtp publish "$(OUT)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) \
 	$(if $(DRY_RUN),--dry-run)
-
-ls: $(VENV)/.base
-	@$(VENV)/bin/keepmtp ls
 
 vllm: $(VENV_VLLM)/.vllm
 
@@ -133,39 +123,15 @@ lint: $(VENV)/.test
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
 
-measure: $(VENV)/.base
-	@$(VENV)/bin/python benchmarks/house.py --places
-
 # What another vLLM changes: cited files, answers, families, the corpus; writes docs/tables/versions.md.
 follow: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(if $(VLLM),,$(error VLLM: must be the version to look at, as VLLM=0.34.0; got none))
 	@$(VENV)/bin/python benchmarks/follow.py "$(VLLM)" $(if $(SINCE),--since "$(SINCE)")
 
-# Another transformers stands before that of .venv on the path. Left out: what compares with llm-compressor's own KV cache,
-# which hands its cache over by the name that transformers 5.24 drops.
-NEWEST := build/newest
-newest: $(VENV)/.test
-	@$(PIP) install -qq --upgrade --no-deps --target $(NEWEST) transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
-	@PYTHONPATH=$(NEWEST) $(VENV)/bin/python -m pytest -q $(addprefix tests/quantize/calibrate/,layers/test_caches.py \
-		layers/test_backbone.py layers/test_layer.py model/test_skeleton.py mtp/test_mtp_block.py) \
-		-k "not scales_equal_llmcompressors"
-
-matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
-	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py
-
-heads: $(VENV)/.test $(VENV_VLLM)/.vllm
-	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/heads.py
-
-picture: $(VENV)/.test
-	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/readme.py
-	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/sglang_table.py
-
-families: $(VENV)/.test
-	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/support.py
-
-# Every row of docs/quality.md that is not there yet; build/quality holds what was measured.
-quality: $(VENV)/.test
-	@$(VENV)/bin/python benchmarks/quality.py
+# Pages that are written; PAGE=matrix: that one alone. PAGE=quality writes the rows of docs/quality.md that are missing.
+docs: $(VENV)/.test $(VENV_VLLM)/.vllm
+	@$(foreach page,$(or $(PAGE),readme sglang_table support heads matrix),PYTHONPATH=tests/helpers $(VENV)/bin/python \
+	$(wildcard tests/helpers/$(page).py benchmarks/$(page).py) &&) true
 
 # Every script of docs/benchmarks.md, whatever one of them misses; SMALL=1: in seconds, as the tests run them.
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm

@@ -1,7 +1,7 @@
 """How readable the tree is, in numbers: sizes, density, and what is said twice.
 
 In: the Python files and the data of keepmtp in this checkout. Out: a table, or with --json the same
-values; `make measure`.
+values; `benchmarks/house.py --places`.
 
 Easy to get wrong: these numbers find a place to look at, and prove nothing. A function of 90 lines
 in a row of plain steps reads better than nine of ten lines. tests/test_house.py holds only those

@@ -120,7 +120,7 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
 
 
 def test_the_page_has_the_rows_and_says_what_the_figures_say():
-    """Another row, or another figure, is another run of `make quality`. Every row is a recipe and
+    """Another row, or another figure, is another run of `make docs PAGE=quality`. Every row is a recipe and
     has its base.
     """
     figures = json_of(ROOT / "docs" / "quality.json")

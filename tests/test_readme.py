@@ -1,4 +1,4 @@
-"""README.md and its picture are what `make picture` makes: neither is edited by hand. A figure has
+"""README.md and its picture are what `make docs` makes: neither is edited by hand. A figure has
 one page, and the README repeats it.
 """
 
@@ -12,13 +12,13 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
 from readme import PICTURE, README, ROOT, picture, with_table
 
-# What make quality and make gpu-test write in pages, between their markers. docs/tables/ has the
+# What make docs PAGE=quality and make gpu-test write in pages, between their markers. docs/tables/ has the
 # pages that targets write whole.
 BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"
 
 
 def test_the_picture_is_what_is_made_today():
-    assert PICTURE.read_text() == picture(), "run `make picture`"
+    assert PICTURE.read_text() == picture(), "run `make docs`"
 
 
 def test_the_picture_fetches_nothing():
@@ -45,7 +45,7 @@ def test_the_names_in_the_picture_of_target_and_draft_are_the_familys():
 
 def test_the_table_of_families_is_what_is_made_today():
     text = README.read_text()
-    assert text == with_table(text), "run `make picture`"
+    assert text == with_table(text), "run `make docs`"
 
 
 def test_the_figures_are_those_of_their_pages():

@@ -1,6 +1,6 @@
 """A packed embedding or head: which families, forms, dialects and versions of vLLM take one.
 
-    make heads        loads all of them, and writes docs/tables/heads.md
+    make docs        loads all of them, and writes docs/tables/heads.md
 
 In: a model, the group, its word, a dialect. Out: what keepmtp writes, or its refusal; and what vLLM
 says of it on pretended GPUs.
@@ -147,7 +147,7 @@ def markdown(told: dict[Place, dict[str, str]]) -> str:
     return f"""\
 # Packed heads and embeddings
 
-Written by `make heads`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the classes
+Written by `make docs`: what keepmtp writes with `head` or `embedding` in a recipe's backbone, loaded by the classes
 of vLLM {" and ".join(VERSIONS)} for target and draft on meta tensors, for sm90 and sm100, from tiny checkpoints in published
 names. *yes*: both versions load and fill all of it on both GPUs, and the draft gets the target's; of step3p5 with
 keepmtp's cures of vLLM's defects. A version: that one alone. *as plain*: what stops it stops a plain one too
@@ -160,7 +160,7 @@ keepmtp's cures of vLLM's defects. A version: that one alone. *as plain*: what s
 
 
 def main() -> None:
-    """`make heads`."""
+    """`make docs`."""
     vllms, _ = had_vllms(VERSIONS, find_vllm())
     told = run(places(sys.argv[1:] or MODELS), vllms, ("sm90", "sm100"))
     for place, answers in told.items():

@@ -1,7 +1,7 @@
 """Which MTP drafts vLLM builds and loads: every family, released and quantized, in two dialects, on
 pretended GPUs.
 
-    make matrix        runs all of it and writes docs/tables/matrix.md
+    make docs        runs all of it and writes docs/tables/matrix.md
 
 In: the layouts of tests/helpers/layouts and tests/helpers/releases. Out: a cell for each
 checkpoint, GPU and TP size: "loads", "loads with cures" (keepmtp's, of vLLM's own defects) and what
@@ -147,7 +147,7 @@ def markdown(cells: Cells, version: str) -> str:
     return f"""\
 # What vLLM builds and loads
 
-Written by `make matrix`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from
+Written by `make docs`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from
 tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both constructed
 and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel
 for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and

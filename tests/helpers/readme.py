@@ -1,6 +1,6 @@
 """The README's picture and its table of families, made from what they show.
 
-    make picture       writes docs/check.svg and the rows between the markers in README.md
+    make docs       writes docs/check.svg and the rows between the markers in README.md
 
 In: the shipped Qwen3.5 model, the family tables, the recipes, docs/tables/matrix.md and transformers'
 lists of classes. Out: the same bytes on every machine: a fixed width, a fixed id, and no font that

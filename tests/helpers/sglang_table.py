@@ -1,6 +1,6 @@
 """docs/tables/sglang.md: which outputs of keepmtp resolve in SGLang too, and why the others cannot.
 
-    make picture    writes it
+    make docs    writes it
 
 In: keepmtp's plans of every release at tiny size, in both dialects. Out: the text, and how many
 resolve.
@@ -69,7 +69,7 @@ def text() -> str:
     lines = [
         f"# Outputs in SGLang {VERSION}",
         "",
-        ("Written by `make picture` from plans of every release at tiny size. `yes`: vLLM and"),
+        ("Written by `make docs` from plans of every release at tiny size. `yes`: vLLM and"),
         (
             "SGLang find the scheme of every module under their own names, in one config.json. A "
             "number: no entry can"

@@ -1,7 +1,7 @@
 """Which families can be calibrated, found by trying: the data of `keepmtp ls families`, and
 docs/tables/families.md.
 
-    make families       writes recipes/calibrated_families.json and the table in docs/tables/families.md
+    make docs       writes recipes/calibrated_families.json and the table in docs/tables/families.md
 
 In: the fixture of every release that has a recipe, tiny and without weights. Out: the same bytes on
 every machine.
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "tables" / "families.md"
 _HEAD = """\
 # Families
 
-What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make families` writes this
+What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make docs` writes this
 table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
 is bound to them. Proof says how it is known that the draft which calibration runs is vLLM's:
 [mtp.md](../mtp.md#how-a-draft-was-proven) has the words. Which families take a packed head or embedding:

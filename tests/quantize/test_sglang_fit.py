@@ -64,7 +64,7 @@ def test_without_the_added_entries_sglang_raises():
 def test_how_many_outputs_resolve_in_both():
     assert sglang_table.counted("compressed-tensors") == {"yes": 129, "no": 103, "-": 2}
     assert sglang_table.counted("modelopt") == {"yes": 76, "no": 74, "-": 6}
-    assert sglang_table.DOCS.read_text() == sglang_table.text(), "run `make picture`"
+    assert sglang_table.DOCS.read_text() == sglang_table.text(), "run `make docs`"
 
 
 def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():

@@ -15,8 +15,8 @@ from support import PAGE, page, tried
 
 @pytest.mark.full
 def test_the_data_and_the_page_are_what_is_made_today(tmp_path):
-    assert SUPPORT_FILE.read_text() == tried(tmp_path), "run `make families`"
-    assert PAGE.read_text() == page(), "run `make families`"
+    assert SUPPORT_FILE.read_text() == tried(tmp_path), "run `make docs`"
+    assert PAGE.read_text() == page(), "run `make docs`"
 
 
 def test_a_class_that_lacks_a_name_on_disk_is_named(tmp_path):

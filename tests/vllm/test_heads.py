@@ -1,5 +1,5 @@
 """Packed heads and embeddings, from the recipe to vLLM's classes: bytes of eight families in both
-dialects, and docs/tables/heads.md sampled anew. `make heads` writes all of that page.
+dialects, and docs/tables/heads.md sampled anew. `make docs` writes all of that page.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""docs/tables/matrix.md tells what vLLM does today: sampled anew, cell by cell. `make matrix` writes all
+"""docs/tables/matrix.md tells what vLLM does today: sampled anew, cell by cell. `make docs` writes all
 of it.
 """
 
