@@ -86,7 +86,7 @@ def _read(
     family = family_of(config, vllm)
     match method:
         case "compressed-tensors":
-            return read_compressed_tensors(raw, rename, vllm=vllm)
+            return read_compressed_tensors(raw, rename)
         case "fp8" | "deepseek_v4_fp8":
             return read_fp8(raw, config, rename)
         case "gptq" | "auto_gptq" | "gptq_marlin":

@@ -28,7 +28,6 @@ from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.sglang import sglang_model
-from ...recipes.runtimes.vllm import NEWEST, holds
 from ...recipes.schemes import SCHEMES
 from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
@@ -46,6 +45,7 @@ _PACKED = "pack-quantized"
 _EMBEDDING = "VocabParallelEmbedding"
 _NO_ROWS = "ValueError: compressed-tensors embeddings only support weight-only INT (WNA16)"
 _FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized")
+# Refused since 0.30 (compressed_tensors.py, `from_config`).
 _NO_ORDER = (
     "ValueError: Compressed-tensors group/dynamic activation ordering is no longer supported"
 )
@@ -187,7 +187,7 @@ class CompressedTensors(NamedTuple):
 
 
 def read_compressed_tensors(
-    raw: Raw, rename: Renamer, runtime: Runtime = "vllm", vllm: str = NEWEST
+    raw: Raw, rename: Renamer, runtime: Runtime = "vllm"
 ) -> CompressedTensors | OneAnswer:
     """The config as a server reads it, entries renamed.
 
@@ -216,7 +216,7 @@ def read_compressed_tensors(
         is_mxfp4 |= not is_vllm and is_of_all and _registered(weights, None) == MXFP4
         of_linear = built(group, given.format, is_experts=False)
         of_experts = built(group, given.format, is_experts=True)
-        if is_vllm and group.weights and group.weights.is_reordered and holds(">=0.30", vllm):
+        if is_vllm and group.weights and group.weights.is_reordered:
             of_linear = of_linear._replace(error=_NO_ORDER, refusal="order")
             of_experts = of_experts._replace(error=_NO_ORDER, refusal="order")
         for target in targets:
