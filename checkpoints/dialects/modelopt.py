@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
-from itertools import chain
 
 from ... import __version__
 from ...recipes.conventions import ALGORITHMS as OF_SCHEMES
@@ -243,15 +242,23 @@ def read_modelopt(
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(f"modelopt {algorithm or 'without quant_algo'}")
-    entries = [ConfigEntry("exclude", entry, rename.modelopt(entry)) for entry in listed]
+    entries = list[ConfigEntry]()
+    exclude = list[str]()
+    for written in listed:
+        entry = ConfigEntry("exclude", written, rename.modelopt(written))
+        entries.append(entry)
+        exclude += entry.read
+    codecs = ()
+    if holds(">=0.32", vllm):
+        codecs = _CODECS
     return ModelOpt(
         algorithm=algorithm,
-        exclude=tuple(chain(*(entry.read for entry in entries))),
+        exclude=tuple(exclude),
         quantized_layers=_layers(holder, rename),
         group_size=holder.group_size or 16,
         entries=tuple(entries),
         block=min(_block_sizes(holder), default=128),
-        codecs=_CODECS if holds(">=0.32", vllm) else (),
+        codecs=codecs,
         rename=rename,
     )
 
@@ -447,7 +454,9 @@ def hf_quant_config(config: Raw) -> Json:
 
     Readers know the file by its producer's name: vLLM refuses any other.
     """
-    cache = "FP8" if config.get("kv_cache_scheme") else None
+    cache = None
+    if config.get("kv_cache_scheme"):
+        cache = "FP8"
     inner: Json = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": cache}
     for key in ("group_size", "quantized_layers"):
         if key in config:
@@ -476,7 +485,6 @@ class _Names:
         first = view.num_layers
         if view.layout.mtp:
             first = 0
-        heads = [row.runtime or row.path for row in view.family.mtp_block if row.role == "head"]
         stems = dict[str, None]()
         self.view = view
         self.draft_heads = list[str]()
@@ -484,7 +492,9 @@ class _Names:
             stem = view.runtime_stem("mtp", first + index)
             # The block as a whole: `mtp.layers.0*` misses `mtp.fc` (vllm #38832).
             stems[re.sub(r"^mtp\..*", "mtp.", stem)] = None
-            self.draft_heads += [stem + head for head in heads]
+            for row in view.family.mtp_block:
+                if row.role == "head":
+                    self.draft_heads.append(stem + (row.runtime or row.path))
         if view.layout.draft_head:
             self.draft_heads.append(view.layout.draft_head)
         self.draft_stems = tuple(stems)
@@ -537,17 +547,22 @@ class _Names:
         """
         quantized = [module.name for module in modules if module.scheme]
         is_draft_plain = not any(name.startswith(self.draft_stems) for name in quantized)
-        covered = self.draft_stems if is_draft_plain else ()
+        covered = ()
+        if is_draft_plain:
+            covered = self.draft_stems
         entries = list[str]()
         # By whole names: a part of one would exclude more.
         for module in modules:
             if not module.scheme and not module.name.startswith(covered):
                 entries += self.written(module, otherwise=f"*{module.name}")
-        entries += [self.surviving(f"{stem}*") for stem in covered]
-        # A part of a name is enough to exclude a quantized one.
-        heads = [head for head in self.draft_heads if not _is_part(head, quantized)]
-        entries += [self.surviving(head) for head in heads if not head.startswith(covered)]
-        entries += [f"{runtime}*" for _, runtime, _ in self.view.layout.opaque]
+        for stem in covered:
+            entries.append(self.surviving(f"{stem}*"))
+        for head in self.draft_heads:
+            # A part of a name is enough to exclude a quantized one.
+            if not _is_part(head, quantized) and not head.startswith(covered):
+                entries.append(self.surviving(head))
+        for _, runtime, _ in self.view.layout.opaque:
+            entries.append(f"{runtime}*")
         if not _is_part("lm_head", quantized):
             entries.append("lm_head")
         return [*dict.fromkeys(entries)]
@@ -597,11 +612,13 @@ def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Js
             )
     # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to
     # it a row that begins with a dot is of a module below the one with an empty prefix.
-    for name in [name for name in rows if name.startswith(".")][:1]:
-        obstacles.append(
-            f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
-            f"({_CONFIG})"
-        )
+    for name in rows:
+        if name.startswith("."):
+            obstacles.append(
+                f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
+                f"({_CONFIG})"
+            )
+            break
     if method == "modelopt_fp4":  # where all is NVFP4
         for module in quantized:
             place = module.place
@@ -621,10 +638,14 @@ def _harm_of(entries: Iterable[str], quantized: Iterable[NamedModule]) -> Iterat
     """Entries for SGLang's draft that would exclude a quantized module in vLLM."""
     # A draft that SGLang builds without a prefix asks for `self_attn.qkv_proj`, which to vLLM is a
     # part of the names of every layer.
-    names = [*chain(*(concrete(module.spelled) for module in quantized))]
+    names = list[str]()
+    for module in quantized:
+        names += concrete(module.spelled)
     for entry in entries:
-        for name in [name for name in names if entry.removesuffix("*") in name][:1]:
-            yield f"an entry {entry} for its draft would exclude {name} in vLLM"
+        for name in names:
+            if entry.removesuffix("*") in name:
+                yield f"an entry {entry} for its draft would exclude {name} in vLLM"
+                break
 
 
 def _is_part(word: str, names: Iterable[str]) -> bool:
@@ -639,7 +660,9 @@ def _method(config: Raw) -> str:
         return "" if algorithms.isdisjoint(_FOUR_BITS) else "modelopt_mixed"
     if "NVFP4" in algorithm:
         return "modelopt_fp4"
-    return "modelopt_fp8" if algorithm == "FP8" else ""
+    if algorithm == "FP8":
+        return "modelopt_fp8"
+    return ""
 
 
 def _as_entries(
