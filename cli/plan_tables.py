@@ -58,7 +58,10 @@ def show(made: Plan, *, as_json: bool, gpu_memory: str | None = None) -> None:
     refused = refusals(made)
     parts = _parts(made, value, machine, room, refused)
     value |= {"needs": asdict(needs_of(made, machine)) | room}
-    tables.answer(value, parts, as_json=as_json, status=2 * bool(refused))
+    status = 0
+    if refused:
+        status = 2
+    tables.answer(value, parts, as_json=as_json, status=status)
 
 
 def show_fits(unchosen: NoSchemeError, *, as_json: bool) -> None:
@@ -115,8 +118,7 @@ def _parts(
     yield from _served_by(made)
     yield ""
     yield from lines(needs_of(made, machine))
-    if time := time_of(made, machine):
-        yield time
+    yield from filter(None, [time_of(made, machine)])
     yield ""
     if room["gpus"]:
         yield from _fits(room, machine.title)
@@ -266,7 +268,9 @@ def next_steps(plan: Plan, folder: Path) -> Text:
         served = target.where if target else "TARGET"
     else:
         target = open_source(folder)
-    cures = switched_on(target, NEWEST) if target else ()
+    cures = ()
+    if target:
+        cures = switched_on(target, NEWEST)
     line = serve_words(served, max(1, plan.view.usual_k), *words, cures=cures)
     command = shlex.join(line)
     forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}

@@ -89,12 +89,16 @@ def cut_of(
     """A weight as ranks cut it; None where each has all of it."""
     on_disk = place.row.path.rpartition(".")[2]
     is_routed = place.role == "experts"
-    leaf = on_disk if is_routed else place.runtime.rpartition(".")[2]
+    leaf = on_disk
+    if not is_routed:
+        leaf = place.runtime.rpartition(".")[2]
     if place.role not in _CUT or {leaf, on_disk} & {*_UNCUT} or len(shape) < 2:
         return None
     rows, columns = shape[-2:]
-    rows //= len(place.row.stacked) or 1
-    block_rows, block_columns = block or (1, max(1, group or 1))
+    rows //= max(1, len(place.row.stacked))
+    block_rows, block_columns = 1, max(1, group or 1)
+    if block:
+        block_rows, block_columns = block
     return Cut(
         is_routed, leaf, on_disk in _BY_KEYS, (rows, columns), block_columns, block_rows, scheme
     )
