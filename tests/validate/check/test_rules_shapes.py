@@ -68,6 +68,20 @@ def test_misshaped_glue_of_every_family(model, tmp_path):
 @rows(
     "shapes",
     case(
+        "the only layer with full attention, transposed",
+        "released step-3.5-flash",
+        reshape(r"model\.layers\.0\.self_attn\.o_proj\.weight", "n k -> k n"),
+        where="model.layers.0.self_attn.o_proj.weight",
+        says="hidden_size",
+    ),
+)
+def test_sides_are_those_of_config_in_part(case, tmp_path):
+    assert_found(case, tmp_path)
+
+
+@rows(
+    "shapes",
+    case(
         "the only dense layer, gate",
         "released glm-4.7",
         reshape(r"model\.layers\.0\.mlp\.gate_proj\.weight", "n k -> 64 k"),
