@@ -24,6 +24,7 @@ thousand modules.
 SIMPLER = "Write it without repeats inside of repeats, or list the modules' names"
 _TICK = 0.02
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class MatchClock:
@@ -34,7 +35,7 @@ class MatchClock:
         name.
         """
         self._refusal = refusal
-        self._now: tuple[str, str] | None = None
+        self._now: tuple[str, object] | None = None
         self._ticks = 0
         self._is_on = False
 
@@ -55,7 +56,7 @@ class MatchClock:
             signal.signal(signal.SIGVTALRM, before)
             self._is_on = False
 
-    def timed(self, work: Callable[[str], T], expression: str, name: str) -> T:
+    def timed(self, work: Callable[[U], T], expression: str, name: U) -> T:
         """What `work` says of a name. Outside of a limit it has one of its own."""
         self._now = (expression, name)
         try:

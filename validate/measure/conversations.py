@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from ...recipes.errors import RecipeError, first_fault
 from ...recipes.frozen import Json, Raw, frozen
+from ...recipes.match_clock import SIMPLER, MatchClock
 from ...recipes.protocol import Evaluation
 from ...recipes.yaml_file import load_shipped
 from .dataset import file_rows
@@ -25,6 +26,12 @@ from .lm_eval_task import Question, Questions, sum_of
 
 _ANY = '["array", "boolean", "null", "number", "object", "string"]'
 _TYPES = {"dict": '"object"', "float": '"number"', "tuple": '"array"', "any": _ANY}
+# What jsonschema raises at a stranger's schema: a reference into a number, an address that is none,
+# a multiple of what no float holds.
+_ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_clock = MatchClock(
+    lambda what, got: RecipeError(what, "must be met in a moment", got=got, cure=SIMPLER)
+)
 _DATA = load_shipped(Path(__file__).with_name("tool_calls.yaml"))
 
 
@@ -114,17 +121,19 @@ def conversations(protocol: Evaluation) -> Questions:
 
 
 def meets(schema: Any, value: Any) -> bool:
-    """Whether a value is as a schema has it; nothing meets a schema that is none."""
+    """Whether a value is as a schema has it; nothing meets a schema that is none, or one that takes
+    seconds.
+    """
     import jsonschema  # which other tasks do without
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
     # With a registry of its own it fetches no schema that another one names.
-    judge = jsonschema.Draft202012Validator(schema, registry=Registry())
     try:
+        judge = jsonschema.Draft202012Validator(schema, registry=Registry())
         judge.check_schema(schema)
-        return judge.is_valid(value)
-    except (jsonschema.SchemaError, Unresolvable, re.error, RecursionError):
+        return _clock.timed(judge.is_valid, "a tool's schema", value)
+    except (jsonschema.SchemaError, Unresolvable, re.error, RecipeError, *_ODD):
         return False
 
 

@@ -6,7 +6,6 @@ In: an HTTP client and a request, or the bytes of a reply. Out: the bytes; a `Re
 Easy to get wrong: a number that nobody could have measured is no answer.
 """
 
-import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from ..facts.served import Drafts
 
 MOST_BYTES = 2**24
-_COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+)_total(.*) (.*)$", re.MULTILINE)
+_COUNTER = "vllm:spec_decode_num_"
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenName = Annotated[str, Field(pattern=r"^token_id:[0-9]{1,9}$")]
 _Logprob = Annotated[float, Field(ge=-1e6, le=1e6)]  # logits of --logprobs-mode pass, NaN does not
@@ -200,7 +199,12 @@ def read_counters(content: bytes) -> Drafts:
     """
     totals = Counter[str]()
     by_position = Counter[int]()
-    for name, labels, number in _COUNTER.findall(content.decode()):
+    for line in content.decode().split("\n"):
+        series, _, number = line.rpartition(" ")
+        metric, _, labels = series.partition("{")
+        if not (metric.startswith(_COUNTER) and metric.endswith("_total")):
+            continue
+        name = metric.removeprefix(_COUNTER).removesuffix("_total")
         count = float(number)
         if not 0 <= count < 2**63:
             raise ValueError(f"{name}: {number}")

@@ -124,7 +124,7 @@ def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:
     is_named = any(call.tool in content for call in turn.wanted)
     if not calls and is_named and _IN_CALLS.search(content):
         return "JSON"  # the parser left it in the text
-    left = list(turn.wanted)
+    options = list[list[int]]()
     for tool, text in calls:
         try:
             given = json.loads(text)
@@ -132,8 +132,25 @@ def _lacks(item: Dialogue, turn: Turn, said: Any) -> str:
             return "JSON"
         if not item.takes(tool, given):
             return "schema"
-        same = [one for one in left if one.tool == tool and is_right(given, one.wanted)]
-        if not same:
-            return "right calls"
-        left.remove(same[0])
-    return "right calls" if left or not (calls or content.strip()) else ""
+        options.append([])
+        for place, one in enumerate(turn.wanted):
+            if one.tool == tool and is_right(given, one.wanted):
+                options[-1].append(place)
+    is_right_number = len(calls) == len(turn.wanted) and bool(calls or content.strip())
+    return "" if is_right_number and _are_distinct(options) else "right calls"
+
+
+def _are_distinct(options: Sequence[Sequence[int]]) -> bool:
+    """Whether each call can be a wanted one that no other call is, whatever the order."""
+    taken = dict[int, int]()
+
+    def gets_one(call: int, tried: set[int]) -> bool:
+        for place in options[call]:
+            if place not in tried:
+                tried.add(place)
+                if place not in taken or gets_one(taken[place], tried):
+                    taken[place] = call
+                    return True
+        return False
+
+    return all(gets_one(call, set()) for call in range(len(options)))

@@ -1,6 +1,7 @@
 """Our own conversations, and those of a file in BFCL's form: which are asked, left out, refused."""
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from json_files import put_lines
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.measure.conversations import conversations, is_right
+from keepmtp.validate.measure.conversations import conversations, is_right, meets
 from keepmtp.validate.measure.tool_calls import scores
 from pydantic import ValidationError
 
@@ -113,6 +114,11 @@ def test_objects_in_a_list_take_each_of_their_values(tmp_path):
         {"type": "dict", "properties": {"unit": {"pattern": "["}}},
         {"$ref": "#"},
         {"type": "dict", "properties": {"numbers": {"$ref": "http://127.0.0.1:9/schema"}}},
+        {"$id": 5},
+        {"$id": "http://[", "$ref": "x"},
+        {"$ref": "#/x", "x": 5},
+        {"$ref": "#/type/a", "type": []},
+        {"properties": {"numbers": {"items": {"multipleOf": 10**400}}}},
     ],
 )
 def test_a_schema_that_no_right_call_meets_is_left_out_and_counted(schema, tmp_path):
@@ -125,6 +131,30 @@ def test_a_schema_that_no_right_call_meets_is_left_out_and_counted(schema, tmp_p
         KeepMTPError, match="conversations whose right calls meet their tools' schemas; got 1"
     ):
         asked(tmp_path, SUM, broken)
+
+
+def test_a_schema_that_takes_seconds_is_met_by_nothing():
+    began = time.process_time()
+    assert not meets({"pattern": "(a+)+$"}, "a" * 40 + "!")
+    assert not meets({"uniqueItems": True}, [{"number": number} for number in range(9_000)])
+    assert time.process_time() - began < 10
+    assert meets({"pattern": "(a+)+$"}, "a")
+
+
+def test_the_order_of_parallel_calls_does_not_matter(tmp_path):
+    """The first call is right as either of two, and the second as one of them alone."""
+    row = SUM | {
+        "ground_truth": [
+            {"math.add": {"numbers": [[1], [2]]}},
+            {"math.add": {"numbers": [[1]]}},
+        ]
+    }
+    found = asked(tmp_path, row, HELLO)
+    one, two = [["math.add", json.dumps({"numbers": [number]})] for number in (1, 2)]
+    for calls, expected in (([one, two], True), ([two, one], True), ([two, two], False)):
+        said = json.dumps([["", calls]] * 2)
+        _, right = scores(found, [[said, json.dumps([["Hello", []]] * 2)]])
+        assert right["expected"] == [expected, True], calls
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ it is.
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import count, repeat
 from pathlib import Path
@@ -130,6 +131,14 @@ def test_a_stream_without_its_end_is_no_answer():
     assert said_in_stream(parts + b"data: [DONE]\n\n") == (("2", []), "stop", 0)
     for cut in (b"", b"data: [DONE", b": [DONE]\n\n", b"data: [DONE]\n\n" + parts):
         assert said_in_stream(parts + cut) == (None, "", 0)
+
+
+def test_a_line_of_any_length_is_read_at_once():
+    """An expression with `(.*) (.*)` took a minute for 240 kB."""
+    line = f"vllm:spec_decode_num_{'a_total' * 30_000}"
+    began = time.process_time()
+    assert read_counters(f"{line}\n{METRICS}".encode()).drafts == 11
+    assert time.process_time() - began < 2
 
 
 def test_counters():
