@@ -82,9 +82,20 @@ def mends(modules: str, *names: str, hashes: str) -> Callable[[Callable[[Any], N
     return cure
 
 
+def add_config(module: Any, model_type: str, config: Any) -> None:
+    """Give vLLM a class of config.json for a model that it has none for; one of its own stays.
+
+    Raises:
+        AttributeError: it has one.
+    """
+    if model_type in module._CONFIG_REGISTRY:
+        raise AttributeError(f"it has a class for {model_type}")
+    module._CONFIG_REGISTRY[model_type] = config
+
+
 def register() -> None:
     """Mend what KEEPMTP_CURES names; vLLM's door for plugins."""
-    chosen = os.environ.get(VARIABLE, "")
+    chosen = os.environ.get(VARIABLE, "").strip()
     if chosen not in ("", "0"):
         mend(chosen)
 
@@ -136,18 +147,19 @@ def _that_apply(chosen: str, version: str) -> list[str]:
         _say(chosen, f"vLLM {version} is newer than any that was read, which end with {newest}")
         return []
     wanted = {name.strip() for name in chosen.split(",")}
+    is_all = "1" in wanted
     wanted -= {"1", ""}
     apply = list[str]()
     for defect in defects():
         name = defect["cure_in_vllm"]
-        if chosen != "1" and name not in wanted:
+        if not is_all and name not in wanted:
             continue
         wanted.discard(name)
         if name in OUTCOMES:
             continue  # a second call mends nothing twice
         if release in SpecifierSet(defect.get("versions", "")):
             apply.append(name)
-        elif chosen != "1":
+        elif not is_all:
             _say(name, f"vLLM {version} does not have the defect")
     for name in sorted(wanted):
         _say(name, "there is no such cure")

@@ -5,7 +5,7 @@ under other names, or since it looks in another place.
 import importlib
 from typing import Any
 
-from . import mends
+from . import add_config, mends
 
 
 @mends(
@@ -89,4 +89,4 @@ def bailing_head_dim(module: Any) -> None:
             super().__post_init__(**kwargs)
             self.head_dim = self.linear_head_dim
 
-    module._CONFIG_REGISTRY["bailing_hybrid"] = ReleasedHeadDim
+    add_config(module, "bailing_hybrid", ReleasedHeadDim)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from . import mends
+from . import add_config, mends
 
 # What the release's configuration file says where config.json does not.
 _VISION: dict[str, Any] = {"use_abs_posemb": True, "use_ln_pre": True, "use_rope2d": True}
@@ -78,4 +78,4 @@ def config_keys(module: Any) -> None:
         def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
             return self.text_config
 
-    module._CONFIG_REGISTRY["step3p7"] = ReleasedKeys
+    add_config(module, "step3p7", ReleasedKeys)

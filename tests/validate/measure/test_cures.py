@@ -6,12 +6,15 @@ tests/vllm/test_cures.py has real servers. The stub applies what it is told.
 import json
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 from commands import keepmtp
 from keepmtp.checkpoints.source import open_source
+from keepmtp.validate import keepmtp_cures
 from keepmtp.validate.dryload.failures import known
 from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.keepmtp_cures import step
 from keepmtp.validate.measure.cures import by_version, needed, switched_on
 from keepmtp.validate.measure.server import server_environment
 from stub_vllm import stub_vllm
@@ -62,6 +65,34 @@ def test_the_user_may_name_them(folder, monkeypatch):
     assert by_version(source)[0] == (
         "`step.layer_types` in vLLM 0.31.0 to 0.32.0, no more from 0.33.0 on"
     )
+
+
+@pytest.mark.parametrize("named", ["1 ", " 1", "1,", "1,step.draft_scales"])
+def test_one_means_every_cure_however_it_is_written(named, monkeypatch):
+    called = list[str]()
+    monkeypatch.setattr(keepmtp_cures, "mend", called.append)
+    monkeypatch.setenv("KEEPMTP_CURES", named)
+    keepmtp_cures.register()
+    (chosen,) = called
+    every = keepmtp_cures._that_apply("1", "0.33.0")
+    assert len(every) > 5 and keepmtp_cures._that_apply(chosen, "0.33.0") == every
+    for nothing in ("", " ", "0 "):
+        monkeypatch.setenv("KEEPMTP_CURES", nothing)
+        keepmtp_cures.register()
+    assert len(called) == 1
+
+
+def test_a_class_of_vllms_own_for_a_config_stays(capfd, monkeypatch):
+    """No hash is over the table that a cure adds it to; here of a fork that has it."""
+    monkeypatch.setattr(keepmtp_cures, "OUTCOMES", {})
+    module = SimpleNamespace(__name__="config", __file__="config.py")
+    module._CONFIG_REGISTRY = {"step3p5": dict, "step3p7": dict}
+    cure = step.config_keys
+    monkeypatch.setattr(type(cure), "refused", lambda *_: "")
+    keepmtp_cures._apply(module, {"step.config_keys": cure})
+    assert module._CONFIG_REGISTRY["step3p7"] is dict
+    assert "did nothing: config is not the source" in capfd.readouterr().err
+    assert keepmtp_cures.OUTCOMES["step.config_keys"].endswith("it has a class for step3p7")
 
 
 def test_vllm_finds_them_once(folder, tmp_path, monkeypatch):
