@@ -29,7 +29,9 @@ def doctor(as_json: JsonOption = False) -> None:
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
     """
     found = diagnose()
-    status = 0 if found["ok"] else REFUSAL
+    status = REFUSAL
+    if found["ok"]:
+        status = 0
     answer(found, _lines(found), as_json=as_json, status=status)
 
 

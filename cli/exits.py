@@ -189,11 +189,14 @@ def foreseen() -> tuple[type[BaseException], ...]:
     A library that is not loaded has raised nothing.
     """
     errors = [OSError, MemoryError]
-    if httpx := sys.modules.get("httpx"):
+    httpx = sys.modules.get("httpx")
+    if httpx:
         errors += [httpx.HTTPError, httpx.InvalidURL]
-    if hub := sys.modules.get("huggingface_hub.errors"):
+    hub = sys.modules.get("huggingface_hub.errors")
+    if hub:
         errors += [hub.HFValidationError, hub.EntryNotFoundError]
-    if torch := sys.modules.get("torch"):
+    torch = sys.modules.get("torch")
+    if torch:
         errors.append(torch.OutOfMemoryError)
     return tuple(errors)
 

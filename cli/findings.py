@@ -159,7 +159,8 @@ def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
     if tuple(servers) != ("vllm",):
         names = {"vllm": f"vLLM {data.judged_by}", "sglang": f"SGLang {VERSION} (not run)"}
         words += f"; judged for {', '.join(names[server] for server in servers)}"
-    if unjudged := data.facts.num_unjudged:
+    unjudged = data.facts.num_unjudged
+    if unjudged:
         words += f"; {counted(unjudged, 'module')} of the vision tower: not judged without --gpu"
     if data.ok and not data.values_read:
         words += "; values: not read (--values reads them)"
@@ -185,7 +186,8 @@ def _dry_loads(data: CheckData) -> Iterator[RenderableType]:
 def _dry_load(load: DryLoad, facts: CheckpointFacts) -> Iterator[str | Text]:
     option = f", with --attention-backend {load.attention}" if load.attention else ""
     yield f"  {load.gpu} at TP {load.tp}{option}"
-    if idle := facts.idle_mtp_layers(load.k):
+    idle = facts.idle_mtp_layers(load.k)
+    if idle:
         layers = counted(idle, "MTP layer")
         yield f"    not built at k={load.k}: {layers}; vLLM leaves their tensors alone"
     models = {"target": load.target}
@@ -198,7 +200,8 @@ def _dry_load(load: DryLoad, facts: CheckpointFacts) -> Iterator[str | Text]:
         more = ""
         if model.shared:
             more = f"; shared with the target: {', '.join(model.shared)}"
-        if kernels := _kernels(model):
+        kernels = _kernels(model)
+        if kernels:
             more += f"; kernels: {kernels}"
         head = f"    {role:<6}  {printable(model.cls or '-')}: "
         yield Text.assemble(head, filled, printable(more))

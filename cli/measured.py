@@ -35,7 +35,8 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
         if task.paired:
             yield drawn("checkpoint less source", tables.differences(task))
         yield drawn("drafts over the same questions", tables.drafts(task))
-    if together := tables.tasks(fact, judged.gates.filter):
+    together = tables.tasks(fact, judged.gates.filter)
+    if together:
         yield drawn("recovery: of the source's score, and its interval", together)
     yield from verdict(path, judged)
     for task in fact.by_task:
@@ -57,7 +58,8 @@ def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[Renderabl
             f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; {harness}"
             f"vLLM {environment['vllm']} on {environment['device']}."
         )
-        if left_out := environment.get("left out"):
+        left_out = environment.get("left out")
+        if left_out:
             yield f"Conversations left out: {left_out}."
     yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
 
@@ -117,7 +119,8 @@ def served(found: ServeCheck, judged: JudgementFact, places: str) -> Iterator[Re
 def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
     """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
     yield drawn("held-out text, without a server", tables.held_out(fact))
-    if search := fact.search:
+    search = fact.search
+    if search:
         title = f"plans for {search.budget}, measured on held-out text before calibration"
         yield drawn(title, tables.plans(search))
         yield f"{search.units:,} units were searched."

@@ -159,7 +159,8 @@ class Session:
         """One of the checkpoints, downloaded and hashed."""
         # `setup` refuses before anything is downloaded or kept.
         setup = self.setup
-        if line := told(switched_on(source, setup.vllm.version), setup.vllm.version):
+        line = told(switched_on(source, setup.vllm.version), setup.vllm.version)
+        if line:
             tell(f"{role}: {line}")
         return _hashed(role, source, setup.out, is_shown=not self.options.as_json)
 

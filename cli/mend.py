@@ -254,9 +254,11 @@ def _foreseen(made: "Graft") -> Iterator[str]:
     written = size_in_words(plan.num_bytes_after)
     yield f"read: {read} of {plan.source.where}, the MTP block alone"
     yield f"write: {written} in {files}: {', '.join(sorted(forms))}"
-    if gone := made.proposal.empty_shards:
+    gone = made.proposal.empty_shards
+    if gone:
         yield f"leave out: {', '.join(gone)}: nothing but the old block"
-    if again := made.proposal.shards_again:
+    again = made.proposal.shards_again
+    if again:
         yield f"write again: {', '.join(again)}: without the old block"
     if quantized.folder is None:
         yield (

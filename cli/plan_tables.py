@@ -96,16 +96,19 @@ def _parts(
     if value["step_reads"]:
         yield _steps(value["step_reads"])
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
-    if code := code_left_out(made):
+    code = code_left_out(made)
+    if code:
         yield code
     if made.source.left:
         yield f"left: {listed(made.source.left)}"
-    if search := value.get("search"):
+    search = value.get("search")
+    if search:
         yield ""
         yield f"Budget {search['budget']}: a search chooses the words of {search['units']} units:"
         for name, size in search["plans"].items():
             yield f"  {name:<12} {in_words(size)}"
-    if planned := value["calibration"]:
+    planned = value["calibration"]
+    if planned:
         assert made.recipe.calibration is not None
         yield ""
         settings = made.recipe.calibration.model_dump(mode="json", exclude_defaults=True)

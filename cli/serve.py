@@ -96,7 +96,8 @@ def serve(
         device = vllm.device
     refuse_settings(extra, version)
     cures = curing.switched_on(opened, version)
-    if line := curing.told(cures, version):
+    line = curing.told(cures, version)
+    if line:
         tell(line)
     best = serving.chosen_k(drafting, k, num_mtp_layers, device)
     refuse_pipeline(drafting, best.k, extra)

@@ -42,7 +42,8 @@ def become_server(opened: Source, best: BestK, vllm: VLLM, further: Sequence[str
     Raises:
         VLLMError: this machine has no kernels for it, or its GPUs are full.
     """
-    if lack := why_no_kernel(opened, vllm):
+    lack = why_no_kernel(opened, vllm)
+    if lack:
         raise VLLMError(
             opened.where,
             "must have kernels on this machine",
@@ -123,7 +124,8 @@ def checked_errors(path: str, draft: str, split: Split) -> Checked:
         level = "scalars"
     checked = with_values_read(checked, level)
     refuse_errors(path, checked, draft=draft)
-    if warnings := len(checked.data.findings):
+    warnings = len(checked.data.findings)
+    if warnings:
         tell(f"check: no errors, warnings: {warnings}: `{command('check', path, draft)}` has them")
     return checked
 
@@ -166,7 +168,8 @@ def refuse_errors(path: str, checked: Checked, *, draft: str = "") -> None:
 
     if checked.refusal is not None:
         raise checked.refusal
-    if errors := errors_of(checked.data.findings):
+    errors = errors_of(checked.data.findings)
+    if errors:
         first, *others = errors
         got = f"{first.where}: {first.says}"
         if others:

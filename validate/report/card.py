@@ -251,7 +251,8 @@ def _facts(
 def _room(opened: Source, report: FullReport, gpus: Sequence[tuple[int, str, int]]) -> str:
     """On the fewest GPUs, with as many drafts as the card serves with."""
     for number, name, memory in gpus[-1:]:
-        if found := room_on(opened, memory * 10**9, number):
+        found = room_on(opened, memory * 10**9, number)
+        if found:
             says = in_words(found, best_k_of_report(report).k)
             return f"on {number} x {name} {says}: counted, not tried; {ASSUMED}"
     return ""
