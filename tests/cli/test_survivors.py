@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import pytest
 from commands import GLM, ROOT, started
-from shipped import made_of
 from stub_vllm import stub_vllm
 from survivors import MARK, none_left, outright, says, until
 from wheel import stranger
@@ -24,11 +23,6 @@ STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 SERVER = "vllm.entrypoints.cli.main serve"
 End = Callable[..., str]
 each_signal = pytest.mark.parametrize("number", STATUS)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    return made_of("tiny-glm4-moe", tmp_path_factory.mktemp("made") / "glm", source=str(GLM))
 
 
 @pytest.fixture
@@ -81,16 +75,3 @@ def test_eval(end, tmp_path, number, after):
 @outright
 def test_check_on_a_pretended_gpu(end, number):
     end(f"check {GLM} --gpu sm90", "in_vllm", number, after=0.5)
-
-
-@pytest.mark.full
-@each_signal
-def test_all_while_it_quantizes(end, tmp_path, number):
-    end(f"all tiny-glm4-moe --out {tmp_path}/out", "keepmtp quantize", number, after=1.0)
-
-
-@pytest.mark.few(1)
-@outright
-@pytest.mark.parametrize("words", ["in_vllm", SERVER])
-def test_all_while_it_measures(end, made, number, words):
-    end(f"all tiny-glm4-moe --out {made} --gpu sm90", words, number)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_files import write, write_single
-from commands import ran, refused
+from commands import ran
 from good import ours, released
 from hub import serving
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
@@ -210,7 +210,3 @@ def test_a_killed_run_has_the_same_bytes(tmp_path):
         os.truncate(partial / plan.shards[0].file, 1000)
     quantize(plan, text, out=tmp_path / "out")
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-
-
-def test_all_measures_no_draft_alone():
-    refused(f"all {GLM} --draft-for {GLM}", says="measures what is served alone; got --draft-for")
