@@ -168,7 +168,7 @@ def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant, tmp_path):
         ("--gpu sm100", "/nowhere", "make"),
         ("--gpu sm100", sys.executable, "vLLM"),
         ("--gpu sm75", "", "sm80, sm86, sm89, sm90, sm100, sm120; got sm75"),
-        ("--tp 4", "", "--gpu"),
+        ("-k 2", "", "--gpu"),
     ],
 )
 def test_what_is_needed_is_said(words, python, says, good, monkeypatch):
@@ -222,9 +222,7 @@ def test_what_stops_over_other_packages_is_not_judged(good, silent, tmp_path):
     assert [len(checked.data.dry) for checked in found] == [2, 2, 1]
     assert found[0].unjudged == found[1].unjudged == ()
     (error,) = found[2].unjudged
-    said = (
-        "vLLM 0.31.0: requires transformers<5.18, not 5.19.0, to be judged; got model.layers."
-    )
+    said = "vLLM 0.31.0: requires transformers<5.18, not 5.19.0, to be judged; got model.layers."
     assert str(error).startswith(said) and "Set VLLM_PYTHON" in str(error)
 
 
