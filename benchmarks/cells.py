@@ -56,9 +56,15 @@ VERSION, GPU = "0.33.0", "sm90"
 HOWS = ("agree", "static alone", "dry alone")
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E4M3", "F8_E8M0", "U8")
 OTHER_DTYPES = {
-    "F8_E4M3": ("BF16", "U8"), "F8_E8M0": ("U8", "F32"), "U8": ("F8_E4M3", "I8"), "I8": ("F8_E4M3", "U8"),
-    "I32": ("F32", "I64"), "I64": ("I32", "F32"), "F32": ("BF16", "F8_E4M3"), "BF16": ("F32", "F8_E4M3"),
-}  # fmt: skip
+    "F8_E4M3": ("BF16", "U8"),
+    "F8_E8M0": ("U8", "F32"),
+    "U8": ("F8_E4M3", "I8"),
+    "I8": ("F8_E4M3", "U8"),
+    "I32": ("F32", "I64"),
+    "I64": ("I32", "F32"),
+    "F32": ("BF16", "F8_E4M3"),
+    "BF16": ("F32", "F8_E4M3"),
+}
 # Releases that differ from another one in sizes alone, and drafts without a target.
 _LEFT_OUT = ("dsv4-pro", "dsv4-pro-0813", "deepseek-v3.1", "glm-4.5-air", "gemma-4-26b-assistant")
 _OTHER_TOOLS = {"gptq", "awq", "autoround", "quark", "native", "mixed"}
