@@ -189,12 +189,14 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             # Decoder layers of one family differ: one lacks something only if another one has all
             # that it has, and more.
             is_mtp = part == "mtp" and half in _HALVES
-            gaps = [model - paths for model in models if is_mtp or paths < model]
+            gaps = [frozenset(model - paths) for model in models if is_mtp or paths < model]
             if part == "backbone":
-                gaps += [model - paths for model in drafts if paths and paths < model]
+                gaps += [frozenset(model - paths) for model in drafts if paths and paths < model]
             if half not in _HALVES:
                 gaps = [gap for gap in gaps if paths and len(gap) == 1]
-            gaps += filter(None, [_siblings(runtime, paths) - paths])
+            siblings = frozenset(_siblings(runtime, paths) - paths)
+            if siblings:
+                gaps.append(siblings)
             lacking = min(gaps, key=len, default=frozenset())
             rule = "layer-incomplete"
             cure = _AGAIN
