@@ -21,8 +21,9 @@ def plan(
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a
     calibrated recipe it also says on what it is calibrated, and whether the backbone and the MTP
     block can be. At the end it says what a run needs of memory and disk, here or on a machine that
-    you name, and what a server's GPUs have room for, with and without drafts. For a checkpoint
-    without --scheme: the variants that fit it, their sizes, and the GPUs that hold them.
+    you name, how many GPUs serve it, and what weights and a token of the KV cache take of each. For
+    a checkpoint without --scheme: the variants that fit it, their sizes, and the GPUs that hold
+    them.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
 
@@ -31,7 +32,7 @@ def plan(
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpu-memory H100`
 
     Args:
-        gpu_memory: Say what a run needs, and a server has room for, on another machine: GiB of one
+        gpu_memory: Say what a run and a server need on another machine: GiB of one
             GPU, or its name, such as A100, H100, B200 or 5090.
     """
     from ..checkpoints.source import uncollected

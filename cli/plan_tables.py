@@ -8,6 +8,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -16,14 +17,13 @@ from rich.text import Text
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
 from ..checkpoints.source import Source, donor_files, open_source
-from ..quantize.needs.fits import ASSUMED, fits, weights_of
+from ..quantize.needs.kv_cache import kv_bytes
 from ..quantize.needs.needs import Machine, lines, machine_of, needs_of, time_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
 from ..quantize.plan.choices import choices_of
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
-from ..quantize.plan.step_reads import step_reads
 from ..quantize.write.refusals import not_installed, refusals
 from ..recipes import tensor_parallel
 from ..recipes.errors import printable, size_in_words
@@ -93,8 +93,6 @@ def _parts(
     yield table("why, where it is not the recipe's choice", ("", ""), why)
     yield totals(made)
     yield ""
-    if value["step_reads"]:
-        yield _steps(value["step_reads"])
     yield f"carried: {', '.join(made.companions) or 'no other file'}"
     code = code_left_out(made)
     if code:
@@ -124,7 +122,7 @@ def _parts(
     yield from filter(None, [time_of(made, machine)])
     yield ""
     if room["gpus"]:
-        yield from _fits(room, machine.title)
+        yield from _on_gpus(room, machine.title)
         yield ""
     # The JSON has no refusals: only people see what would stop the run.
     for refusal in refused:
@@ -134,45 +132,31 @@ def _parts(
         yield Text.assemble(("Not installed:", "yellow"), f" {printable(lack)}")
 
 
-def _steps(reads: list[Json]) -> RenderableType:
-    """What a server reads of the weights for one token, by the number of drafts."""
-    rows = []
-    for step in reads:
-        sizes = [size_in_words(step[key]) for key in ("backbone", "mtp", "heads", "total")]
-        rows.append([str(step["drafts"]), *sizes, f"{step['heads'] / step['total']:.0%}"])
-    columns = (">drafts", ">backbone", ">MTP", ">heads", ">all", ">heads/all")
-    return table("weights that a step reads, for one token", columns, rows)
-
-
 def _room(made: Plan, memory: int) -> Json:
-    """On how few GPUs the weights fit, and what they have room for besides."""
+    """On how few GPUs the weights fit; what these and a token of the KV cache take of each."""
     sizes = tensor_parallel.sizes_of(made.view.text_config, made.cuts)
-    size = least_gpus(sizes, made.num_bytes_after, memory)
-    rows = []
-    if memory and size:
-        outputs = [made.on_disk(output) for tensor in made.tensors for output in tensor.outputs]
-        weights = weights_of(made.view, outputs)
+    size = memory and least_gpus(sizes, made.num_bytes_after, memory)
+    room: Json = {"gpus": size, "weights": None, "kv_token": None, "kv_token_draft": None}
+    if size:
+        room["weights"] = ceil(made.num_bytes_after / size)
         width = 1 if made.recipe.kv_cache else 2
-        rows = fits(made.view, weights, memory, tp=size, width=width)
-    return {"gpus": memory and size, "fits": [asdict(fit) for fit in rows]}
+        counted_bytes = kv_bytes(made.view, tp=size, width=width)
+        if counted_bytes:
+            room["kv_token"], room["kv_token_draft"] = counted_bytes
+    return room
 
 
-def _fits(room: Json, machine: str) -> Iterator[RenderableType]:
-    """What there is room for, by the number of drafts."""
-    title = f"room in {room['gpus']} x {machine}, served"
-    if not room["fits"]:
-        yield f"{title}: not counted for this attention"
-        return
-    rows = []
-    for fit in room["fits"]:
-        sizes = [size_in_words(fit[key]) for key in ("weights", "cache", "target", "draft")]
-        rows.append(
-            [str(fit["drafts"]), *sizes, f"{fit['longest']:,}", f"{int(fit['sequences']):,}"]
+def _on_gpus(room: Json, machine: str) -> Iterator[str]:
+    """The same, for people."""
+    cache = "the KV cache is not counted for this attention"
+    if room["kv_token"]:
+        drafting = size_in_words(room["kv_token"] + room["kv_token_draft"])
+        cache = (
+            f"a token of the KV cache takes {size_in_words(room['kv_token'])}, drafting {drafting}"
         )
-    columns = (">drafts", ">weights", ">cache", ">KV a token", ">KV of draft", ">longest")
-    at_once = f">at once, {room['fits'][0]['length']:,} tokens each"
-    yield table(title, (*columns, at_once), rows)
-    yield f"Assumed: {ASSUMED}."
+    weights = size_in_words(room["weights"])
+    yield f"served on {room['gpus']} x {machine}: on each {weights} of weights"
+    yield f"  {cache}"
 
 
 def _entries(config: Json) -> Iterator[str]:
@@ -351,7 +335,6 @@ def plan_json(plan: Plan) -> Json:
         "quantization_config": config.value,
         "sglang": {"version": VERSION, "obstacles": list(config.obstacles)},
         "calibration": will_do_json(plan),
-        "step_reads": [asdict(step) | {"total": step.total} for step in step_reads(plan)],
     }
     if other is not None:
         value["mtp_source"] = _named(other)

@@ -111,8 +111,6 @@ def serve(
     extra = (*serving.attention_words(opened, vllm, gpus or (), extra), *extra)
     if draft:
         extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
-    elif vllm:
-        serving.tell_room(opened, best.k, vllm, extra)
     if dry_run:
         where = {"host": server.host, "port": str(server.port)}
         serving.print_commands(opened, best, extra, cures, **where, as_json=as_json)

@@ -13,7 +13,6 @@ from typing import NoReturn
 from .. import api
 from ..checkpoints.dialects.choose import attention_backends
 from ..checkpoints.source import Source
-from ..quantize.needs.fits import ASSUMED, in_words
 from ..recipes.errors import GateError, RecipeError, VLLMError
 from ..recipes.tensor_parallel import Split
 from ..validate.check.check import Checked
@@ -22,7 +21,7 @@ from ..validate.facts.vllm_env import TESTED, VLLM
 from ..validate.measure.bf16_copy import why_no_kernel
 from ..validate.measure.cures import switched_on
 from ..validate.measure.harness import refuse_drafts
-from ..validate.measure.room import options_of, refuse_full_gpus, room_here
+from ..validate.measure.room import options_of, refuse_full_gpus
 from ..validate.measure.serve_line import docker_words, method_words, separate_draft, serve_words
 from ..validate.measure.server import become
 from ..validate.report.best_k import BestK, best_k
@@ -64,18 +63,6 @@ def become_server(opened: Source, best: BestK, vllm: VLLM, further: Sequence[str
         tell(f"vLLM {vllm.version}; {best.versions}")
     tell(shlex.join(line))
     become(vllm, line[1:])
-
-
-def tell_room(opened: Source, k: int, vllm: VLLM, extra: Sequence[str]) -> None:
-    """Say what the GPUs have room for besides the weights, where that is counted."""
-    found = room_here(opened, vllm, extra)
-    if not found:
-        return
-    tell(f"room, counted: {in_words(found, k)}. Assumed: {ASSUMED}")
-    longest = found[min(k, len(found) - 1)].longest
-    takes = opened.text_config.get("max_position_embeddings", 0)
-    if 0 < longest < takes and "--max-model-len" not in options_of(extra):
-        tell(f"{takes:,} tokens of context do not fit: add `-- --max-model-len {longest}`")
 
 
 def attention_words(

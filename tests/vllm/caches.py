@@ -1,12 +1,10 @@
-"""Runs in vLLM's environment: what vLLM's own classes and functions say of a KV cache, for a cache of any
-number of bytes.
+"""Runs in vLLM's environment: what vLLM's own classes and functions say of a KV cache.
 
     python caches.py FOLDER_OF_IN_VLLM GPU < JOBS
 
-A job is a line of JSON: a `folder` with config.json, `tp`, `k`, the `length` of a request in tokens, `num_bytes`
-for the cache, and `further` arguments of the engine. An answer is a line: tokens and requests for which vLLM has
-room, its groups, and the bytes of a layer's block of target and draft. Each job has a process of its own: process
-groups cannot be made twice.
+A job is a line of JSON: a `folder` with config.json, `tp`, `k`, the `length` of a request in tokens, and `further`
+arguments of the engine. An answer is a line: the bytes that a token takes in all layers that keep every token. Each
+job has a process of its own: process groups cannot be made twice.
 """
 
 import importlib.util
@@ -24,11 +22,9 @@ def _answer(job: Any) -> dict[str, Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
-    from vllm.v1.worker.worker_base import WorkerBase
 
     with open(f"{job.folder}/config.json") as file:
         stages._know_config(json.load(file))
@@ -52,12 +48,8 @@ def _answer(job: Any) -> dict[str, Any]:
     current_platform.update_block_size_for_backend(config)
     register_all_kvcache_specs(config)
     specs = get_kv_cache_spec(config)
-    worker: Any = types.SimpleNamespace(vllm_config=config)
-    layouts = WorkerBase.get_supported_kv_cache_layouts(worker)
-    resolve_kv_cache_layout(config, [layouts], list(specs.values()))
-    (cache,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [job.num_bytes])
-    tokens, requests = kv_cache_utils.get_kv_cache_capacity(config, cache)
-    return {"tokens": tokens, "requests": requests, "in_flight": config.max_in_flight_tokens}
+    kept = [spec for spec in specs.values() if isinstance(spec, FullAttentionSpec)]
+    return {"a_token": sum(spec.real_page_size_bytes / spec.block_size for spec in kept)}
 
 
 def main() -> None:

@@ -15,12 +15,13 @@ from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.files import remove_left
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
-from ...quantize.needs.fits import SHARE, Room, fits, weights_of
 from ...recipes.errors import RecipeError, VLLMError
 from ...recipes.tensor_parallel import WHOLE_EXPERTS, Split, sizes_of
 from ..facts.vllm_env import GPU, VLLM
 from .bf16_copy import refuse_full_disk, why_no_kernel
 
+SHARE = 0.92
+"""Of a GPU's memory, by default: vLLM 0.32.0 config/cache.py (gpu_memory_utilization)."""
 _EXPERTS = (WHOLE_EXPERTS, "-ep")
 # With one of these words, weights are kept elsewhere, or on more machines than this one, or not
 # split by ranks alone.
@@ -128,40 +129,6 @@ def least_gpus(sizes: Sequence[int], num_bytes: int, memory_bytes: int) -> int |
     None where none of the sizes does.
     """
     return _fewest(sizes, num_bytes, SHARE * memory_bytes / 2**30)
-
-
-def room_here(source: Source, vllm: VLLM, extra: Sequence[str]) -> list[Room]:
-    """What this machine's GPUs have room for, by the number of drafts; nothing where that is not
-    known.
-    """
-    options = options_of(extra)
-    gpus = _known_gpus(vllm)
-    if not gpus or {*_PIPELINE, *_ELSEWHERE} & options.keys():
-        return []
-    memory = int(min([gpu.memory_gib for gpu in gpus]) * 2**30)
-    return room_on(source, memory, _number(options, *_TENSOR) or 1, options)
-
-
-def room_on(
-    source: Source, memory: int, tp: int, options: Mapping[str, str] | None = None
-) -> list[Room]:
-    """The same of so many GPUs with so many bytes each."""
-    options = options or {}
-    runtime = RuntimeView.of(source)
-    given = runtime.given
-    words = given.nested or given.raw
-    in_config = given.raw.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")
-    asked = options.get("--kv-cache-dtype", "auto")
-    is_fp8 = asked.startswith("fp8") or (asked == "auto" and bool(in_config))
-    return fits(
-        runtime.view,
-        weights_of(runtime.view, source.entries.values()),
-        memory,
-        tp=tp,
-        length=_number(options, "--max-model-len"),
-        share=_share(options),
-        width=2 - is_fp8,
-    )
 
 
 def _number(options: Mapping[str, str], *names: str) -> int:

@@ -26,8 +26,7 @@ from ...checkpoints.identity import identify, refuse_other_bytes
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.safetensors_file import total_bytes
-from ...checkpoints.source import Source, open_source
-from ...quantize.needs.fits import ASSUMED, in_words
+from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
 from ...recipes.families import find_view
@@ -35,11 +34,10 @@ from ...recipes.frozen import Bar, Raw
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
 from ..measure.cures import by_version, needed
-from ..measure.room import loading_sizes, room_on
+from ..measure.room import loading_sizes
 from ..measure.serve_line import method_words
 from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
-from .best_k import best_k_of_report
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
 from .drafted import counts_bench
@@ -242,20 +240,9 @@ def _facts(
         cures=needed(opened, report.vllm),
         cured=tuple(by_version(opened)),
         plots=plots,
-        room=_room(opened, report, gpus),
         parsers=parsers,
         sampling=sampling,
     )
-
-
-def _room(opened: Source, report: FullReport, gpus: Sequence[tuple[int, str, int]]) -> str:
-    """On the fewest GPUs, with as many drafts as the card serves with."""
-    for number, name, memory in gpus[-1:]:
-        found = room_on(opened, memory * 10**9, number)
-        if found:
-            says = in_words(found, best_k_of_report(report).k)
-            return f"on {number} x {name} {says}: counted, not tried; {ASSUMED}"
-    return ""
 
 
 def _files(facts: CardFacts) -> dict[str, bytes]:

@@ -67,7 +67,6 @@ class CardFacts:
         attention: a GPU -> the value of --attention-backend that it needs there.
         cures: that the report's vLLM needs.
         cured: each cure, with the versions that need it.
-        room: what GPUs have room for besides the weights.
         parsers: words for the server that read tool calls and thoughts.
         sampling: how the release wants to be asked.
     """
@@ -87,7 +86,6 @@ class CardFacts:
     attention: Mapping[str, str] = field(default_factory=dict)
     cures: tuple[str, ...] = ()
     cured: tuple[str, ...] = ()
-    room: str = ""
     parsers: str = ""
     sampling: str = ""
 
@@ -250,7 +248,6 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
 
 def _wanted(facts: CardFacts) -> Iterator[tuple[str, str]]:
     """What readers of other cards look for, each "" where nobody knows it."""
-    yield "Room", facts.room
     yield "Parsers", facts.parsers
     yield "Sampling", facts.sampling
     tried = []

@@ -868,16 +868,6 @@ def test_code_and_quotes():
 # --- its head -------------------------------------------------------------------------------------
 
 
-def test_what_there_is_room_for(made):
-    (row,) = re.findall(
-        r"^\| Room \| (.*) \|$", (card.card_folder(made) / "README.md").read_text(), re.MULTILINE
-    )
-    assert row.startswith("on 1 x 4090 2,048 tokens in one sequence, or ")
-    assert row.endswith(
-        "not tried; vLLM needs 4.0 GiB more for activations, CUDA graphs and libraries"
-    )
-
-
 def test_how_the_release_wants_to_be_asked(made, tmp_path):
     shutil.copytree(made, tmp_path / "m")
     assert sampling_of(open_source(tmp_path / "m")) == ""
