@@ -4,7 +4,8 @@ one.
 In: names, dtypes and shapes. Out: `Checkpoint`, `write`, `as_source`, and `Change`s to apply to
 one.
 
-Everything is headers: files are written with holes where the weights would be.
+Everything is headers: files are written with holes where the weights would be. Norms and scales of
+one value are one half, so that what reads these alone finds nothing.
 """
 
 import re
@@ -80,9 +81,11 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
         "model-2.safetensors": names[len(names) // 2 :],
     }
     for file, half in halves.items():
-        write_shard(folder / file, {name: checkpoint.tensors[name] for name in half})
+        write_shard(
+            folder / file, {name: checkpoint.tensors[name] for name in half}, has_norms=True
+        )
     if checkpoint.elsewhere:
-        write_shard(folder / "mtp.safetensors", checkpoint.elsewhere)
+        write_shard(folder / "mtp.safetensors", checkpoint.elsewhere, has_norms=True)
     index = {
         "metadata": {"total_size": sum(num_bytes(*spec) for spec in checkpoint.tensors.values())},
         "weight_map": {name: file for file, half in halves.items() for name in half},
@@ -103,7 +106,7 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
 def write_single(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint's headers in one file, without an index."""
     folder.mkdir(parents=True)
-    write_shard(folder / "model.safetensors", checkpoint.tensors)
+    write_shard(folder / "model.safetensors", checkpoint.tensors, has_norms=True)
     put_json(folder / "config.json", checkpoint.config)
     return folder
 

@@ -19,6 +19,8 @@ from layouts import MODELS, TABLES, TINY
 from tensors import Config, Tensors, build
 
 SHARD_BYTES = 5_000_000_000
+# One half in the bytes of a dtype: a value that no norm starts its training with.
+HALF = {"F32": b"\0\0\0\x3f", "BF16": b"\0\x3f", "F16": b"\0\x38", "F8_E8M0": b"\x7e"}
 
 SPLIT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
                  "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
@@ -143,8 +145,12 @@ def _cut(tensors: Tensors, shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None = None) -> None:
-    """Write a safetensors file: with holes, or with numbers where there is an `rng`."""
+def write_shard(
+    path: Path, tensors: Tensors, rng: np.random.Generator | None = None, *, has_norms: bool = False
+) -> None:
+    """Write a safetensors file: with holes, or with numbers where there is an `rng`; with
+    `has_norms`, floats that are one number or one row or column are one half and no holes.
+    """
     header = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -157,6 +163,10 @@ def write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None = 
         file.write(struct.pack("<Q", len(raw)) + raw)
         if rng is None:
             file.truncate(8 + len(raw) + end)
+            for name, (dtype, shape) in tensors.items():
+                if has_norms and dtype in HALF and math.prod(shape) == max(shape, default=1):
+                    file.seek(8 + len(raw) + header[name]["data_offsets"][0])
+                    file.write(HALF[dtype] * math.prod(shape))
         else:
             for name, (dtype, shape) in tensors.items():
                 file.write(_values(name, dtype, shape, rng).tobytes())
