@@ -172,9 +172,14 @@ def main() -> None:
     )
     parser.add_argument("--small", action="store_true", help="seconds, and no target for speed")
     words = ["--small"] * parser.parse_args().small
-    # Packages that are measured log to standard output, also while they are imported.
-    quiet = ("LLM_COMPRESSOR_LOG_DISABLED", "COMPRESSED_TENSORS_LOG_DISABLED")
-    os.environ.update(dict.fromkeys(quiet, "true"), TQDM_DISABLE="1")
+    # Packages that are measured log to standard output, also while they are imported. Without its
+    # log, llm-compressor's GPTQ ends in an error (0.14.0.1 logger.py), so that one has a level.
+    os.environ.pop("LLM_COMPRESSOR_LOG_DISABLED", None)
+    os.environ.update(
+        LLM_COMPRESSOR_LOG_LEVEL="CRITICAL",
+        COMPRESSED_TENSORS_LOG_DISABLED="true",
+        TQDM_DISABLE="1",
+    )
     missed = []
     for name in SCRIPTS:
         print(f"\n{name}.py", flush=True)

@@ -29,7 +29,7 @@ from unittest import mock
 # Read when the packages are imported: one thread for either side, and nothing but our figures on
 # stdout.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TQDM_DISABLE="1")
-os.environ.update(LLM_COMPRESSOR_LOG_DISABLED="true", COMPRESSED_TENSORS_LOG_DISABLED="true")
+os.environ.update(LLM_COMPRESSOR_LOG_LEVEL="CRITICAL", COMPRESSED_TENSORS_LOG_DISABLED="true")
 
 import torch
 from figures import Figure, run

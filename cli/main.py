@@ -311,9 +311,10 @@ def _common(
         ),
     ] = False,
 ) -> None:
-    # llm-compressor logs to standard output, also while it is imported. LLM_COMPRESSOR_LOG_DISABLED
-    # does not work: with it, the package does not define its level METRIC, and GPTQ logs at that
-    # level (0.14.0.1 logger.py).
+    # llm-compressor logs to standard output, also while it is imported. A user's
+    # LLM_COMPRESSOR_LOG_DISABLED ends a run: with it, the package does not define its level METRIC,
+    # and GPTQ logs at that level (0.14.0.1 logger.py).
+    os.environ.pop("LLM_COMPRESSOR_LOG_DISABLED", None)
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
     # The Hub's client tells of its retries; the refusal at the end says why. Its bars would mix
     # with ours.

@@ -26,9 +26,8 @@ from torch import Tensor
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.hub import AT_A_TIME, GAP_BYTES
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, read
 from ...checkpoints.stored import KV_SCALE_LEAVES, SCALE_LEAVES
-from ...checkpoints.values import read_bytes
 from ...recipes.family import HFName
 from ...recipes.forms import FLOATS
 from ...recipes.frozen import Advance, frozen, nowhere
@@ -80,6 +79,8 @@ _BITS: Mapping[str, Bits] = MappingProxyType(
 )
 # Packed integers: their bytes say nothing alone.
 _BYTES = Bits(torch.uint8, 0xFF, has_zero=False)
+# Of a holder, in bytes.
+_WIDEST = 4
 
 
 @frozen
@@ -152,9 +153,9 @@ def summaries(
     with ThreadPoolExecutor(max_workers=at_a_time) as pool:
         stretches = joined(source, entries)
         try:
-            all_read = pool.map(partial(_read, source, stop), stretches)
-            for stretch, read in zip(stretches, all_read, strict=True):
-                summaries_of |= read
+            all_read = pool.map(partial(_read, source, stop, _Room()), stretches)
+            for stretch, found in zip(stretches, all_read, strict=True):
+                summaries_of |= found
                 progress(stretch.num_bytes)
         finally:  # an error or Ctrl-C does not wait for the rest of a large tensor
             stop.set()
@@ -185,21 +186,40 @@ def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
     return stretches
 
 
-def _read(source: Source, stop: threading.Event, stretch: Stretch) -> dict[HFName, Summary]:
+class _Room(threading.local):
+    """Where a thread reads to, again and again: memory that is taken from the system for each read
+    costs four times the read.
+    """
+
+    def __init__(self) -> None:
+        self.raw = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+
+    def filled(self, source: Source, first: Entry, offset: int, length: int) -> Tensor:
+        """Bytes from a tensor's `offset` on, until the next call."""
+        raw = self.raw[:length]
+        read(source, first, raw.numpy().data, offset=offset)
+        return raw
+
+
+def _read(
+    source: Source, stop: threading.Event, room: _Room, stretch: Stretch
+) -> dict[HFName, Summary]:
     first, *others = stretch.entries
     size = stretch.num_bytes
     if not others:
         pieces = (
-            read_bytes(source, first, offset=offset, length=min(_PIECE_BYTES, size - offset))
+            room.filled(source, first, offset, min(_PIECE_BYTES, size - offset))
             for offset in range(0, size, _PIECE_BYTES)
             if not stop.is_set()
         )
         return {first.name: summary(pieces, first.dtype, is_scale=is_scale(first.name))}
-    raw = read_bytes(source, first, length=size)
+    raw = room.filled(source, first, 0, size)
     summaries_of = dict[HFName, Summary]()
     for entry in stretch.entries:
-        # A copy: a view of wider elements starts at a multiple of their width.
-        own = raw.narrow(0, entry.start - first.start, entry.num_bytes).clone()
+        offset = entry.start - first.start
+        own = raw.narrow(0, offset, entry.num_bytes)
+        if offset % _WIDEST:  # a view of wider elements starts at a multiple of their width
+            own = own.clone()
         summaries_of[entry.name] = summary([own], entry.dtype, is_scale=is_scale(entry.name))
     return summaries_of
 
