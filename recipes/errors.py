@@ -127,15 +127,17 @@ def folded(name: str) -> str:
     return name.casefold().replace("_", "-")
 
 
-def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
-    """A cure that suggests the nearest known name, if there is one that is near."""
+def did_you_mean(
+    word: object, known: Iterable[str], *, otherwise: str, cutoff: float = 0.75
+) -> str:
+    """A cure that suggests the nearest known name, if one is as near as `cutoff`, up to 1."""
     said = folded(str(word))
     names = {folded(str(name)): name for name in known}
-    near = get_close_matches(said, names, n=1, cutoff=0.75)
+    near = get_close_matches(said, names, n=1, cutoff=cutoff)
     if said and not near:
         longer = [name for name in names if name.startswith(f"{said}-")]
         longer += [name for name in names if name.endswith(f"-{said}")]
-        shorter = [name for name in names if said.startswith(f"{name}-")]
+        shorter = [name for name in names if f"-{name}-" in f"-{said}-"]
         # The longest part of the word; else a name that it is a part of.
         near = [*sorted(shorter, key=len, reverse=True)[:1], *longer]
     if not near:

@@ -46,11 +46,15 @@ def card_of(word: str) -> tuple[str, int]:
     Raises:
         RecipeError: it is neither.
     """
-    for name in re.split(r"[\s_-]|RTX", word.upper()):
+    one = re.sub(
+        r"^\d+ ?x ?", "", word, flags=re.IGNORECASE
+    )  # of `8xH100`; needs are counted in GPUs
+    for name in re.split(r"[\s_-]|RTX", one.upper()):
         if name in CARDS:
             return name, CARDS[name] * 10**9
-    if re.fullmatch(r"\d{1,4}(\.\d+)?", word) and float(word):
-        return f"GPUs of {float(word):g} GiB", int(float(word) * 2**30)
+    number = re.fullmatch(r"(\d{1,4}(?:\.\d+)?) ?(?:GI?B?)?", word, re.IGNORECASE)
+    if number and float(number[1]):
+        return f"GPUs of {float(number[1]):g} GiB", int(float(number[1]) * 2**30)
     names = [name for name in CARDS if name[0] in word[:1].upper()]  # V100 is no slip for H100
     raise RecipeError(
         "--gpu-memory",

@@ -168,7 +168,7 @@ def changed_recipe(
         if group not in known or not word.removeprefix(_FROM):
             cure = f"Write {group}=VALUE, or {group}=from:DONOR"
             if group not in known:
-                cure = did_you_mean(group, known, otherwise="Name one of them")
+                cure = did_you_mean(group, known, otherwise="Name one of them", cutoff=0.6)
             raise RecipeError("--set", rule, got=change, cure=cure)
         of_kind = places if word.startswith(_FROM) else words
         if of_kind is places and group in _NO_GROUPS:

@@ -94,3 +94,5 @@ def test_what_transformers_cannot_build_is_refused_before_the_download(tmp_path,
 
 def test_a_card_is_a_name_or_a_number():
     assert card_of("NVIDIA H100 80GB HBM3")[0] == "H100" and card_of("0.5")[1] == 2**29
+    assert card_of("8xH100") == card_of("H100") and card_of("80GB") == card_of("80 GiB")
+    assert card_of("80GB") == card_of("80")
