@@ -1,4 +1,4 @@
-"""keepmtp from Python: what the command line does, as functions of values. docs/api.md has an
+"""keepmtp from Python: the verbs that need no server, as functions of values. docs/api.md has an
 example of each.
 
     load_recipe  ->  plan  ->  quantize  ->  check  ->  report, card
@@ -417,3 +417,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, real_name = _TYPES[name]
     return getattr(import_module(module, __package__), real_name)
+
+
+def __dir__() -> list[str]:
+    """The functions and the types, those too that were not named yet."""
+    return sorted({*globals(), *__all__})

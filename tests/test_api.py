@@ -64,6 +64,12 @@ def test_a_value_of_another_type_is_one_sentence(name, tmp_path):
         getattr(api, name)(7, *[tmp_path] * (name == "quantize"))
 
 
+def test_names_and_values_are_short_to_look_at():
+    assert set(api.__all__) <= set(dir(api))
+    said = repr(api.plan("tiny-glm4-moe", scheme="fp8-dynamic"))
+    assert said.startswith("<Plan tiny-glm4-moe") and len(said) < 200
+
+
 def test_every_name_is_on_the_page_and_has_types():
     text = PAGE.read_text()
     assert [name for name in api.__all__ if f"`{name}" not in text] == []

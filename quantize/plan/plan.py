@@ -75,7 +75,7 @@ class Shard:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Everything that will happen, before it does."""
 
@@ -96,6 +96,9 @@ class Plan:
     target: Source | None = None
     # Of a repository, the output gets only what changes.
     changed_only: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.recipe.name} of {self.source.where}: {len(self.tensors)} tensors>"
 
     @property
     def served(self) -> RuntimeView | None:
@@ -376,8 +379,9 @@ def _shards_of_source(plan: Plan) -> Iterator[Shard]:
             continue
         # The parts of a packed weight may be in several files.
         for output in first.outputs:
-            part = first._replace(inputs=(output.name,), outputs=(output,))
-            units[plan.entries[output.name].file].append((part,))
+            name = plan.on_disk(output).name
+            part = first._replace(inputs=(name,), outputs=(output,))
+            units[plan.entries[name].file].append((part,))
     on_disk = (*plan.entries.values(), *plan.source.replaced.values())
     sizes = Counter(entry.file for entry in on_disk)
     for file, held in sorted(units.items()):
