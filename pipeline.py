@@ -286,10 +286,12 @@ def quantize(
     progress.accepted()
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
-    from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
+    from .quantize.pack.unit import refuse_other_integers  # imports torch, so only for work
+    from .quantize.run.ranks import joined
     from .quantize.write.writer import write
 
     plan = _downloaded(plan, out, progress)
+    refuse_other_integers(plan)
     num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)

@@ -5,7 +5,8 @@ K], BF16, same device. Every form is codes times scales, one scale for a block o
 codes become F32 through a table of 256 entries, are multiplied in F32 and rounded to BF16 once; a
 chunk of rows is in F32 at a time.
 
-Easy to get wrong: two of these forms come in two conventions. A second-level NVFP4 scale is a
+Easy to get wrong: a tensor that is not looked at. Every tensor of a weight is used, or the weight
+is refused. And two of these forms come in two conventions. A second-level NVFP4 scale is a
 divisor in compressed-tensors and a multiplier in modelopt; E8M0 scales (byte e means 2**(e - 127))
 are as often stored as plain uint8. Of two 4-bit codes in a byte, the low nibble is the even column.
 
@@ -22,11 +23,12 @@ from torch import Tensor
 from ..recipes.errors import CheckpointError
 from ..recipes.forms import FORMS, TRANSPOSED, Form
 from ..recipes.frozen import Shape
-from .stored import num_slices, scale_of, weight_of
+from .stored import num_slices, scale_of, unused_leaves, weight_of
 from .values import row_ranges
 
 # Where in a word of AWQ the code of each of its eight outputs is (vLLM 0.32.0, awq_triton.py).
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_RELEASE = "Start from the original release"
 _E2M1_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -36,6 +38,7 @@ def dequantize(
     *,
     shape: Shape,
     block: tuple[int, int] | None = None,
+    where: object = "",
 ) -> Tensor:
     """A stored weight as values.
 
@@ -46,18 +49,100 @@ def dequantize(
             bits / 32)] of offset binary, first column in the low bits.
         parts: the tensors it is stored as, by the last component of their names, all on one device.
             A scale is [ceil(N / rows), ceil(K / columns)] for each block, or a value a row or a
-            tensor, in any float dtype or E8M0 as uint8. `weight_zero_point` is int32 [ceil(N * bits
-            / 32), G]: the codes that mean 0.
+            tensor, in any float dtype or E8M0 as uint8. `weight_zero_point` is the codes that mean
+            0, int32 [ceil(N * bits / 32), G] or int8 [N, G]. `weight_g_idx` is [K]: the group of
+            each column; all are -1 where they are in order.
         shape: the logical one, (N, K).
         block: rows and columns under one scale, for forms "fp8_block" and "fp8_sliced"; blocks at
             the right and lower edge may be smaller. Of "fp8_sliced", each slice of rows has blocks
             of its own (`stored.num_slices`).
+        where: the module, for a refusal.
 
     Returns: `shape`, on the same device. Packed forms come as BF16, a plain weight is returned as
         it is.
 
-    Raises: CheckpointError if a shape, a dtype or a width does not fit.
+    Raises: CheckpointError if a shape, a dtype or a width does not fit, or the form has no use for
+        one of the parts.
     """
+    try:
+        for leaf in sorted(unused_leaves(form, parts)):
+            raise CheckpointError(
+                leaf,
+                f"a weight in form {form} must have no such tensor",
+                got=list(parts[leaf].shape),
+                cure=_RELEASE,
+            )
+        refuse_odd_integers(form, parts, shape)
+        return _dequantized(form, parts, shape, block)
+    except CheckpointError as error:
+        if not where:
+            raise
+        raise error.at(where) from error
+
+
+def refuse_odd_integers(form: Form, parts: Mapping[str, Tensor], shape: Shape) -> None:
+    """Refuse integers whose small tensors say something else than their headers and their form.
+
+    Args:
+        form: see `dequantize`.
+        parts: also some of them alone.
+        shape: the logical one, (N, K).
+
+    Raises:
+        CheckpointError: `weight_shape` has another width. Or GPTQ's zero points are not those of
+            symmetric integers: files have them less one or, in GPTQ's second version, as they are,
+            and no tensor says which.
+    """
+    said = parts.get("weight_shape")
+    if said is not None and int(said[-1]) != shape[-1]:
+        rule = f"must have the width {shape[-1]} of the other tensors"
+        raise CheckpointError("weight_shape", rule, got=said.tolist(), cure=_RELEASE)
+    zeros = parts.get("qzeros")
+    if form == "gptq" and zeros is not None and not is_symmetric(zeros, shape[0]):
+        rule = "zero points of GPTQ must be those of symmetric integers"
+        raise CheckpointError("qzeros", rule, got="others", cure=_RELEASE)
+
+
+def refuse_other_order(form: Form, parts: Mapping[str, Tensor]) -> None:
+    """Refuse columns of GPTQ in another order than their own where the config says that they are
+    in it: a server then does not look.
+
+    Raises:
+        CheckpointError: see above.
+    """
+    order = parts.get("g_idx")
+    if form == "gptq" and order is not None and is_reordered(order, int(order.max()) + 1):
+        rule = "columns must be in their own order where the config has no desc_act"
+        raise CheckpointError("g_idx", rule, got="another order", cure=_RELEASE)
+
+
+def is_symmetric(zeros: Tensor, num_rows: int) -> bool:
+    """Whether all zero points of GPTQ, int32 [G, N / pack], are the middle, as they are or less
+    one.
+    """
+    bits = 32 * zeros.shape[-1] // num_rows
+    if bits not in (4, 8):
+        return False
+    codes = (zeros.unsqueeze(-1) >> _shifts(zeros, bits)) & ((1 << bits) - 1)
+    middle = 1 << (bits - 1)
+    first = codes.reshape(-1)[:1]
+    return bool((codes == first).all()) and int(first) in (middle, middle - 1)
+
+
+def is_reordered(order: Tensor, num_groups: int) -> bool:
+    """Whether the columns of a group are not next to each other.
+
+    Args:
+        order: the group of each column, [K]; all are -1 where they were never put in order.
+        num_groups: each of the same size.
+    """
+    natural = torch.arange(len(order), device=order.device) * num_groups // len(order)
+    return not (torch.equal(order.long(), natural) or bool((order == -1).all()))
+
+
+def _dequantized(
+    form: Form, parts: Mapping[str, Tensor], shape: Shape, block: tuple[int, int] | None
+) -> Tensor:
     if form in TRANSPOSED:
         parts = upright(form, parts, shape)
         form = "int_packed"
@@ -76,8 +161,11 @@ def dequantize(
             slices.append(_scaled(table, rows, part, rows.shape, block))
         return torch.cat(slices)
     if form == "int_packed":
-        return _int_packed(weight, scale, parts.get("weight_zero_point"), (num_rows, num_columns))
+        return _int_packed(parts, (num_rows, num_columns))
     storage = FORMS[form]
+    zero = parts.get("weight_zero_point")
+    if zero is not None:
+        zero = _plain_zero_points(zero, (num_rows, 1))
     common = None
     if storage.codes == 2:
         half = torch.tensor(_E2M1_HALF, device=weight.device)
@@ -95,7 +183,9 @@ def dequantize(
         block = (1, num_columns)
         if scale.numel() in (1, num_rows):
             scale = scale.reshape(-1, 1).expand(num_rows, 1)
-    return _scaled(table, weight, scale, shape, block, common=common, divides=storage.divides)
+    return _scaled(
+        table, weight, scale, shape, block, common=common, divides=storage.divides, zero=zero
+    )
 
 
 def upright(form: Form, parts: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
@@ -104,15 +194,22 @@ def upright(form: Form, parts: Mapping[str, Tensor], shape: Shape) -> dict[str, 
     Args:
         form: "gptq", int32 [K / pack, N], the first input in the low bits of a word; or "awq",
             int32 [K, N / 8], the outputs of a word in AWQ's order.
-        parts: qweight, scales [G, N], and AWQ's qzeros, int32 [G, N / 8].
+        parts: qweight, scales [G, N]; qzeros, int32 [G, N / pack]; GPTQ's g_idx, [K].
         shape: (N, K).
+
+    Returns: GPTQ's have no zero points, see `refuse_odd_integers`.
     """
     found = {"weight_scale": parts["scales"].T.contiguous(), "weight_shape": torch.tensor(shape)}
-    if form == "gptq":
-        return {**found, "weight_packed": parts["qweight"].T.contiguous()}
-    zeros = _words(_in_order(parts["qzeros"])).T.contiguous()
-    packed = _words(_in_order(parts["qweight"]).T)
-    return {**found, "weight_packed": packed, "weight_zero_point": zeros}
+    zeros = parts.get("qzeros")
+    if form == "awq":
+        found["weight_packed"] = _words(_in_order(parts["qweight"]).T)
+        if zeros is not None:
+            found["weight_zero_point"] = _words(_in_order(zeros)).T.contiguous()
+        return found
+    found["weight_packed"] = parts["qweight"].T.contiguous()
+    if "g_idx" in parts:
+        found["weight_g_idx"] = parts["g_idx"]
+    return found
 
 
 def _in_order(words: Tensor) -> Tensor:
@@ -131,12 +228,12 @@ def _shifts(words: Tensor, bits: int = 4) -> Tensor:
     return torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
 
 
-def _int_packed(
-    weight: Tensor, scale: Tensor, zero: Tensor | None, shape: tuple[int, int]
-) -> Tensor:
+def _int_packed(parts: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
     """Integers of compressed-tensors' pack-quantized: codes around the middle, or around their zero
     points.
     """
+    weight = weight_of(parts)
+    scale = scale_of(parts)
     num_rows, num_columns = shape
     bits = 32 * weight.shape[1] // num_columns
     if bits not in (4, 8):  # others straddle words
@@ -147,16 +244,56 @@ def _int_packed(
     num_groups = 1
     if scale.ndim == 2:
         num_groups = scale.shape[1]
+    block = (1, max(1, num_columns // num_groups))
+    if num_groups > 1 and block[1].bit_count() != 1 and "weight_g_idx" not in parts:
+        # The last group may have fewer columns: then nothing says how many the others have.
+        rule = "the columns of a group must be a power of two"
+        got = f"{num_groups} groups of {num_columns} columns"
+        raise CheckpointError("weight_scale", rule, got=got, cure=_RELEASE)
     middle = 1 << (bits - 1)
-    per_word = 32 // bits
-    if zero is not None:
-        _expect_shape("weight_zero_point", zero, (-(-num_rows // per_word), num_groups))
+    zero = parts.get("weight_zero_point")
+    if zero is not None and zero.dtype == torch.int32:
+        _expect_shape("weight_zero_point", zero, (-(-num_rows * bits // 32), num_groups))
         codes = (zero.unsqueeze(1) >> _shifts(zero, bits).view(1, -1, 1)) & ((1 << bits) - 1)
         zero = codes.flatten(0, 1)[:num_rows].float() - middle
+    elif zero is not None:
+        zero = _plain_zero_points(zero, (num_rows, num_groups))
+    order = parts.get("weight_g_idx")
+    if order is not None and is_reordered(order, num_groups):
+        _expect_groups(order, num_columns, num_groups)
+        _expect_shape("weight_scale", scale, (num_rows, num_groups))
+        scale = scale[:, order.long()]
+        block = (1, 1)
+        if zero is not None:
+            zero = zero[:, order.long()]
     table = torch.arange(1 << bits, dtype=torch.float32, device=weight.device) - middle
     if bits == 4:
         table = _pair_table(table)
-    return _scaled(table, weight, scale, shape, (1, max(1, num_columns // num_groups)), zero=zero)
+    return _scaled(table, weight, scale, shape, block, zero=zero)
+
+
+def _plain_zero_points(zero: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Zero points that are one code an element, as F32 [N, G]."""
+    if zero.dtype != torch.int8:
+        raise CheckpointError(
+            "weight_zero_point", "must be integers", got=zero.dtype, cure="Use another source"
+        )
+    if zero.ndim == 1:
+        zero = zero.unsqueeze(1)
+    _expect_shape("weight_zero_point", zero, shape)
+    return zero.float()
+
+
+def _expect_groups(order: Tensor, num_columns: int, num_groups: int) -> None:
+    """Refuse groups of columns that there are no scales of."""
+    _expect_shape("weight_g_idx", order, (num_columns,))
+    if order.min() < 0 or order.max() >= num_groups:
+        raise CheckpointError(
+            "weight_g_idx",
+            f"must be groups from 0 to {num_groups - 1}",
+            got=[int(order.min()), int(order.max())],
+            cure=_RELEASE,
+        )
 
 
 def _scaled(

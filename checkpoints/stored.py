@@ -9,6 +9,7 @@ Easy to get wrong: three conventions share suffixes. `weight_scale` is per block
 its shape only.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,8 +38,8 @@ OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 
 INPUT_SCALES = ("input_scale", "input_scale_2", "input_global_scale")
-# Tensors of a module that say nothing of the form: the inputs' scales, and an order of channels.
-_NO_PART_OF_FORM = {*INPUT_SCALES, "weight_g_idx"}
+# Whatever else a module with a packed weight has is part of how it is packed.
+_NO_PART_OF_FORM = {*OTHER_LEAVES, *KV_SCALE_LEAVES, *INPUT_SCALES}
 T = TypeVar("T")
 _Parts = Mapping[str, Entry]
 
@@ -57,6 +58,19 @@ def scale_of(parts: Mapping[str, T]) -> T:
         if leaf in parts:
             return parts[leaf]
     raise KeyError("scale")
+
+
+def unused_leaves(form: Form, leaves: Iterable[str]) -> set[str]:
+    """The tensors of a weight that its form has no use for: who decodes it without them gets other
+    values.
+    """
+    storage = FORMS[form]
+    found = dict.fromkeys(leaves)
+    used = {*INPUT_SCALES, storage.common, *storage.others}
+    if storage.scales:
+        used.update([leaf for leaf in FIRST_SCALES if leaf in found][:1])
+    used.add(weight_of({leaf: leaf for leaf in found}))
+    return found.keys() - used
 
 
 @frozen
@@ -82,6 +96,18 @@ class StoredWeight:
     @property
     def weight(self) -> Entry:
         return weight_of(self.parts)
+
+    def is_of(self, scheme: str) -> bool:
+        """Whether its tensors are those of a scheme; of no form of `TRANSPOSED`."""
+        wanted = SCHEMES[scheme]
+        codes, scale, *_ = wanted.weight_tensors(*self.shape)
+        has_order = "weight_g_idx" in self.parts
+        has_zero_point = "weight_zero_point" in self.parts
+        if has_order or has_zero_point != wanted.has_zero_point:
+            return False
+        sizes = [math.prod(entry.shape) for entry in (self.weight, scale_of(self.parts))]
+        is_coded = self.weight.dtype in FORMS[wanted.form].dtypes
+        return is_coded and sizes == [math.prod(codes.shape), math.prod(scale.shape)]
 
     def names(self) -> tuple[HFName, ...]:
         """Every tensor on disk that this weight consists of."""
@@ -133,8 +159,26 @@ def _grouped(
         if parts.keys().isdisjoint(weights):
             rest.extend(parts.values())
         else:
-            found[module] = classified(module, parts)
-    return found, rest
+            weight = classified(module, parts)
+            if unused_leaves(weight.form, parts):
+                weight = replace(weight, form="unknown", scheme="")
+            found[module] = weight
+    return found, [entry for entry in rest if not _belongs_to_packed(entry, found)]
+
+
+def _belongs_to_packed(entry: Entry, found: dict[HFName, StoredWeight]) -> bool:
+    """Whether a tensor with a leaf that the form lacks is next to a packed weight, or one of GPTQ
+    next to a plain weight: the form is then unknown.
+    """
+    module, _, leaf = entry.name.rpartition(".")
+    weight = found.get(HFName(module))
+    if weight is None or leaf in _NO_PART_OF_FORM:
+        return False
+    if weight.form == "plain" and leaf not in TRANSPOSED_LEAVES:
+        return False
+    parts = {**weight.parts, leaf: entry}
+    found[weight.module] = replace(weight, form="unknown", scheme="", parts=parts)
+    return True
 
 
 def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
@@ -145,10 +189,10 @@ def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     shape = packed
     if scales is not None and len(packed) == len(scales.shape) == 2 and scales.shape[1]:
         outputs = scales.shape[1]
-        if packed[1] != outputs:
+        if packed[1] * 8 == outputs:
             form = "awq"
             shape = (outputs, packed[0])
-        else:
+        elif packed[1] == outputs:
             form = "gptq"
             pack = 8
             # Zero points are packed along the outputs by as many as the codes along the inputs.
@@ -156,6 +200,8 @@ def _transposed(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
                 zeros = parts["qzeros"].shape
                 if len(zeros) == 2 and zeros[1]:
                     pack = outputs // zeros[1]
+            if pack not in (4, 8):
+                form = "unknown"
             shape = (outputs, packed[0] * pack)
     return StoredWeight(module=module, form=form, parts=parts, shape=shape)
 
@@ -165,7 +211,7 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
     the scale.
     """
     weight = weight_of(parts)
-    leaves = parts.keys() - _NO_PART_OF_FORM
+    leaves = parts.keys() - {*INPUT_SCALES}
     shape = weight.shape
 
     stored = partial(StoredWeight, module=module, parts=parts, shape=shape)
@@ -198,20 +244,22 @@ def _classified(module: HFName, parts: dict[str, Entry]) -> StoredWeight:
             scheme = ""
         return stored(form=form, scheme=scheme, block=block)
     if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
-        return stored(form="int8", scheme="W8A8")
+        return stored(form="int8", scheme="" if "weight_zero_point" in parts else "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
-        width, scheme = _integers((n, k), scale, parts.get("weight_zero_point"))
-        if "weight_g_idx" in parts:
-            scheme = ""
+        width, scheme = _integers((n, k), scale, parts)
         return stored(form="int_packed", shape=(n, width), scheme=scheme)
     return stored(form="unknown")
 
 
-def _integers(shape: tuple[int, int], scale: Entry, zero: Entry | None) -> tuple[int, str]:
+def _integers(shape: tuple[int, int], scale: Entry, parts: _Parts) -> tuple[int, str]:
     """The width and the scheme of integers in words [N, words a row]; "" where no scheme has this
-    many groups.
+    many groups, or their order.
     """
     n, words = shape
+    zero = parts.get("weight_zero_point")
+    order = parts.get("weight_g_idx")
+    if order is not None:
+        return math.prod(order.shape), ""
     groups = 1
     if len(scale.shape) == 2:
         groups = scale.shape[1]

@@ -65,6 +65,7 @@ class Storage:
         written: the dtype that keepmtp writes the scale in.
         format: compressed-tensors' word for the form; "" where it has none.
         common: the leaf of one more scale, of the whole weight; "" if there is none.
+        others: leaves that a weight in this form may have next to its codes and its scales.
         group: input channels under a scale, where the form fixes them.
         largest: the largest magnitude of a code before its scales; NaN where it says nothing.
         error: the relative error (of the Frobenius norm) that rounding to the form never reaches.
@@ -77,6 +78,7 @@ class Storage:
     written: str = ""
     format: str = ""
     common: str = ""
+    others: tuple[str, ...] = ()
     group: int = 0
     largest: float = math.nan
     error: float = math.nan
@@ -116,6 +118,7 @@ _NVFP4 = Storage(
     largest=6.0,
     error=0.3,
 )
+_TRANSPOSED = Storage(leaf="qweight", dtypes=("I32",), error=0.35)
 FORMS: Mapping[Form, Storage] = MappingProxyType(
     {
         "plain": Storage(dtypes=FLOATS, error=0.01),
@@ -146,6 +149,7 @@ FORMS: Mapping[Form, Storage] = MappingProxyType(
             scales=FLOATS,
             written="BF16",
             format="pack-quantized",
+            others=("weight_shape", "weight_zero_point", "weight_g_idx"),
             error=0.35,
         ),
         "int8": Storage(
@@ -153,11 +157,12 @@ FORMS: Mapping[Form, Storage] = MappingProxyType(
             scales=FLOATS,
             written="BF16",
             format="int-quantized",
+            others=("weight_zero_point",),
             largest=127.0,
             error=0.05,
         ),
-        "gptq": Storage(leaf="qweight", dtypes=("I32",)),
-        "awq": Storage(leaf="qweight", dtypes=("I32",)),
+        "gptq": replace(_TRANSPOSED, others=("qweight", "scales", "qzeros", "g_idx")),
+        "awq": replace(_TRANSPOSED, others=("qweight", "scales", "qzeros")),
         "unknown": Storage(),
     }
 )

@@ -276,7 +276,7 @@ def scheme_of(weight: StoredWeight, built: VLLMModule) -> str:
     from zero points; "" where none has as many bits and scales.
     """
     has_zeros = "qzeros" in built.leaves
-    if has_zeros != (weight.form == "awq"):
+    if has_zeros != (weight.form == "awq") or not built.leaves <= weight.parts.keys():
         return ""
     for name, scheme in SCHEMES.items():
         is_same = (scheme.bits, scheme.group_size) == (built.bits, built.group_size)

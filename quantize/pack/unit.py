@@ -14,12 +14,13 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ...checkpoints.dequantize import dequantize
+from ...checkpoints.dequantize import dequantize, refuse_odd_integers, refuse_other_order
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import WEIGHT_LEAVES, scale_of, weight_of
 from ...checkpoints.values import read_bytes, read_parts, row_ranges, typed
@@ -41,6 +42,8 @@ _BOTTOM = -9
 _MAGNITUDE_BITS = 0x77
 # A slice has a multiple of these rows: whole blocks, whole words of zero points.
 _ROWS = 128
+# What the headers of integers do not show.
+_SMALL = ("weight_shape", "qzeros", "g_idx")
 
 
 class Calibrations(Protocol):
@@ -300,7 +303,31 @@ def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
     on_device = dict[str, Tensor]()
     for leaf, value in stored(plan, tensor).items():
         on_device[leaf] = value.to(device, non_blocking=True)
-    return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
+    return dequantize(
+        tensor.form, on_device, shape=tensor.shape, block=tensor.block, where=tensor.module
+    )
+
+
+def refuse_other_integers(plan: Plan) -> None:
+    """Refuse integers that are not what the headers and the config say: it takes a look at their
+    small tensors, before a byte is written.
+
+    Raises:
+        CheckpointError: names the tensor; see `refuse_odd_integers` and `refuse_other_order`.
+    """
+    for tensor in chain(*chain(*[shard.units for shard in plan.written])):
+        is_decoded = tensor.form == "int_packed" and tensor.fate != "keep"
+        if not is_decoded and tensor.form != "gptq":
+            continue
+        found = parts(plan, tensor).items()
+        small = {leaf: entry for leaf, entry in found if leaf in _SMALL}
+        read = read_parts(plan.source, small)
+        where = f"{plan.source.where}: {tensor.module}"
+        try:
+            refuse_odd_integers(tensor.form, read, tensor.shape)
+            refuse_other_order(tensor.form, read)
+        except CheckpointError as error:
+            raise error.at(where) from error
 
 
 def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -306,18 +306,27 @@ class Decisions:
 
     def _refuse_unreadable(self, weight: StoredWeight, place: Place) -> None:
         is_foreign_integer = weight.form == "int_packed" and not weight.scheme
+        if "weight_g_idx" in weight.parts:  # which says how wide it is, and what group a column has
+            is_foreign_integer = False
         is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
         is_unknown = weight.form in (*NOT_COMPUTED, "mxfp8")
         if weight.form in TRANSPOSED and weight.scheme:
             is_unknown = False
-        if is_unknown or is_foreign_integer or is_sliced:
+        rule = (
+            "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that a scheme "
+            "has"
+        )
+        is_other = False
+        if weight.scheme and weight.form not in (*TRANSPOSED, "unknown", "plain"):
+            rule = f"must be stored as the config says, in {weight.scheme}"
+            is_other = not weight.is_of(weight.scheme)
+        if is_unknown or is_foreign_integer or is_sliced or is_other:
             stored = list[str]()
             for leaf, entry in weight.parts.items():
                 stored.append(f"{leaf} {entry.dtype}{list(entry.shape)}")
             raise CheckpointError(
                 f"{self._source_of(weight.weight).where}: {place.module}.weight",
-                "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that "
-                "a scheme has",
+                rule,
                 got=", ".join(stored),
                 cure="Start from the original release",
             )

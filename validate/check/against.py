@@ -14,6 +14,7 @@ described as if it were a tensor of its own, with the name of the whole in messa
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,17 +24,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checkpoints.dequantize import dequantize
+from ...checkpoints.dequantize import dequantize, refuse_other_order
+from ...checkpoints.dialects.dialect import Resolution
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
 from ...checkpoints.values import read_parts, row_ranges
+from ...recipes.errors import CheckpointError
 from ...recipes.family import TABLE_ROLES, HFName
 from ...recipes.family_view import Place
-from ...recipes.forms import FORMS, NOT_COMPUTED
+from ...recipes.forms import FORMS, TRANSPOSED
 from ...recipes.frozen import Advance, nowhere
 from ..facts.findings import Objections, objection
+from .layouts import manner
 from .reading import is_remote
 from .rules_values import block_again
 
@@ -63,20 +67,40 @@ class Pair(NamedTuple):
         return total_bytes((*self.weight.parts.values(), *self.theirs.parts.values()))
 
 
-def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pair]:
-    """Weights that both have by name, in a form that can be read.
+class Pairs(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        found: weights that both have by name, in a form that can be read.
+        others: the weights that are not compared, by why not.
+    """
+
+    found: list[Pair]
+    others: Mapping[str, list[StoredWeight]]
+
+
+def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> Pairs:
+    """Pair the weights of a checkpoint with the release's.
 
     Not whole: of the MTP block, and of the backbone's first, middle and last layer, with two
     experts each.
     """
     theirs = matrices(release)
-    paired = list[Pair]()
+    found = list[Pair]()
+    others: dict[str, list[StoredWeight]] = defaultdict(list)
     for module, (place, weight) in matrices(runtime).items():
-        if module in theirs and (whole or _is_sampled(runtime, module, place)):
-            pair = Pair(weight, theirs[module].weight, place)
-            if can_be_read(pair.weight) and can_be_read(pair.theirs):
-                paired.append(pair)
-    return paired
+        if not (whole or _is_sampled(runtime, module, place)):
+            continue
+        original = theirs.get(module)
+        if original is None:
+            others["the release has none of the name"].append(weight)
+        elif weight.form == "unknown":
+            others["its form cannot be read"].append(weight)
+        elif original.weight.form == "unknown":
+            others["the form of the release's cannot be read"].append(weight)
+        else:
+            found.append(Pair(weight, original.weight, place))
+    return Pairs(found, others)
 
 
 def _is_sampled(runtime: RuntimeView, module: HFName, place: Place) -> bool:
@@ -90,9 +114,21 @@ def _is_sampled(runtime: RuntimeView, module: HFName, place: Place) -> bool:
     return place.role not in TABLE_ROLES and expert in _SAMPLED_EXPERTS
 
 
-def can_be_read(weight: StoredWeight) -> bool:
-    """Groups in another order are not what `dequantize` knows."""
-    return weight.form not in NOT_COMPUTED and "weight_g_idx" not in weight.parts
+def not_compared(paired: Pairs) -> Objections:
+    """What is said of weights that no comparison is of."""
+    total = len(paired.found) + sum(map(len, paired.others.values()))
+    for why, weights in paired.others.items():
+        weight = weights[0]
+        yield _objection(
+            "not-compared",
+            weight.weight.name,
+            f"{len(paired.found):,} of {total:,} weights are compared with the release; "
+            f"{len(weights):,} are not: {why} ({manner(weight)})",
+            "Name the release that it was made from, or measure it: `keepmtp closeness`",
+            why,
+            "warning",
+            len(weights),
+        )
 
 
 def compared(
@@ -110,14 +146,15 @@ def compared(
         progress: called with the bytes that were read.
     """
     sources = (runtime.source, release.source)
+    is_ordered = not runtime.given.raw.get("desc_act")
     with ThreadPoolExecutor(_AT_A_TIME[any(map(is_remote, sources))]) as pool:
-        results = pool.map(lambda pair: [*_compared(pair, *sources)], found)
+        results = pool.map(lambda pair: [*_compared(pair, *sources, is_ordered=is_ordered)], found)
         for pair, objected in zip(found, results, strict=True):
             yield from objected
             progress(pair.num_bytes)
 
 
-def _compared(pair: Pair, own: Source, release: Source) -> Objections:
+def _compared(pair: Pair, own: Source, release: Source, *, is_ordered: bool) -> Objections:
     weight, theirs, place = pair
     severity = "error"
     name = weight.weight.name
@@ -140,8 +177,19 @@ def _compared(pair: Pair, own: Source, release: Source) -> Objections:
     others = read_parts(release, theirs.parts)
     if weight.form == theirs.form and _are_same(parts, others):
         return
-    ours = dequantize(weight.form, parts, shape=weight.shape, block=weight.block)
-    original = dequantize(theirs.form, others, shape=theirs.shape, block=theirs.block)
+    place_of_theirs = f"{release.where}: {theirs.module}"
+    original = dequantize(
+        theirs.form, others, shape=theirs.shape, block=theirs.block, where=place_of_theirs
+    )
+    try:
+        ours = dequantize(weight.form, parts, shape=weight.shape, block=weight.block)
+        if is_ordered:
+            refuse_other_order(weight.form, parts)
+    except CheckpointError as error:
+        says = f"{error.rule}; got {error.got}"
+        where = f"{weight.module}.{error.where}"
+        yield _objection("release", where, says, error.cure, f"{kind} {error.where}")
+        return
     error = relative_error(ours, original)
     bound = max(FORMS[weight.form].error, FORMS[theirs.form].error)
     words = "it is another version, or another weight"
@@ -212,9 +260,31 @@ def matrices(runtime: RuntimeView) -> dict[HFName, Member]:
             num_dims = len(member.weight.shape)
             if member.place.row.stacked and member.weight.form == "plain" and num_dims == 3:
                 found |= _unstacked(member.weight.weight, member.place)
-            elif num_dims == 2 and module.role != "vision":
-                found[member.weight.module] = member
+            elif (num_dims == 2 or member.weight.form == "unknown") and module.role != "vision":
+                weight = as_built(member.weight, module.resolution)
+                found[member.weight.module] = member._replace(weight=weight)
     return found
+
+
+def as_built(weight: StoredWeight, answer: Resolution) -> StoredWeight:
+    """A weight of which the config says what its headers leave open: the bits of integers, and how
+    those of GPTQ and AWQ are read; of form "unknown" where they are not what it says.
+    """
+    built = answer.built
+    if weight.form in TRANSPOSED and answer.refusal != "order":
+        has_zeros = "qzeros" in weight.parts
+        is_other_awq = built.form == "awq" and has_zeros != ("qzeros" in built.leaves)
+        if built.form != weight.form or is_other_awq:
+            return replace(weight, form="unknown")
+    if built.block and weight.form == built.form == "fp8_block":
+        return replace(weight, block=built.block)
+    if weight.form != built.form or not built.bits or weight.form == "awq":
+        return weight
+    words = weight.weight.shape[weight.form == "int_packed"]
+    num_rows, _ = weight.shape
+    if "weight_g_idx" in weight.parts:
+        return weight
+    return replace(weight, shape=(num_rows, words * 32 // built.bits))
 
 
 def _unstacked(entry: Entry, place: Place) -> Iterator[tuple[HFName, Member]]:

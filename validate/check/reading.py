@@ -77,8 +77,8 @@ _BITS: Mapping[str, Bits] = MappingProxyType(
         "U8": Bits(torch.uint8, 0x77),
     }
 )
-# Packed integers: their bytes say nothing alone.
-_BYTES = Bits(torch.uint8, 0xFF, has_zero=False)
+# Packed integers: of their bytes alone, whether they are all the same says something.
+_BYTES = Bits(torch.uint8, 0xFF, values=torch.uint8, has_zero=False)
 # Of a holder, in bytes.
 _WIDEST = 4
 
@@ -88,8 +88,8 @@ class Summary:
     """What a tensor holds.
 
     Attributes:
-        largest: the largest magnitude among finite values; NaN where there is none, or where a
-            dtype has no values.
+        largest: the largest magnitude among finite values, or the largest byte of packed integers;
+            NaN where there is none, or where a dtype has no values.
         num_not_finite: elements that are infinite or NaN.
         first_not_finite: the position of the first of them, row by row; -1 if there is none.
         has_negative: an element below zero.
@@ -285,7 +285,7 @@ def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
         if is_mtp:
             return is_scalar or len(entry.shape) <= 1
         return is_scalar and level == "scalars"
-    if is_scale(entry.name):
+    if is_scale(entry.name) or entry.name.endswith(".qzeros"):
         return True
     if level == "unpacked":
         return is_mtp or entry.dtype in FLOATS

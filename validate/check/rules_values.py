@@ -124,6 +124,8 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
         is_small = largest < _NORM_TOO_SMALL and not runtime.view.family.norms_add_one
         if tensor.summary.num_not_finite:
             yield _not_finite(tensor, cure)
+        elif tensor.leaf in ("qzeros", "weight_zero_point"):
+            yield from _zero_points(runtime, tensor, cure)
         elif is_scale(tensor.name):
             yield from _scale(runtime, tensor, cure)
         elif tensor.place.role != "norm":
@@ -199,6 +201,25 @@ def _scale(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
             )
         return
     yield _objection("scale-sign", tensor.name, says, cure, f"{tensor.cause} {says}")
+
+
+def _zero_points(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
+    """The codes that mean 0 may all be one. Of GPTQ's symmetric integers they are the middle, which
+    servers take without a look: as it is, or less one, as the first version of its files has them.
+    """
+    weight = runtime.weights.get(tensor.module)
+    summary = tensor.summary
+    if weight is None or weight.form != "gptq" or runtime.given.raw.get("sym") is False:
+        return
+    middles = (0x77, 0x88)  # two codes of four bits
+    if weight.shape[1] == 4 * weight.weight.shape[0]:
+        middles = (0x7F, 0x80)
+    if not summary.is_constant or summary.largest not in middles:
+        says = (
+            "holds zero points that are not those of symmetric integers: vLLM does not look at "
+            "them, and computes with other weights than were stored"
+        )
+        yield _objection("zero-points", tensor.name, says, cure, tensor.cause)
 
 
 def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:

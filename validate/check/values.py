@@ -22,7 +22,7 @@ from ...recipes.errors import CheckpointError, GateError
 from ...recipes.frozen import Bar, unwatched
 from ..facts.findings import Finding, errors_first, errors_of, grouped
 from ..facts.results import CheckData
-from .against import Pair, compared, pairs
+from .against import Pairs, compared, not_compared, pairs
 from .check import Checked
 from .reading import Level, chosen, joined, summaries
 from .rules_values import objections
@@ -50,20 +50,21 @@ def check_values(
             name of this one.
     """
     entries = chosen(runtime, level)
-    paired = list[Pair]()
+    paired = Pairs([], {})
     if release is not None:
         paired = pairs(runtime, release, whole=level == "all")
-        if not paired:
+        if not paired.found:
             rule = (
                 f"the release must have weights by the names of {runtime.source.where}, in a form "
                 "that can be read"
             )
             raise CheckpointError(release.source.where, rule, got="none", cure=_RELEASE)
-    num_bytes = total_bytes((*joined(runtime.source, entries), *paired))
+    num_bytes = total_bytes((*joined(runtime.source, entries), *paired.found))
     with (reading or unwatched)(num_bytes) as progress:
         objected = [*objections(runtime, summaries(runtime, entries, progress))]
         if release is not None:
-            objected += compared(runtime, release, paired, progress)
+            objected += compared(runtime, release, paired.found, progress)
+            objected += not_compared(paired)
     return errors_first(grouped(objected))
 
 

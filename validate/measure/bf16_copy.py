@@ -19,7 +19,12 @@ from ...checkpoints.companions import inside
 from ...checkpoints.files import refuse_small_disk, within
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import INDEX, Source
-from ...checkpoints.stored import KV_SCALE_LEAVES, StoredWeight, stored_weights
+from ...checkpoints.stored import (
+    KV_SCALE_LEAVES,
+    StoredWeight,
+    stored_weights,
+    transposed_weights,
+)
 from ...recipes.errors import CheckpointError
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import without
@@ -89,7 +94,11 @@ def write_copy(source: Source, folder: Path) -> Path:
                 tensors[each.name] = read_tensor(source, each)
             else:
                 parts = read_parts(source, each.parts)
-                read = dequantize(each.form, parts, shape=each.shape, block=each.block)
+                where = f"{source.where}: {each.module}"
+                shape = each.shape
+                if "weight_shape" in parts:  # headers do not say how many bits integers have
+                    shape = tuple(parts["weight_shape"].tolist())
+                read = dequantize(each.form, parts, shape=shape, block=each.block, where=where)
                 tensors[f"{each.module}.weight"] = read.contiguous()
         save_file(tensors, within(folder, file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
@@ -130,15 +139,15 @@ def _held(source: Source) -> list[StoredWeight | Entry]:
         CheckpointError: a weight is stored in a form that cannot be read.
     """
     stored, others = stored_weights(source.entries.values())
+    transposed, others = transposed_weights(others)
     # Scales of the KV cache have no place in a model without a quantization config.
     kept = [entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES]
     held: list[StoredWeight | Entry] = [*kept]
-    for weight in stored.values():
+    for weight in (*stored.values(), *transposed.values()):
         if weight.form == "plain":
             held.append(weight.weight)
             continue
-        has_order = not weight.parts.keys().isdisjoint(("weight_g_idx", "weight_zero_point"))
-        if has_order or weight.form in (*NOT_COMPUTED, "fp8_sliced"):
+        if weight.form in (*NOT_COMPUTED, "fp8_sliced"):
             raise CheckpointError(
                 f"{source.where}: {weight.module}",
                 "must lie in a form that can be dequantized",

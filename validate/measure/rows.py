@@ -32,11 +32,13 @@ from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
 from ...checkpoints.values import read_parts
+from ...recipes.forms import TRANSPOSED
 from ...recipes.frozen import Say, silent
 from ..check.against import Pair, matrices, pairs
 from ..facts.comparison import SampledError, group_of
 
 _ROWS = 8
+_NOT_IN_ROWS = {"fp8_sliced", *TRANSPOSED}
 _NORMAL = 1.96  # 95 %, to both sides
 
 
@@ -56,9 +58,9 @@ def sampled_errors(
     """
     of_group = Counter(group_of(place) for place, _ in matrices(runtime).values())
     groups: dict[str, list[Pair]] = defaultdict(list)
-    for pair in pairs(runtime, release, whole=True):
-        is_sliced = "fp8_sliced" in (pair.weight.form, pair.theirs.form)
-        if pair.weight.shape == pair.theirs.shape and not is_sliced:
+    for pair in pairs(runtime, release, whole=True).found:
+        are_rows = _NOT_IN_ROWS.isdisjoint((pair.weight.form, pair.theirs.form))
+        if pair.weight.shape == pair.theirs.shape and are_rows:
             groups[group_of(pair.place)].append(pair)
     errors = {}
     not_finite = {}
@@ -137,7 +139,7 @@ def read_rows(source: Source, weight: StoredWeight, first: int) -> tuple[Tensor,
 
     Args:
         source: the checkpoint.
-        weight: of a form that is computed with, and not sliced.
+        weight: of a form that has rows in their order.
         first: a multiple of eight.
     """
     num_rows, num_columns = weight.shape
@@ -150,7 +152,7 @@ def read_rows(source: Source, weight: StoredWeight, first: int) -> tuple[Tensor,
         start, end = first, last
         if rows != num_rows:
             start, end = first // height, -(-last // height)
-        if leaf != "weight_shape" and math.prod(entry.shape) > 1:
+        if leaf not in ("weight_shape", "weight_g_idx") and math.prod(entry.shape) > 1:
             stride = entry.num_bytes // rows
             parts[leaf] = replace(
                 entry,
@@ -160,5 +162,6 @@ def read_rows(source: Source, weight: StoredWeight, first: int) -> tuple[Tensor,
             )
     read = read_parts(source, parts)
     shape = (last - first, num_columns)
-    values = dequantize(weight.form, read, shape=shape, block=weight.block)
+    where = f"{source.where}: {weight.module}"
+    values = dequantize(weight.form, read, shape=shape, block=weight.block, where=where)
     return values.float(), total_bytes(parts.values())
