@@ -60,8 +60,6 @@ _CLASSES = {
 _CONFIG = "layers/quantization/compressed_tensors/compressed_tensors.py"
 _WEIGHTS = "models/deepseek_common/deepseek_weight_loader.py"
 _Arguments = dict[str, Any]
-# Of `actorder`; the others leave the groups of channels in their own order.
-_STORED_ORDERS = (True, "group", "dynamic")
 # What each target means after renaming, in their order.
 _Builds = Mapping[str, Resolution]
 ByScheme = dict[str, set[Spellings]]
@@ -239,7 +237,7 @@ def read_compressed_tensors(
 
 def _scheme_of(group: GivenGroup) -> str:
     """The scheme whose arguments a group has; "" for none, as with an order of channels."""
-    if group.weights is not None and group.weights.actorder in _STORED_ORDERS:
+    if group.weights is not None and group.weights.is_reordered:
         return ""
     given = [_filled(group.weights), _filled(group.input_activations)]
     for name, scheme in SCHEMES.items():
