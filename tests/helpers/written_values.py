@@ -14,6 +14,7 @@ from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES, typed
 from keepmtp.recipes.families import find_view
+from keepmtp.recipes.family import HFName
 from keepmtp.validate.check.reading import is_scale
 from seeds import seeded
 
@@ -67,6 +68,13 @@ def _values(runtime: RuntimeView, entry: Entry, generator: torch.Generator) -> t
         if entry.dtype == "F8_E4M3":
             return (uniform * 300 + 100).to(dtype)
         return (uniform * 1e-3 + 1e-4).to(dtype)
+    if leaf == "qzeros" and runtime.given.raw.get("sym") is not False:
+        # The middle less one, as the first version of GPTQ's files has it.
+        weight = runtime.weights[HFName(entry.name.rpartition(".")[0])]
+        code = 0x77777777
+        if weight.shape[1] == 4 * weight.weight.shape[0]:
+            code = 0x7F7F7F7F
+        return torch.full(size, code, dtype=dtype)
     if dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
         return torch.randint(1, 100, size, generator=generator).to(dtype)
     if len(entry.shape) <= 1:

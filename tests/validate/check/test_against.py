@@ -2,12 +2,14 @@
 wrong has its name.
 """
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import write
+from broken_by import changed
+from checkpoint_files import lose, write
 from commands import keepmtp, keepmtp_without, ran, refused
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dequantize import dequantize
@@ -20,6 +22,7 @@ from keepmtp.validate.check import against
 from keepmtp.validate.check.against import (
     compared,
     has_column_factors,
+    not_compared,
     pairs,
     relative_error,
 )
@@ -30,6 +33,7 @@ from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
 N = K = 256
+O_PROJ = "model.layers.1.self_attn.o_proj"
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +179,18 @@ def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, mo
     assert objected.finding.where == name
     monkeypatch.setattr(against, "dequantize", None)
     assert not [*compared(opened(written), release, found)]
+
+
+def test_not_compared_is_said_with_a_weight_and_the_reason(tmp_path):
+    own = opened(write(tmp_path / "own", GOOD["glm nvfp4"]()))
+    lacking = changed(GOOD["released glm-4.7"], lose(re.escape(f"{O_PROJ}.weight")))
+    paired = pairs(own, opened(write(tmp_path / "release", lacking)), whole=True)
+    (objected,) = not_compared(paired)
+    found = objected.finding
+    assert found.where.startswith(O_PROJ)
+    total = len(paired.found) + 1
+    assert f"{total - 1:,} of {total:,} weights are compared" in found.says
+    assert "the release has none of the name" in found.says
 
 
 def test_compared_names_another_models_release_by_its_widths(written, tmp_path):

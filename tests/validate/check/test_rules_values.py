@@ -76,6 +76,39 @@ def test_objections(case, tmp_path):
 
 
 @rows(
+    "zero-points",
+    case(
+        "GPTQ's zero points are the middle less one",
+        "glm gptq",
+        holds(f"{O_PROJ}.qzeros", 0x77777777),
+        found=[],
+    ),
+    case(
+        "GPTQ's zero points are the middle itself",
+        "glm gptq",
+        holds(f"{O_PROJ}.qzeros", -0x77777778),
+        found=[],
+    ),
+    case(
+        "zero points of symmetric integers that are others",
+        "glm gptq",
+        holds(f"{O_PROJ}.qzeros", 0x33333333),
+        where=f"{O_PROJ}.qzeros",
+        says="not those of symmetric integers",
+    ),
+    case(
+        "one zero point is another",
+        "glm gptq",
+        holds(f"{O_PROJ}.qzeros", 0x77777777),
+        holds(f"{O_PROJ}.qzeros", 0x77777776, at=0),
+        where=f"{O_PROJ}.qzeros",
+    ),
+)
+def test_zero_points(case, tmp_path):
+    assert_values(case, tmp_path)
+
+
+@rows(
     "finite",
     case(
         "vllm#45212, input scale inf",
