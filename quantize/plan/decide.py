@@ -262,8 +262,10 @@ class Decisions:
                     got=override,
                     cure="Remove the override",
                 )
-            is_of_source = place.part == "mtp" and recipe.mtp_policy == "source"
-            if is_of_source or (is_served and override is None):
+            is_of_source = is_served and override is None
+            if place.part == "mtp" and recipe.mtp_policy in ("source", "bf16"):
+                is_of_source = recipe.mtp_policy == "source"
+            if is_of_source:
                 return "source", place.row.why_kept
             return "bf16", place.row.why_kept
         if override is not None:

@@ -214,6 +214,24 @@ def test_what_others_wrote(tmp_path):
     assert check(tmp_path / "out").findings == ()
 
 
+def test_a_whole_block_in_bf16_has_no_packed_matrix(tmp_path):
+    """No recipe quantizes the indexer; other tools do."""
+    checkpoint = llmcompressor("deepseek-v3.2", "FP8_DYNAMIC", "FP8_DYNAMIC")
+    stems = set[str]()
+    for name, (_, shape) in [*checkpoint.tensors.items()]:
+        if name.endswith("indexer.wq_b.weight"):
+            checkpoint.tensors[name] = ("F8_E4M3", shape)
+            checkpoint.tensors[f"{name}_scale"] = ("BF16", (shape[0], 1))
+            stems.add(name.removesuffix(".weight"))
+    ignored = checkpoint.quantization["ignore"]
+    checkpoint.quantization["ignore"] = [name for name in ignored if "wq_b" not in name]
+    plan = planned(write(tmp_path / "first", checkpoint), "mtp=bf16")
+    fates = {tensor.module: tensor.fate for tensor in plan.tensors if tensor.module in stems}
+    last = max(stems, key=lambda stem: int(stem.split(".")[2]))
+    assert len(fates) > 1
+    assert fates == dict.fromkeys(stems, "keep") | {last: "dequantize"}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_before_a_byte(name, finished, tmp_path):
     row = REFUSED[name]
