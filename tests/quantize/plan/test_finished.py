@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import write
 from commands import ROOT, ran
-from good import cached, llmcompressor, ours, outputs_of
+from good import cached, llmcompressor, ours, outputs_of, released
 from json_files import json_of, put_json
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
@@ -81,6 +81,14 @@ def test_one_group_changes(format, finished, tmp_path):
 
 def tensors_digests(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in digests(folder).items() if "safetensors" in name}
+
+
+def test_scales_that_another_format_names_as_the_release_does_are_links(tmp_path):
+    """Those of experts in FP8 blocks."""
+    write(tmp_path / "first", released("deepseek-r1"))
+    made = planned(tmp_path / "first", "format=modelopt")
+    written = {output.name for shard in made.shards for output in shard.outputs}
+    assert "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv" in written
 
 
 @pytest.mark.parametrize("format", FORMATS)
