@@ -45,6 +45,7 @@ _EXPIRED = (401, 403, 404, 410)
 # expired.
 _leads_to: dict[str, str] = {}
 
+_REFUSED = "the Hub must let this machine read it"
 # What huggingface_hub raises over an answer that has another form than it expects.
 _OTHER_FORM = (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidURL)
 
@@ -70,6 +71,9 @@ def hub_errors(repo: str) -> Iterator[None]:
                 "Check its name and its revision, or run `hf auth login`, and ask for access on "
                 "its page"
             )
+        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            rule = _REFUSED
+            cure = "Run `hf auth login` with a token that may read it"
         elif isinstance(error, (HTTPError, OSError)):
             rule = "the Hub must be reachable"
             cure = "Check the network, or name a folder"
@@ -119,7 +123,9 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
             "Check the network; or where the Hub is reachable run `hf download --repo-type dataset "
             f"{name} --local-dir DIR`, and name the folder"
         )
-        if isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
+        if rule == _REFUSED:
+            cure = error.cure
+        elif isinstance(error.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
             rule = "must be a dataset on the Hub, or a file or folder"
             cure = (
                 "Check its name and dataset_revision, ask for access on its page, run "

@@ -95,6 +95,8 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
         got = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         if "gated" in f"{error!r} {error.__cause__!r} {error.__context__!r}".lower():
             cure = f"Accept its terms on the Hub and set HF_TOKEN. {cure}"
+        elif isinstance(error, ConnectionError):
+            cure = f"Check the network, or name {_a_file(protocol.task)} (--dataset)"
         rule = "must be a dataset that can be read"
         raise RecipeError(where, rule, got=got or type(error).__name__, cure=cure) from error
     checked = {}

@@ -404,6 +404,12 @@ def test_a_gated_dataset_says_what_to_do(hub):
         questions(Evaluation(shots=3))
 
 
+def test_a_hub_that_is_not_reached_is_said_before_the_revision(hub, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    with pytest.raises(KeepMTPError, match="Check the network, or name a file"):
+        questions(Evaluation(shots=3))
+
+
 def test_an_absent_dataset_says_what_to_do(hub, monkeypatch):
     monkeypatch.setitem(TASKS, "gsm8k", replace(TASKS["gsm8k"], hub="org/none"))
     cure = "Correct evaluation.dataset_revision, or name a file"

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from commands import ROOT, captured
-from hub import serving
+from hub import Fault, serving
 from json_files import put_json, put_lines
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
@@ -477,6 +477,13 @@ def test_a_hub_without_the_dataset_and_one_that_cannot_be_reached(
     serve_hub(tmp_path)
     rule = "calibration.dataset org/data: must be a dataset on the Hub, or a file or folder"
     assert refusal(given, source).startswith(rule)
+    said = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    with serving(tmp_path / "hub") as hub:
+        hub_at(hub.endpoint)
+        hub.faults.append(Fault("org/data", 401, times=9, headers=said))
+        message = refusal(given, source)
+    assert "the Hub must let this machine read it; got " in message
+    assert "Run `hf auth login`" in message and "network" not in message
     hub_at("http://127.0.0.1:9")  # the discard port, where nobody listens
     message = refusal(given, source)
     assert message.startswith("calibration.dataset org/data: the Hub must be reachable; got ")
