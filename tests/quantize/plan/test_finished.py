@@ -83,7 +83,7 @@ def tensors_digests(folder: Path) -> dict[str, str]:
     return {name: digest for name, digest in digests(folder).items() if "safetensors" in name}
 
 
-def test_scales_that_another_format_names_as_the_release_does_are_links(tmp_path):
+def test_scales_that_another_format_names_as_the_release_does_are_found(tmp_path):
     """Those of experts in FP8 blocks."""
     write(tmp_path / "first", released("deepseek-r1"))
     made = planned(tmp_path / "first", "format=modelopt")
