@@ -144,7 +144,9 @@ def release_of(checkpoint: Source, native: Collection[str]) -> str:
         return read_record(path).source.name
     config = checkpoint.config
     said = config.get("quantization_config") or checkpoint.text_config.get("quantization_config")
-    if isinstance(said, Mapping) and said.get("quant_method") in native:
+    # modelopt leaves a release's quant_method, and adds its own key.
+    is_native = isinstance(said, Mapping) and said.get("quant_method") in native
+    if is_native and "quant_algo" not in said:
         return ""
     return str(config.get("_name_or_path") or "the release that it was made from")
 

@@ -120,9 +120,9 @@ def test_of_a_repository_headers_and_sampled_rows_are_fetched(
             re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests
         ]
         asked = [int(each[2]) - int(each[1]) + 1 for each in ranges if each and each[1] != "0"]
-        assert sum(asked) == sum(error.num_read for error in one.errors.values())
-        stored = sum(path.stat().st_size for path in (parent / "nvfp4a16").glob("*.safetensors"))
-        assert sum(asked) < stored / 2
+        # Rows that are less than a MiB apart come with one request, and with what is between them.
+        assert len(asked) < 40
+        assert sum(asked) >= sum(error.num_read for error in one.errors.values())
 
 
 def test_a_dry_load_is_a_row_of_its_own(parent, monkeypatch):

@@ -2,7 +2,7 @@
 
 In: the `RuntimeView`s of both, and how many rows of each group are read. Out: a `SampledError` a
 group. Rows are read in stretches of eight, with their own scales alone, from a folder or by range
-requests.
+requests; stretches that are near each other in a file are one request.
 
 Easy to get wrong: the scales of a block are those of 128 rows, and zero points of integers are
 packed along the rows, up to eight in a word. A stretch begins at a multiple of eight, so that it
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +29,14 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize
 from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.hub import AT_A_TIME
-from ...checkpoints.safetensors_file import total_bytes
+from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
 from ...checkpoints.stored import StoredWeight
-from ...checkpoints.values import read_parts
+from ...checkpoints.values import read_bytes, typed
 from ...recipes.forms import TRANSPOSED
 from ...recipes.frozen import Say, silent
 from ..check.against import Pair, matrices, pairs
+from ..check.reading import Stretch, joined
 from ..facts.comparison import SampledError, group_of
 
 _ROWS = 8
@@ -87,16 +89,23 @@ def _sampled(sources: tuple[Source, Source], found: Sequence[Pair], stretches: i
     for at in ((torch.arange(count) + chance) * (total / count)).long().tolist():
         number = bisect_right(ends, at)
         drawn.append((found[number], (at - ends[number] + counts[number]) * _ROWS))
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        read = torch.tensor([*pool.map(partial(_squares, sources), drawn)], dtype=torch.float64)
+    ours, theirs = sources
+    own = [_stretch(ours, pair.weight, first) for pair, first in drawn]
+    released = [_stretch(theirs, pair.theirs, first) for pair, first in drawn]
+    own_bytes = _read(own)
+    released_bytes = _read(released)
+    squares = list[tuple[float, float, int]]()
+    for stretch, other in zip(own, released, strict=True):
+        squares.append(_squares(stretch.rows(own_bytes), other.rows(released_bytes)))
+    read = torch.tensor(squares, dtype=torch.float64)
     off, norm, num_read = read.sum(0)
     ratio = _ratio(off, norm)
     spread = (read[:, 0] - ratio * read[:, 1]).square().sum() * count / max(1, count - 1)
     wide = _NORMAL * _ratio(((1 - count / total) * spread).sqrt(), norm)
     ratios = _ratio(read[:, 0], read[:, 1])
     worst = int(ratios.argmax())
-    squares = torch.stack((ratio - wide, ratio, ratio + wide, ratios[worst]))
-    low, value, high, worst_value = squares.clamp_min(0).sqrt().tolist()
+    limits = torch.stack((ratio - wide, ratio, ratio + wide, ratios[worst]))
+    low, value, high, worst_value = limits.clamp_min(0).sqrt().tolist()
     return SampledError(
         value=value,
         low=low,
@@ -116,32 +125,65 @@ def _ratio(off: Tensor, norm: Tensor) -> Tensor:
     return (off / torch.where(norm > 0, norm, off)).nan_to_num()
 
 
-def _squares(sources: tuple[Source, Source], drawn: tuple[Pair, int]) -> tuple[float, float, int]:
+# Where bytes are: the file, and the first of them.
+_Read = dict[tuple[str, int], Tensor]
+
+
+class Rows(NamedTuple):
+    """A stretch as it was read: [8, K] in F32, or as many rows as are left."""
+
+    values: Tensor
+    stretch: "_Stretch"
+    num_bytes: int
+
+
+class _Stretch(NamedTuple):
+    """Rows of a stored weight [N, K] from `first` to `last`, and where their bytes are."""
+
+    source: Source
+    weight: StoredWeight
+    first: int
+    last: int
+    parts: dict[str, Entry]
+
+    def rows(self, read: _Read) -> Rows:
+        weight = self.weight
+        parts = {}
+        for leaf, entry in self.parts.items():
+            parts[leaf] = typed(read[entry.file, entry.start], entry.dtype, entry.shape)
+        where = f"{self.source.where}: {weight.module}"
+        shape = (self.last - self.first, weight.shape[1])
+        values = dequantize(weight.form, parts, shape=shape, block=weight.block, where=where)
+        return Rows(values.float(), self, total_bytes(self.parts.values()))
+
+
+def _squares(ours: Rows, theirs: Rows) -> tuple[float, float, int]:
     """The squared norms of the difference and of the release's rows, and the bytes that were
     read.
     """
-    pair, first = drawn
-    ours, num_own = read_rows(sources[0], pair.weight, first)
-    theirs, num_theirs = read_rows(sources[1], pair.theirs, first)
-    for values, whose in ((theirs, " of the release"), (ours, "")):
-        if not values.isfinite().all():
-            last = first + len(values) - 1
+    for rows, whose in ((theirs, " of the release"), (ours, "")):
+        if not rows.values.isfinite().all():
+            _, weight, first, last, _ = rows.stretch
             raise NotFiniteError(
-                f"infinity or NaN in {pair.weight.module}{whose}, rows {first} to {last}"
+                f"infinity or NaN in {weight.module}{whose}, rows {first} to {last - 1}"
             )
-    off = (ours - theirs).square().sum().item()
-    return off, theirs.square().sum().item(), num_own + num_theirs
+    off = (ours.values - theirs.values).square().sum().item()
+    return off, theirs.values.square().sum().item(), ours.num_bytes + theirs.num_bytes
 
 
-def read_rows(source: Source, weight: StoredWeight, first: int) -> tuple[Tensor, int]:
-    """A stretch of a stored weight [N, K] as values, [8, K] in F32 or as many rows as are left, and
-    the bytes that it was read from.
+def read_rows(source: Source, weight: StoredWeight, first: int) -> Rows:
+    """A stretch of a stored weight.
 
     Args:
         source: the checkpoint.
         weight: of a form that has rows in their order.
         first: a multiple of eight.
     """
+    stretch = _stretch(source, weight, first)
+    return stretch.rows(_read([stretch]))
+
+
+def _stretch(source: Source, weight: StoredWeight, first: int) -> _Stretch:
     num_rows, num_columns = weight.shape
     last = min(first + _ROWS, num_rows)
     # What has fewer rows has one for each block, or for each word of zero points.
@@ -160,8 +202,31 @@ def read_rows(source: Source, weight: StoredWeight, first: int) -> tuple[Tensor,
                 start=entry.start + start * stride,
                 num_bytes=(end - start) * stride,
             )
-    read = read_parts(source, parts)
-    shape = (last - first, num_columns)
-    where = f"{source.where}: {weight.module}"
-    values = dequantize(weight.form, read, shape=shape, block=weight.block, where=where)
-    return values.float(), total_bytes(parts.values())
+    return _Stretch(source, weight, first, last, parts)
+
+
+def _read(stretches: Sequence[_Stretch]) -> _Read:
+    """The bytes of stretches of one checkpoint. What is near each other in a file is one read, and
+    a scale that many stretches have is read once.
+    """
+    source = stretches[0].source
+    wanted = dict[tuple[str, int], Entry]()
+    for stretch in stretches:
+        for entry in stretch.parts.values():
+            wanted[entry.file, entry.start] = entry
+    runs = joined(source, [wanted[place] for place in sorted(wanted)])
+    read: _Read = {}
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for found in pool.map(partial(_read_run, source), runs):
+            read |= found
+    return read
+
+
+def _read_run(source: Source, run: Stretch) -> _Read:
+    first = run.entries[0]
+    raw = read_bytes(source, first, length=run.num_bytes)
+    found: _Read = {}
+    for entry in run.entries:
+        own = raw.narrow(0, entry.start - first.start, entry.num_bytes)
+        found[entry.file, entry.start] = own.clone()
+    return found

@@ -286,4 +286,8 @@ def test_what_a_tool_has_rounded_is_rounded_again_only_where_that_is_asked_for(t
     assert caught.value.cure.startswith("Quantize org/release, or add --requantize")
     assert fate(requantize=True) == "quantize"
     assert fate(scheme="bf16") == "dequantize" and fate(scheme="FP8_DYNAMIC") == "keep"
-    assert fate(config={"quantization_config": {"quant_method": "fp8"}}) == "quantize"
+    native = {"quant_method": "fp8"}
+    assert fate(config={"quantization_config": native}) == "quantize"
+    # modelopt leaves the release's word, and adds its own.
+    with pytest.raises(RecipeError, match="a weight is rounded once"):
+        fate(config={"quantization_config": native | {"quant_algo": "FP8"}})
