@@ -163,6 +163,10 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     """
     view = runtime.view
     layers = _layers(runtime)
+    bare = set[str]()
+    for place in runtime.placed.values():
+        if place.leaf in OTHER_LEAVES:
+            bare.add(f"{place.row.path}.{place.leaf}".rstrip("."))
     held = {index for part, index in layers if part == "backbone"}
     depth = 1 + max(held, default=-1)
     lost = sorted({*range(view.num_layers)} - held)
@@ -206,7 +210,7 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
                 lacking = lacking.difference(view.family.mtp_lacks)
             for path in sorted(lacking):
                 where = view.disk_stem(part, index) + path.replace("{e}", "0")
-                if not path.endswith((".bias", "e_score_correction_bias", "tid2eid")):
+                if path not in bare:
                     where += ".weight*"
                 yield objection(
                     rule,

@@ -1,6 +1,7 @@
 """Rules on the MTP block: what people met, and what else each one finds."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -222,6 +223,16 @@ def test_mtp_glue_is_complete(case, tmp_path):
 )
 def test_lacking(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["layers.1.ffn.gate.bias_vl", "mtp.1.attn.attn_sink"])
+def test_a_parameter_without_a_module_has_its_own_name(name, tmp_path):
+    good = GOOD["released dsv4.1-flash"]()
+    tensors = dict(good.tensors)
+    del tensors[name]
+    folder = write(tmp_path / "it", replace(good, tensors=tensors))
+    places = {found.where for found in proposed(str(folder)).before.data.findings}
+    assert name in places
 
 
 @rows(
