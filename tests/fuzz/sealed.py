@@ -49,7 +49,7 @@ def _edit(rng: Random, folder: Path) -> Edit:
         return edits.grafted(rng, file, edits.read_header(shard)[0], header=True)
     file = "NAME/config.json"
     if way > 0.6:
-        file = f"NAME.report/{rng.choice(('check', 'check', 'serve', 'gsm8k', 'bench'))}.json"
+        file = f"NAME.report/{rng.choice(('check', 'check', 'serve', 'eval', 'bench'))}.json"
     return edits.grafted(rng, file, json_of(folder / file))
 
 
