@@ -47,6 +47,5 @@ def test_a_dataset_out_of_reach_is_found_before_anything_is_installed(recipe, tm
     recipe["calibration"]["dataset"] = "org/none"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     says = "calibration.dataset org/none: must be a dataset on the Hub, or a file or folder"
-    for verb in ("extra", "quantize"):
-        refused(f"{verb} mine.yaml", says=says, cwd=tmp_path)
+    refused("quantize mine.yaml", says=says, cwd=tmp_path)
     assert not (tmp_path / "out").exists()
