@@ -177,11 +177,16 @@ def _with_targets(
 ) -> Json:
     """The groups, of which one builds these modules."""
     targets = list[str]()
+    named = set[str]()  # by another group, which vLLM would take
+    for other, group in groups.items():
+        if other != key:
+            named.update(group.get("targets") or ())
     is_hit = False
     for module in mine:
         targets.append(_target(module))
+        entry = module.resolution.entry
         # A target that is a class counts after all names.
-        is_hit |= not (module.resolution.entry or "Linear").isidentifier()
+        is_hit |= entry in named and not str(entry).isidentifier()
     if made == groups[key] and not is_hit:
         had = groups[key].get("targets") or ()
         return groups | {key: {**made, "targets": [*had, *targets]}}
