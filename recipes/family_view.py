@@ -23,6 +23,7 @@ from .frozen import Raw, frozen, without
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _NUMBER = re.compile(rf"(?<=\.){INDEX}(?=\.)")
 _UNKNOWN = "outside of the family's table"
+_COMPARED = ("attention", "dense_mlp", "shared_experts", "router")
 
 
 @frozen
@@ -328,28 +329,41 @@ class FamilyView:
         if row.role == "norm" and not named and (place.layer is None or "." not in row.path):
             named = ("hidden_size",)
         for words in named:
-            side = 1
-            for word in words.split():
-                value = self.text_config.get(word, self.config.get(word))
-                if word.isdigit():
-                    value = int(word)
-                elif isinstance(value, list):
-                    value = len(value)
-                side *= value if type(value) is int else 0
+            terms = [self._product(term) for term in words.split(" + ")]
+            side = 0
+            if all(terms):
+                side = sum(terms)
             sides.append((words, side))
         return sides
+
+    def _product(self, words: str) -> int:
+        product = 1
+        for word in words.split():
+            value = _at(self.text_config, word) or self.config.get(word)
+            if word.isdigit():
+                value = int(word)
+            elif isinstance(value, list):
+                value = len(value)
+            product *= value if type(value) is int else 0
+        return product
 
     def mtp_stem(self, index: int) -> str:
         """Prefix on disk of MTP layer `index` (counted from 0)."""
         return self.disk_stem("mtp", self.first_mtp_index + index)
 
     def required_mtp_modules(self, layers: Iterable[int]) -> list[HFName]:
-        """Names on disk of the glue, norms and state that the MTP layers (counted from 0) need."""
+        """Names on disk of the glue, norms and state that the MTP layers (counted from 0) need, and
+        of what no decoder layer has under the same name.
+        """
         required = list[HFName]()
         stems = [self.mtp_stem(index) for index in layers]
-        needed = [
-            row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")
-        ]
+        decoder = {row.path for row in self.family.block}
+        needed = list[str]()
+        for row in self.family.mtp_block:
+            # A rule compares an MTP layer with the decoder layers in what both have.
+            is_own = row.path not in decoder and row.role in _COMPARED and row.in_every_layer
+            if is_own or row.role in ("glue", "norm", "state"):
+                needed.append(row.path)
         for stem in stems:
             required += [HFName(stem + path) for path in needed]
         if stems:
@@ -573,4 +587,7 @@ def _at(holder: Raw, key: str) -> Any:
     outer, _, inner = key.partition(".")
     if not inner:
         return holder.get(outer)
-    return _at(holder.get(outer) or {}, inner)
+    within = holder.get(outer)
+    if not isinstance(within, dict):
+        return None
+    return _at(within, inner)

@@ -57,7 +57,7 @@ def sides_are_those_of_config(runtime: RuntimeView) -> Objections:
         sides = runtime.view.sides(spot.place)
         if spot.place.leaf == "bias":
             sides = sides[:1]
-        elif spot.place.leaf != "weight":
+        elif spot.place.leaf not in ("", "weight"):
             continue
         if len(sides) != len(spot.shape):
             continue

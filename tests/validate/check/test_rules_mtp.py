@@ -166,6 +166,18 @@ def test_files_are_indexed_or_all_are_read(tmp_path):
         where="mtp.2.markov_head.embed",
         among=True,
     ),
+    case(
+        "a latent projection that no decoder layer has under this name",
+        "released longcat-flash-chat",
+        lose(r"model\.mtp\.layers\.0\.self_attn\.o_proj\.weight"),
+        where="model.mtp.layers.0.self_attn.o_proj",
+    ),
+    case(
+        "a router of a draft whose layers are in a module of their own",
+        "released minimax-m3",
+        lose(r".*\.mtp\.layers\.0\..*block_sparse_moe\.gate\.weight"),
+        where="language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.gate",
+    ),
 )
 def test_mtp_glue_is_complete(case, tmp_path):
     assert_found(case, tmp_path)

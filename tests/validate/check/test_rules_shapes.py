@@ -40,6 +40,27 @@ from keepmtp.validate.facts.findings import errors_of
         tensor("model.layers.3.self_attn.o_proj.weight_scale", "F32", 1, 4),
         where="model.layers.3.self_attn.o_proj.weight",
     ),
+    case(
+        "a sum of sides, in a block that no decoder layer is like",
+        "released longcat-flash-chat",
+        reshape(r"model\.mtp\.layers\.0\.self_attn\.kv_a_proj_with_mqa\.weight", "n k -> 288 k"),
+        where="model.mtp.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        says="kv_lora_rank + qk_rope_head_dim=576",
+    ),
+    case(
+        "a side that a part of config.json says",
+        "released minimax-m3",
+        reshape(r".*\.mtp\.layers\.0\..*index_k_proj\.weight", "n k -> 64 k"),
+        where="language_model.model.mtp.layers.0.transformer_layer.self_attn.index_k_proj.weight",
+        says="sparse_attention_config.sparse_index_dim=128",
+    ),
+    case(
+        "a parameter without a module",
+        "released inkling",
+        reshape(r"model\.mtp\..*rel_logits_proj\.proj", "n k -> k n"),
+        where="model.mtp.layers.0.transformer_block.attn.rel_logits_proj.proj",
+        says="d_rel=16",
+    ),
 )
 def test_sides_are_those_of_config(case, tmp_path):
     assert_found(case, tmp_path)
