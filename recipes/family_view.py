@@ -339,7 +339,7 @@ class FamilyView:
     def _product(self, words: str) -> int:
         product = 1
         for word in words.split():
-            value = _at(self.text_config, word) or self.config.get(word)
+            value = self.text_config.get(word, self.config.get(word))
             if word.isdigit():
                 value = int(word)
             elif isinstance(value, list):
@@ -587,7 +587,4 @@ def _at(holder: Raw, key: str) -> Any:
     outer, _, inner = key.partition(".")
     if not inner:
         return holder.get(outer)
-    within = holder.get(outer)
-    if not isinstance(within, dict):
-        return None
-    return _at(within, inner)
+    return _at(holder.get(outer) or {}, inner)

@@ -48,11 +48,11 @@ from keepmtp.validate.facts.findings import errors_of
         says="kv_lora_rank + qk_rope_head_dim=576",
     ),
     case(
-        "a side that a part of config.json says",
+        "heads of an attention that is not the decoder layers'",
         "released minimax-m3",
-        reshape(r".*\.mtp\.layers\.0\..*index_k_proj\.weight", "n k -> 64 k"),
-        where="language_model.model.mtp.layers.0.transformer_layer.self_attn.index_k_proj.weight",
-        says="sparse_attention_config.sparse_index_dim=128",
+        reshape(r".*\.mtp\.layers\.0\..*\.k_proj\.weight", "n k -> 256 k"),
+        where="language_model.model.mtp.layers.0.transformer_layer.self_attn.k_proj.weight",
+        says="num_key_value_heads head_dim=512",
     ),
     case(
         "a parameter without a module",
