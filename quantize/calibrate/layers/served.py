@@ -193,4 +193,7 @@ def _has_source_weights(plan: Plan, unit: Sequence[TensorPlan], given: Calibrati
 
 def decompressed(scheme: Scheme, packed: PackedModule, shape: Sequence[int]) -> Tensor:
     """A packed weight as values: [N, K], BF16, on the device of its tensors."""
-    return dequantize(scheme.form, packed.tensors, shape=tuple(shape), block=scheme.block)
+    parts = {}
+    for spec in scheme.weight_tensors(*shape):  # a table's have their other names, too
+        parts[spec.suffix] = packed.tensors[spec.suffix]
+    return dequantize(scheme.form, parts, shape=tuple(shape), block=scheme.block)

@@ -18,7 +18,6 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor, nn
 
-from ....checkpoints.dequantize import dequantize
 from ....recipes.family import HFName
 from ....recipes.schemes import SCHEMES
 from ...pack.unit import from_source, packed_groups
@@ -29,7 +28,7 @@ from ..model.skeleton import NoHead, Skeleton
 from ..model.states import Stream
 from .activations import rounded_inputs
 from .layer import Calibrated, calibrate
-from .served import InMemory
+from .served import InMemory, decompressed
 from .work import LayerWork
 
 _OF_A_SERVER: tuple[Stream, ...] = ("served", "mtp")
@@ -72,8 +71,7 @@ def _served(skeleton: Skeleton, tensor: TensorPlan, weight: Tensor) -> Tensor:
     (group,) = packed_groups(skeleton.plan, [tensor], given, device=weight.device, read=read)
     (packed,) = group
     scheme = SCHEMES[tensor.scheme]
-    values = dequantize(scheme.form, packed.tensors, shape=tuple(weight.shape), block=scheme.block)
-    return values.to(weight.dtype)
+    return decompressed(scheme, packed, weight.shape).to(weight.dtype)
 
 
 def calibrated_head(skeleton: Skeleton) -> TensorPlan | None:
