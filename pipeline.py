@@ -286,12 +286,10 @@ def quantize(
     progress.accepted()
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
-    from .quantize.pack.unit import refuse_other_integers  # imports torch, so only for work
-    from .quantize.run.ranks import joined
+    from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
     from .quantize.write.writer import write
 
-    plan = _downloaded(plan, out, progress)
-    refuse_other_integers(plan)
+    plan = _readable(plan, out, progress)
     num_cores = len(os.sched_getaffinity(0))  # a container may have fewer than the machine
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
@@ -366,6 +364,15 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
         plan = make_plan(recipe, plan.source, trust_remote_code=plan.trust_remote_code)
     report = _checked(out, plan).model_copy(update={"path": str(out)})
     return FinishedRun(plan=plan, out=out, report=report, was_there=True)
+
+
+def _readable(plan: Plan, out: Path, progress: RunProgress) -> Plan:
+    """The plan over files on this disk, whose integers are what headers and config say."""
+    from .quantize.pack.unit import refuse_other_integers
+
+    plan = _downloaded(plan, out, progress)
+    refuse_other_integers(plan)
+    return plan
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:

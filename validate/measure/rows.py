@@ -1,7 +1,7 @@
 """How far the weights of a checkpoint are from its release's, group by group, by a sample of rows.
 
 In: the `RuntimeView`s of both, and how many rows of each group are read. Out: a `SampledError` a
-group. Rows are read in stretches of eight, with their own scales alone, from a folder or by range
+group. ReadRows are read in stretches of eight, with their own scales alone, from a folder or by range
 requests; stretches that are near each other in a file are one request.
 
 Easy to get wrong: the scales of a block are those of 128 rows, and zero points of integers are
@@ -45,7 +45,7 @@ _NORMAL = 1.96  # 95 %, to both sides
 
 
 class NotFiniteError(ValueError):
-    """Rows have infinity or NaN; it says which."""
+    """ReadRows have infinity or NaN; it says which."""
 
 
 def sampled_errors(
@@ -129,7 +129,7 @@ def _ratio(off: Tensor, norm: Tensor) -> Tensor:
 _Read = dict[tuple[str, int], Tensor]
 
 
-class Rows(NamedTuple):
+class ReadRows(NamedTuple):
     """A stretch as it was read: [8, K] in F32, or as many rows as are left."""
 
     values: Tensor
@@ -138,7 +138,7 @@ class Rows(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Rows of a stored weight [N, K] from `first` to `last`, and where their bytes are."""
+    """ReadRows of a stored weight [N, K] from `first` to `last`, and where their bytes are."""
 
     source: Source
     weight: StoredWeight
@@ -146,7 +146,7 @@ class _Stretch(NamedTuple):
     last: int
     parts: dict[str, Entry]
 
-    def rows(self, read: _Read) -> Rows:
+    def rows(self, read: _Read) -> ReadRows:
         weight = self.weight
         parts = {}
         for leaf, entry in self.parts.items():
@@ -154,10 +154,10 @@ class _Stretch(NamedTuple):
         where = f"{self.source.where}: {weight.module}"
         shape = (self.last - self.first, weight.shape[1])
         values = dequantize(weight.form, parts, shape=shape, block=weight.block, where=where)
-        return Rows(values.float(), self, total_bytes(self.parts.values()))
+        return ReadRows(values.float(), self, total_bytes(self.parts.values()))
 
 
-def _squares(ours: Rows, theirs: Rows) -> tuple[float, float, int]:
+def _squares(ours: ReadRows, theirs: ReadRows) -> tuple[float, float, int]:
     """The squared norms of the difference and of the release's rows, and the bytes that were
     read.
     """
@@ -171,7 +171,7 @@ def _squares(ours: Rows, theirs: Rows) -> tuple[float, float, int]:
     return off, theirs.values.square().sum().item(), ours.num_bytes + theirs.num_bytes
 
 
-def read_rows(source: Source, weight: StoredWeight, first: int) -> Rows:
+def read_rows(source: Source, weight: StoredWeight, first: int) -> ReadRows:
     """A stretch of a stored weight.
 
     Args:

@@ -112,7 +112,7 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
         llama,
         config("quantization_config", BITSANDBYTES),
         cure="vllm-bnb-plugin",
-        says="vllm-bnb-plugin (vllm #43529). 0 tensors are named as those of an MTP block",
+        says="vllm-bnb-plugin (vllm #43529). Tensors named as those of an MTP block: 0",
     ),
     case(
         "a method of no family",
@@ -216,7 +216,7 @@ def test_it_is_found_before_anything_is_read(tmp_path):
     )
     found = examine(write(tmp_path / "checkpoint", checkpoint))
     block = sum(name.startswith("model.layers.3.") for name in checkpoint.tensors)
-    assert f"{block} tensors are named as those of an MTP block" in found.data.findings[0].says
+    assert f"Tensors named as those of an MTP block: {block}" in found.data.findings[0].says
     facts = found.data.facts
     assert (facts.num_mtp_tensors, facts.num_tensors) == (block, len(checkpoint.tensors))
     assert found.source is None
