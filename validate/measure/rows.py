@@ -1,7 +1,7 @@
 """How far the weights of a checkpoint are from its release's, group by group, by a sample of rows.
 
 In: the `RuntimeView`s of both, and how many rows of each group are read. Out: a `SampledError` a
-group. ReadRows are read in stretches of eight, with their own scales alone, from a folder or by range
+group. Rows are read in stretches of eight, with their own scales alone, from a folder or by range
 requests; stretches that are near each other in a file are one request.
 
 Easy to get wrong: the scales of a block are those of 128 rows, and zero points of integers are
