@@ -55,6 +55,19 @@ from keepmtp.validate.facts.findings import errors_of
         says="num_key_value_heads head_dim=512",
     ),
     case(
+        "the hyper-connections of a head",
+        "dsv4 bf16",
+        reshape(r"mtp\.0\.hc_head_fn", "n k -> 2 k"),
+        where="mtp.0.hc_head_fn",
+        says="hc_mult=4",
+    ),
+    case(
+        "a compressor that one layer alone has",
+        "dsv4 bf16",
+        reshape(r"layers\.1\.attn\.compressor\.wkv\.weight", "n k -> k n"),
+        where="layers.1.attn.compressor.wkv.weight",
+    ),
+    case(
         "a parameter without a module",
         "released inkling",
         reshape(r"model\.mtp\..*rel_logits_proj\.proj", "n k -> k n"),
