@@ -145,8 +145,9 @@ def release_of(checkpoint: Source, native: Collection[str]) -> str:
     config = checkpoint.config
     said = config.get("quantization_config") or checkpoint.text_config.get("quantization_config")
     # modelopt leaves a release's quant_method, and adds its own key.
-    is_native = isinstance(said, Mapping) and said.get("quant_method") in native
-    if is_native and "quant_algo" not in said:
+    if not isinstance(said, Mapping) or "quant_algo" in said:
+        said = {}
+    if said.get("quant_method") in native:
         return ""
     return str(config.get("_name_or_path") or "the release that it was made from")
 
