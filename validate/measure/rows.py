@@ -14,6 +14,7 @@ interval rather too wide.
 """
 
 import math
+import os
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ from ...checkpoints.values import read_bytes, typed
 from ...recipes.forms import TRANSPOSED
 from ...recipes.frozen import Say, silent
 from ..check.against import Pair, matrices, pairs
-from ..check.reading import Stretch, joined
+from ..check.reading import Stretch, is_remote, joined
 from ..facts.comparison import SampledError, group_of
 
 _ROWS = 8
@@ -189,12 +190,13 @@ def _stretch(source: Source, weight: StoredWeight, first: int) -> _Stretch:
     # What has fewer rows has one for each block, or for each word of zero points.
     height, _ = weight.block or (num_columns // weight.weight.shape[1], 1)
     parts = dict(weight.parts)
-    for leaf, entry in weight.parts.items():
+    parts.pop("weight_shape", None)  # of the whole
+    for leaf, entry in [*parts.items()]:
         rows, *others = entry.shape or (1,)
         start, end = first, last
         if rows != num_rows:
             start, end = first // height, -(-last // height)
-        if leaf not in ("weight_shape", "weight_g_idx") and math.prod(entry.shape) > 1:
+        if leaf != "weight_g_idx" and math.prod(entry.shape) > 1:
             stride = entry.num_bytes // rows
             parts[leaf] = replace(
                 entry,
@@ -216,7 +218,10 @@ def _read(stretches: Sequence[_Stretch]) -> _Read:
             wanted[entry.file, entry.start] = entry
     runs = joined(source, [wanted[place] for place in sorted(wanted)])
     read: _Read = {}
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    at_a_time = os.cpu_count()  # a run has up to 32 MiB
+    if is_remote(source):
+        at_a_time = AT_A_TIME
+    with ThreadPoolExecutor(at_a_time) as pool:
         for found in pool.map(partial(_read_run, source), runs):
             read |= found
     return read

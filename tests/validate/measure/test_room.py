@@ -178,7 +178,6 @@ def test_what_nvidia_smi_says(smi):
         f"serve {GLM} -- -tp 1",
         f"serve-check {GLM} --source none --out",
         f"eval {GLM} --source none --recipe tiny-glm4-moe --out",
-        "all tiny-glm4-moe --out",
     ],
 )
 def test_each_command_refuses_before_it_starts_a_server(cuda, smi, tmp_path, command):
