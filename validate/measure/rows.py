@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -126,8 +127,8 @@ def _ratio(off: Tensor, norm: Tensor) -> Tensor:
     return (off / torch.where(norm > 0, norm, off)).nan_to_num()
 
 
-# Where bytes are: the file, and the first of them.
-_Read = dict[tuple[str, int], Tensor]
+# Bytes by where they are.
+_Read = dict[Entry, Tensor]
 
 
 class ReadRows(NamedTuple):
@@ -151,7 +152,7 @@ class _Stretch(NamedTuple):
         weight = self.weight
         parts = {}
         for leaf, entry in self.parts.items():
-            parts[leaf] = typed(read[entry.file, entry.start], entry.dtype, entry.shape)
+            parts[leaf] = typed(read[entry], entry.dtype, entry.shape)
         where = f"{self.source.where}: {weight.module}"
         shape = (self.last - self.first, weight.shape[1])
         values = dequantize(weight.form, parts, shape=shape, block=weight.block, where=where)
@@ -212,11 +213,10 @@ def _read(stretches: Sequence[_Stretch]) -> _Read:
     a scale that many stretches have is read once.
     """
     source = stretches[0].source
-    wanted = dict[tuple[str, int], Entry]()
+    wanted = set[Entry]()
     for stretch in stretches:
-        for entry in stretch.parts.values():
-            wanted[entry.file, entry.start] = entry
-    runs = joined(source, [wanted[place] for place in sorted(wanted)])
+        wanted.update(stretch.parts.values())
+    runs = joined(source, sorted(wanted, key=attrgetter("file", "start")))
     read: _Read = {}
     at_a_time = os.cpu_count()  # a run has up to 32 MiB
     if is_remote(source):
@@ -233,5 +233,5 @@ def _read_run(source: Source, run: Stretch) -> _Read:
     found: _Read = {}
     for entry in run.entries:
         own = raw.narrow(0, entry.start - first.start, entry.num_bytes)
-        found[entry.file, entry.start] = own.clone()
+        found[entry] = own.clone()
     return found
