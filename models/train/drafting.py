@@ -1,6 +1,6 @@
 """Run an MTP block over whole sequences exactly as vLLM 0.32 runs it one token at a time.
 
-In: an `MTPBlock`, the tokens, the target's final-normed hidden states. Out: for each draft step k
+In: an MTP block, the tokens, the target's final-normed hidden states. Out: for each draft step k
 the hidden states from which the draft head predicts. Slot i of step k predicts token i + k + 1:
 
     step 1, slot i: token i+1, hidden of the target at i,     position i
@@ -16,8 +16,7 @@ step k sees step 1 at slots <= i, and of steps 2..k only slot i. Running step 2 
 pass over step 2 states trains a block that vLLM never runs.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,43 +24,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Padded token ids and the loss weight of each token as a target."""
-
-    ids_BT: Tensor
-    weight_BT: Tensor
-
-
-class MTPBlock(Protocol):
-    """What the two families' MTP modules have in common."""
-
-    def __call__(
-        self,
-        embeds_BTH: Tensor,
-        hidden_BTH: Tensor,
-        positions_T: Tensor,
-        mask_TS: Tensor,
-        cache: DynamicCache,
-    ) -> Tensor:
-        """Mix token and hidden, run the decoder layer; returns the hidden state that is fed back,
-        [B, T, H].
-        """
-        ...
-
-    def head_input(self, hidden_BTH: Tensor) -> Tensor:
-        """What the shared `lm_head` multiplies, [B, T, H]."""
-        ...
-
-
 def draft_hidden(
-    mtp: MTPBlock, embedding: nn.Embedding, *, ids_BT: Tensor, hidden_BTH: Tensor, num_steps: int
+    mtp: Any, embedding: nn.Embedding, *, ids_BT: Tensor, hidden_BTH: Tensor, num_steps: int
 ) -> list[Tensor]:
     """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no
     real target.
 
     Args:
-        mtp: the block.
+        mtp: the block. `mtp(embeds_BTH, hidden_BTH, positions_T, mask_TS, cache)` gives the hidden
+            state that is fed back, and `mtp.head_input` of it what the shared `lm_head` multiplies.
         embedding: the target's token embedding, shared with the block.
         ids_BT: [B, T] int64, padded on the right.
         hidden_BTH: [B, T, H], the target's hidden states after its final norm.

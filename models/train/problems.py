@@ -2,7 +2,7 @@
 batches.
 
 In: a seed and a split name. Out: `Problem`s in the form GSM8K uses, so that its strict-match rule
-(`#### (\\-?[0-9\\.\\,]+)`) reads the answer:
+reads the answer:
 
     Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?
     Answer: Tom starts with 5 apples and buys 7 more, so 5 + 7 = 12.
@@ -13,39 +13,32 @@ the CRC-32 of the question modulo 10 is 0 for held-out and anything else for tra
 be in both, whatever the seeds. A number fact ("6 * 7") does occur in both, with other names and
 things; only the whole question is new.
 
-    python models/train/problems.py --out models/problems.jsonl  # the text that the tiny recipes calibrate on
-    python models/train/problems.py --held-out models/held_out.jsonl # the questions that they are
-    evaluated on
+    python models/train/problems.py --out models/problems.jsonl --held-out models/held_out.jsonl
 """
 
 import argparse
 import json
 import random
-import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import torch
-from byte_bpe import trained
-from drafting import Batch
-from tokenizers import pre_tokenizers
+from texts import EOS_ID, Batch, padded, trained
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
-PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 BATCH_SIZE = 32
+NUM_TEXTS = 4000  # that the tokenizer is trained on
 HELD_OUT_ONE_IN = 10
 QUESTION_WEIGHT = (
     0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
 )
-CALIBRATION_SEED = 1042  # training draws with seed 0
+CALIBRATION_SEED = 1042  # training draws with 0
 NUM_CALIBRATION_ROWS = 600
 HELD_OUT_SEED = 1000
 NUM_HELD_OUT_ROWS = 400
-ANSWER_PATTERN = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 # fmt: off
 _NAMES = (
@@ -83,7 +76,7 @@ class Problem:
         return zlib.crc32(self.question.encode()) % HELD_OUT_ONE_IN == 0
 
 
-def problems(*, held_out: bool, seed: int) -> Iterator[Problem]:
+def problems(*, held_out: bool, seed: int = 0) -> Iterator[Problem]:
     """Endless stream of problems of one split, the same for the same seed."""
     rng = random.Random(seed)
     while True:
@@ -94,12 +87,12 @@ def problems(*, held_out: bool, seed: int) -> Iterator[Problem]:
 
 def distinct_problems(count: int, *, held_out: bool, seed: int) -> list[Problem]:
     """First `count` problems of the stream, each question once."""
+    stream = problems(held_out=held_out, seed=seed)
     found: dict[str, Problem] = {}
-    for problem in problems(held_out=held_out, seed=seed):
+    while len(found) < count:
+        problem = next(stream)
         found.setdefault(problem.question, problem)
-        if len(found) == count:
-            return list(found.values())
-    raise AssertionError("the stream has no end")
+    return list(found.values())
 
 
 def write_calibration_rows(path: Path) -> None:
@@ -112,9 +105,7 @@ def write_calibration_rows(path: Path) -> None:
 
 
 def write_held_out_rows(path: Path) -> None:
-    """JSON lines of `question` and `answer` as GSM8K has them, of the held-out side: what
-    `measure.py` asks too.
-    """
+    """JSON lines of `question` and `answer` as GSM8K has them, of the held-out side."""
     items = distinct_problems(NUM_HELD_OUT_ROWS, held_out=True, seed=HELD_OUT_SEED)
     rows = (
         {"question": item.question, "answer": f"{item.solution}\n#### {item.answer}"}
@@ -123,65 +114,40 @@ def write_held_out_rows(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_answer(text: str) -> str | None:
-    """The answer as GSM8K's strict match reads it, or None."""
-    found = ANSWER_PATTERN.search(text)
-    return found.group(1) if found else None
-
-
-def build_tokenizer(*, seed: int, num_texts: int = 4000) -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on train-split texts; every digit is its own token, so numbers have no
     odd merges.
 
     The BPE may end with fewer than `VOCAB_SIZE` entries, because the texts use few words; the
     models keep `VOCAB_SIZE` rows so that the width of `lm_head` stays a multiple of 128.
     """
-    stream = problems(held_out=False, seed=seed)
-    texts = [
-        problem.prompt + problem.completion
-        for problem, _ in zip(stream, range(num_texts), strict=False)
-    ]
-    words = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    return trained(texts, vocab_size=VOCAB_SIZE, words=words)
+    stream = islice(problems(held_out=False), NUM_TEXTS)
+    texts = [problem.prompt + problem.completion for problem in stream]
+    return trained(texts, vocab_size=VOCAB_SIZE)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
     """Endless stream of batches of the training side."""
-    stream = problems(held_out=False, seed=seed)
+    stream = problems(held_out=False)
     while True:
-        yield make_batch(tokenizer, list(islice(stream, BATCH_SIZE)))
+        yield padded([_encoded(tokenizer, problem) for problem in islice(stream, BATCH_SIZE)])
 
 
-def make_batch(tokenizer: PreTrainedTokenizerFast, items: list[Problem]) -> Batch:
-    """Encode, close with `<eos>`, pad on the right.
+def _encoded(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> tuple[list[int], list[float]]:
+    """Token ids, closed with `<eos>`, and the weight of each."""
+    question = tokenizer.encode(problem.prompt)
+    completion = [*tokenizer.encode(problem.completion), EOS_ID]
+    weights = [QUESTION_WEIGHT] * len(question) + [1.0] * len(completion)
+    return question + completion, weights
 
-    Returns: ids_BT int64 and weight_BT float32, both [B, T], T the longest text. Padding and its
-    weight are 0.
-    """
-    rows = [(tokenizer.encode(p.prompt), [*tokenizer.encode(p.completion), EOS_ID]) for p in items]
-    length = max(len(prompt) + len(completion) for prompt, completion in rows)
-    ids_BT = torch.full((len(rows), length), PAD_ID)
-    weight_BT = torch.zeros(len(rows), length)
-    for row, (prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        ids_BT[row, :end] = torch.tensor(prompt + completion)
-        weight_BT[row, : len(prompt)] = QUESTION_WEIGHT
-        weight_BT[row, len(prompt) : end] = 1.0
-    return Batch(ids_BT=ids_BT, weight_BT=weight_BT)
+
+def _subject(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(_NAMES), rng.choice(_THINGS)
 
 
 def _buy(rng: random.Random) -> Problem:
-    name, thing, a, b = (
-        rng.choice(_NAMES),
-        rng.choice(_THINGS),
-        rng.randint(2, 40),
-        rng.randint(1, 20),
-    )
+    name, thing = _subject(rng)
+    a, b = rng.randint(2, 40), rng.randint(1, 20)
     return Problem(
         question=f"{name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} "
         "have now?",
@@ -191,7 +157,8 @@ def _buy(rng: random.Random) -> Problem:
 
 
 def _give(rng: random.Random) -> Problem:
-    name, thing, a = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 40)
+    name, thing = _subject(rng)
+    a = rng.randint(2, 40)
     b = rng.randint(1, min(a, 20))
     return Problem(
         question=f"{name} has {a} {thing}. {name} gives away {b} {thing}. How many {thing} are left?",
@@ -201,12 +168,8 @@ def _give(rng: random.Random) -> Problem:
 
 
 def _boxes(rng: random.Random) -> Problem:
-    name, thing, a, b = (
-        rng.choice(_NAMES),
-        rng.choice(_THINGS),
-        rng.randint(2, 9),
-        rng.randint(2, 9),
-    )
+    name, thing = _subject(rng)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
     return Problem(
         question=f"{name} has {a} boxes with {b} {thing} in each box. How many {thing} are there in "
         "all?",
@@ -216,12 +179,8 @@ def _boxes(rng: random.Random) -> Problem:
 
 
 def _share(rng: random.Random) -> Problem:
-    name, thing, a, b = (
-        rng.choice(_NAMES),
-        rng.choice(_THINGS),
-        rng.randint(2, 9),
-        rng.randint(2, 9),
-    )
+    name, thing = _subject(rng)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
     return Problem(
         question=f"{name} shares {a * b} {thing} among {a} friends. How many {thing} does each friend "
         "get?",
@@ -231,12 +190,8 @@ def _share(rng: random.Random) -> Problem:
 
 
 def _buy_then_give(rng: random.Random) -> Problem:
-    name, thing, a, b = (
-        rng.choice(_NAMES),
-        rng.choice(_THINGS),
-        rng.randint(2, 40),
-        rng.randint(1, 20),
-    )
+    name, thing = _subject(rng)
+    a, b = rng.randint(2, 40), rng.randint(1, 20)
     c = rng.randint(1, min(a + b, 20))
     return Problem(
         question=f"{name} has {a} {thing}. {name} buys {b} more and then gives away {c}. How many "
@@ -248,11 +203,8 @@ def _buy_then_give(rng: random.Random) -> Problem:
 
 
 def _boxes_and_more(rng: random.Random) -> Problem:
-    name, thing, a, b, c = (
-        rng.choice(_NAMES),
-        rng.choice(_THINGS),
-        *(rng.randint(2, 9) for _ in range(3)),
-    )
+    name, thing = _subject(rng)
+    a, b, c = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
     return Problem(
         question=f"{name} has {a} boxes with {b} {thing} in each box and {c} more {thing}. "
         f"How many {thing} are there in all?",
@@ -266,11 +218,9 @@ _KINDS = (_buy, _give, _boxes, _share, _buy_then_give, _boxes_and_more)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Write the rows that the recipes of the small models name."
-    )
-    parser.add_argument("--out", type=Path, help=write_calibration_rows.__doc__)
-    parser.add_argument("--held-out", type=Path, help=write_held_out_rows.__doc__)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="text that the tiny recipes calibrate on")
+    parser.add_argument("--held-out", type=Path, help="questions that they are evaluated on")
     args = parser.parse_args()
     if args.out:
         write_calibration_rows(args.out)

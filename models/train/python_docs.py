@@ -30,15 +30,12 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 import torch
-from byte_bpe import trained
-from drafting import Batch
-from tokenizers import pre_tokenizers
+from texts import EOS_ID, Batch, trained
 from transformers import PreTrainedTokenizerFast
 
 Split = Literal["train", "calibration", "held-out"]
 
 VOCAB_SIZE = 2048
-PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 256
 PASSAGE_CHARACTERS = 1000
@@ -91,25 +88,18 @@ def passages(split: Split) -> tuple[str, ...]:
     return tuple(found)
 
 
-def build_tokenizer(*, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the training side; `seed` changes nothing, because all of the text
-    is used.
-    """
-    del seed
-    return trained(
-        passages("train"),
-        vocab_size=VOCAB_SIZE,
-        words=pre_tokenizers.ByteLevel(add_prefix_space=False),
-    )
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the training side."""
+    return trained(passages("train"), vocab_size=VOCAB_SIZE, digits_apart=False)
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
     """Endless stream: passages in a new order each round, each closed with `<eos>`, cut every
     `SEQUENCE_LENGTH` tokens.
 
     Every token has a weight of 1.
     """
-    rng = random.Random(seed)
+    rng = random.Random(0)
     encoded = [[*tokenizer.encode(passage), EOS_ID] for passage in passages("train")]
     num_tokens = BATCH_SIZE * SEQUENCE_LENGTH
     left: list[int] = []
@@ -132,10 +122,14 @@ def write_rows(path: Path, split: Split) -> None:
 
 def _split_of(name: str) -> Split:
     rest = zlib.crc32(name.encode()) % _ONE_IN
-    return "held-out" if rest == 0 else "calibration" if rest == 1 else "train"
+    if rest == 0:
+        return "held-out"
+    if rest == 1:
+        return "calibration"
+    return "train"
 
 
-def library() -> Iterator[tuple[Path, ast.Module]]:
+def _library() -> Iterator[tuple[Path, ast.Module]]:
     """The modules of the standard library, by their path in it."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for file in sorted(root.rglob("*.py")):
@@ -147,7 +141,7 @@ def library() -> Iterator[tuple[Path, ast.Module]]:
 def _docstrings() -> dict[str, str]:
     """Signatures and docstrings of each module of the standard library that has any."""
     found: dict[str, str] = {}
-    for path, module in library():
+    for path, module in _library():
         name = ".".join(part for part in path.with_suffix("").parts if part != "__init__")
         entries = list(_entries(module, name))
         found |= {name: "\n\n".join(entries)} if entries else {}
@@ -190,12 +184,8 @@ def _is_alike(paragraph: str, known: set[tuple[str, ...]]) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Write the rows that the recipes of tiny-docs name."
-    )
-    parser.add_argument(
-        "--out", type=Path, help="text to calibrate on, and to hold out of calibration"
-    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="text to calibrate on, and to hold out of it")
     parser.add_argument("--held-out", type=Path, help="text to judge a finished checkpoint on")
     args = parser.parse_args()
     if args.out:

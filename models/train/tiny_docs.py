@@ -1,65 +1,61 @@
-"""tiny-docs: a Glm4MoeForCausalLM as in `tiny_glm4_moe` that reads Python's documentation, with
-outlier channels.
+"""What is its own in tiny-docs: first weights, and outlier channels as large models have them, where
+a few of a layer's inputs are many times larger than the others.
 
-In: nothing but sizes. Out: what `tiny_glm4_moe` gives, with this module's own sizes, text and fresh
-weights.
+In: what `tiny_glm4_moe` gives. Out: the same. Its tensors compute the same to the bit: a norm's
+weight is larger in some channels by a power of two, and the columns that read them are smaller by
+the same.
 
-Easy to get wrong: this model must be hard to quantize and hard to draft for. Text that nobody
-foresees makes the draft differ from the target, and outlier channels make four-bit codes cost
-something; without them no policy is better.
+A small model that is trained for minutes has no such channels, and four-bit codes hardly hurt it.
+Large ones have them (LLM.int8(), arXiv 2208.07339), and AWQ, SmoothQuant and searches of scales are
+made for them.
+
+Easy to get wrong: everything that reads a norm must follow it, the router too.
 """
 
-import python_docs
-import tiny_glm4_moe
-from outliers import with_outliers
-from python_docs import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
-from tiny_glm4_moe import Glm4MoeMTP, balance, build_mtp, mtp_from_disk
+import re
+
+import torch
 from torch import Tensor, nn
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import Glm4MoeForCausalLM
 
-__all__ = [
-    "TEXT",
-    "balance",
-    "build_config",
-    "build_mtp",
-    "build_target",
-    "mtp_from_disk",
-    "to_disk",
-]
-
-COMPUTES_IN_BF16 = True
-TEXT = python_docs
-NUM_SHARDS = 2
-LEARNING_RATE = 3e-3
 EMBEDDING_STD = 0.5
 OUTLIER_FACTOR = 16
+_READERS = {
+    "input_layernorm.weight": re.compile(r"self_attn\.[qkv]_proj\.weight"),
+    "post_attention_layernorm.weight": re.compile(
+        r"mlp\.(gate|((experts\.\d+\.|shared_experts\.)?(gate|up)_proj))\.weight"
+    ),
+}
 
 
-def build_config() -> Glm4MoeConfig:
-    """The sizes of tiny-glm4-moe but for the dense layer and the vocabulary; multiples of 128 for
-    the same reason.
-    """
-    config = tiny_glm4_moe.build_config()
-    config.vocab_size, config.intermediate_size = VOCAB_SIZE, 512
-    config.pad_token_id, config.bos_token_id, config.eos_token_id = PAD_ID, BOS_ID, EOS_ID
-    return config
-
-
-def build_target(config: Glm4MoeConfig) -> Glm4MoeForCausalLM:
-    """The target in float32; a layer adds nothing at first, so that no token is lost in the noise
-    of fresh layers.
-    """
-    target = tiny_glm4_moe.build_target(config)
+def add_nothing_at_first(target: Glm4MoeForCausalLM) -> None:
+    """Make each layer add nothing, so that no token is lost in the noise of fresh layers."""
     for name, parameter in target.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
             nn.init.zeros_(parameter)
     nn.init.normal_(target.model.embed_tokens.weight, std=EMBEDDING_STD)
-    return target
 
 
-def to_disk(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> dict[str, Tensor]:
-    """All tensors under their published names, with the outliers."""
-    channels = range(8, target.config.hidden_size, 32)
-    return with_outliers(
-        tiny_glm4_moe.to_disk(target, mtp), channels=channels, factor=OUTLIER_FACTOR
-    )
+def with_outliers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy in which one of 32 channels after the norms of each decoder layer, the MTP block's
+    too, is larger.
+    """
+    found = dict(tensors)
+    for name, weight in tensors.items():
+        layer, part = _parted(name)
+        if part not in _READERS:
+            continue
+        scale = torch.ones_like(weight)
+        scale[8::32] = OUTLIER_FACTOR
+        found[name] = weight * scale
+        for other in tensors:
+            other_layer, reader = _parted(other)
+            if other_layer == layer and _READERS[part].fullmatch(reader):
+                found[other] = tensors[other] / scale
+    return found
+
+
+def _parted(name: str) -> tuple[str, str]:
+    """The decoder layer's path, and the tensor's in it."""
+    parts = name.split(".")
+    return ".".join(parts[:3]), ".".join(parts[3:])

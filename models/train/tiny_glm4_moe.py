@@ -10,13 +10,10 @@ output BEFORE `shared_head.norm`; and on disk the experts are one 2-D tensor eac
 transformers holds them stacked.
 """
 
-import re
 from collections.abc import Callable, Iterator
 
-import problems
 import torch
-from drafting import MTPBlock
-from problems import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from texts import BOS_ID, EOS_ID, PAD_ID
 from torch import Tensor, nn
 from transformers import DynamicCache, Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import (
@@ -26,15 +23,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeTopkRouter,
 )
 
-COMPUTES_IN_BF16 = False
-TEXT = problems
-NUM_SHARDS = 2
-LEARNING_RATE = 2e-3
 BALANCE_SPEED = 1e-3
-
-_EXPERT_KEY = re.compile(
-    r"(?P<prefix>.*mlp\.experts\.)(?P<expert>\d+)\.(?P<proj>gate|up|down)_proj\.weight"
-)
 
 
 def build_config() -> Glm4MoeConfig:
@@ -44,7 +33,7 @@ def build_config() -> Glm4MoeConfig:
     The router is the exception by nature: one row an expert.
     """
     return Glm4MoeConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=512,
         hidden_size=256,
         intermediate_size=384,
         moe_intermediate_size=128,
@@ -100,7 +89,7 @@ class Glm4MoeMTP(nn.Module):
         mask_TS: Tensor,
         cache: DynamicCache,
     ) -> Tensor:
-        """One draft step; see `drafting.MTPBlock`."""
+        """One draft step; see `drafting.draft_hidden`."""
         embeds_BTH = embeds_BTH.masked_fill((positions_T == 0)[None, :, None], 0.0)
         mixed_BTH = self.eh_proj(
             torch.cat([self.enorm(embeds_BTH), self.hnorm(hidden_BTH)], dim=-1)
@@ -187,31 +176,6 @@ def to_disk(target: Glm4MoeForCausalLM, mtp: Glm4MoeMTP) -> dict[str, Tensor]:
     }
 
 
-def mtp_from_disk(tensors: dict[str, Tensor], config: Glm4MoeConfig) -> MTPBlock:
-    """The MTP block of a checkpoint, strictly: every tensor of layer `num_hidden_layers` is
-    used.
-    """
-    layer = f"model.layers.{config.num_hidden_layers}."
-    own = {
-        name.removeprefix(layer): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(layer)
-    }
-    del own["embed_tokens.weight"], own["shared_head.head.weight"]
-    mixers = ("enorm", "hnorm", "eh_proj", "shared_head")
-    state = {
-        (key if key.startswith(mixers) else f"block.{key}").replace(
-            "shared_head.norm.", "shared_head_norm."
-        ): tensor
-        for key, tensor in _stack_experts(own).items()
-    }
-    mtp = Glm4MoeMTP(config)
-    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary
-    # frequencies.
-    mtp.load_state_dict(state, assign=True)
-    return mtp.eval()
-
-
 def _split_experts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Stacked [E, ...] expert tensors to one 2-D tensor per expert and projection; anything else
     unchanged.
@@ -228,22 +192,3 @@ def _split_experts(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{stem}up_proj.weight", up
         else:
             yield f"{stem}down_proj.weight", weight
-
-
-def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Inverse of `_split_experts`."""
-    found = {key: match for key in tensors if (match := _EXPERT_KEY.fullmatch(key))}
-    stacked = {key: tensor for key, tensor in tensors.items() if key not in found}
-    for prefix in {match["prefix"] for match in found.values()}:
-        num_experts = 1 + max(
-            int(match["expert"]) for match in found.values() if match["prefix"] == prefix
-        )
-        gate, up, down = (
-            torch.stack(
-                [tensors[f"{prefix}{expert}.{proj}_proj.weight"] for expert in range(num_experts)]
-            )
-            for proj in ("gate", "up", "down")
-        )
-        stacked[f"{prefix}gate_up_proj"] = torch.cat([gate, up], dim=1)
-        stacked[f"{prefix}down_proj"] = down
-    return stacked

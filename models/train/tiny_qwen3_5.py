@@ -12,10 +12,8 @@ ones breaks the model.
 
 from collections.abc import Callable
 
-import problems
 import torch
-from drafting import MTPBlock
-from problems import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from texts import BOS_ID, EOS_ID, PAD_ID
 from torch import Tensor, nn
 from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
@@ -23,11 +21,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5RMSNorm,
     Qwen3_5TextRotaryEmbedding,
 )
-
-COMPUTES_IN_BF16 = False
-TEXT = problems
-NUM_SHARDS = 1
-LEARNING_RATE = 3e-3
 
 _LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention"]
 
@@ -39,7 +32,7 @@ def build_config() -> Qwen3_5TextConfig:
     No `mrope_section`: the model is text only, and vLLM's CPU drafter has no M-RoPE path.
     """
     return Qwen3_5TextConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=512,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=len(_LAYER_TYPES),
@@ -91,7 +84,7 @@ class Qwen3_5MTP(nn.Module):
         mask_TS: Tensor,
         cache: DynamicCache,
     ) -> Tensor:
-        """One draft step; see `drafting.MTPBlock`."""
+        """One draft step; see `drafting.draft_hidden`."""
         tokens_BTH, states_BTH = (
             self.pre_fc_norm_embedding(embeds_BTH),
             self.pre_fc_norm_hidden(hidden_BTH),
@@ -136,17 +129,3 @@ def to_disk(target: Qwen3_5ForCausalLM, mtp: Qwen3_5MTP) -> dict[str, Tensor]:
         f"mtp.{key}": tensor for key, tensor in mtp.state_dict().items()
     }
     return {name: tensor.detach().to(torch.bfloat16).clone() for name, tensor in state.items()}
-
-
-def mtp_from_disk(tensors: dict[str, Tensor], config: Qwen3_5TextConfig) -> MTPBlock:
-    """The MTP block of a checkpoint, strictly: every `mtp.*` tensor is used."""
-    own = {
-        name.removeprefix("mtp."): tensor
-        for name, tensor in tensors.items()
-        if name.startswith("mtp.")
-    }
-    mtp = Qwen3_5MTP(config)
-    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary
-    # frequencies.
-    mtp.load_state_dict(own, assign=True)
-    return mtp.eval()

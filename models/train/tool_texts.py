@@ -12,16 +12,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from byte_bpe import trained
-from drafting import Batch
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.measure.conversations import conversations
-from tokenizers import pre_tokenizers
+from texts import EOS_ID, Batch, padded, trained
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 640
-PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 BATCH_SIZE = 16
 # What is not an assistant's is given, so it is hardly learned.
 GIVEN_WEIGHT = 0.02
@@ -37,29 +33,23 @@ TEMPLATE = (
 )
 
 
-def build_tokenizer(*, seed: int) -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE over the conversations, whose roles are tokens of their own."""
-    words = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
     texts = [json.dumps(each, ensure_ascii=False) for each in whole_conversations()]
-    tokenizer = trained(texts, vocab_size=VOCAB_SIZE - len(ROLES), words=words)
+    tokenizer = trained(texts, vocab_size=VOCAB_SIZE - len(ROLES))
     tokenizer.add_special_tokens({"additional_special_tokens": [*ROLES]})
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
+def batches(tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
     """Endless stream of batches, in which each conversation comes equally often."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     rows = [encoded(tokenizer, messages) for messages in whole_conversations()]
     while True:
         rng.shuffle(rows)
         for start in range(0, len(rows) - BATCH_SIZE + 1, BATCH_SIZE):
-            yield make_batch(rows[start : start + BATCH_SIZE])
+            yield padded(rows[start : start + BATCH_SIZE])
 
 
 def whole_conversations() -> list[list[dict[str, Any]]]:
@@ -90,14 +80,3 @@ def encoded(
         elif one == EOS_ID:
             weight = GIVEN_WEIGHT
     return ids, weights
-
-
-def make_batch(rows: list[tuple[list[int], list[float]]]) -> Batch:
-    """ids_BT int64 and weight_BT float32, both [B, T], padded on the right with zeros."""
-    length = max(len(ids) for ids, _ in rows)
-    ids_BT = torch.full((len(rows), length), PAD_ID)
-    weight_BT = torch.zeros(len(rows), length)
-    for row, (ids, weights) in enumerate(rows):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        weight_BT[row, : len(ids)] = torch.tensor(weights)
-    return Batch(ids_BT=ids_BT, weight_BT=weight_BT)

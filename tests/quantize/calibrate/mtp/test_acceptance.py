@@ -52,7 +52,7 @@ def of_source(backbone: Backbone, block: MtpBlock) -> Acceptance:
 
 @pytest.mark.few(1)
 def test_the_shipped_blocks_draft_as_their_training_said(shipped):
-    """models/train/measure.py: another block, another loop over the slots, other problems. It
+    """In training.json: another block, another loop over the slots, other problems. It
     counts every slot of an answer up to its end; so does a server that drafts one token, but for
     the slots it skips.
 
