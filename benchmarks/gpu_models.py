@@ -23,7 +23,7 @@ from keepmtp.pipeline import plan_before_measuring
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.needs.memory import FRAGMENTS, stations
+from keepmtp.quantize.needs.memory import stations
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.quantize.write import writer
@@ -220,7 +220,7 @@ def _memory(model: str, plan: Plan, peaks: tuple[int, int]) -> list[Figure]:
     counted = stations(plan)[0].device_bytes
     rows = []
     for what, peak, planned in zip(
-        ("peak of tensors", "peak memory"), peaks, (counted, counted * FRAGMENTS), strict=True
+        ("peak of tensors", "peak memory"), peaks, (counted, counted), strict=True
     ):
         measured = f"planned {planned / 2**30:.3g} GiB, not measured"
         if peak:

@@ -421,7 +421,7 @@ def random_quantized(scheme: str, choices: Mapping[str, str], options: Options) 
     import torch
     from gpu_row import forget_peak, peak_bytes
     from keepmtp import api
-    from keepmtp.quantize.needs.memory import FRAGMENTS, stations
+    from keepmtp.quantize.needs.memory import stations
 
     source = options.folder / RANDOM
     device = torch.device(options.device)
@@ -433,7 +433,7 @@ def random_quantized(scheme: str, choices: Mapping[str, str], options: Options) 
     yield Figure(what="quantized and checked", measured=f"{minutes:.2f} min")
     peak = peak_bytes(device)[1] / GIB
     if choices:
-        counted = max(station.device_bytes for station in stations(plan)) * FRAGMENTS / GIB
+        counted = max(station.device_bytes for station in stations(plan)) / GIB
         yield Figure(
             what="peak memory of the GPU",
             measured=f"{peak:.2f} GiB, planned {counted:.2f} GiB" if peak else "not counted",

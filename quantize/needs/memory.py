@@ -1,64 +1,49 @@
-"""How much memory a calibrated run takes, station by station, counted from headers.
+"""How much memory a calibrated run takes, station by station, from headers.
 
 In: a plan. Out: a `StationMemory` for each part of the run whose tensors are in memory together, in
-bytes, on the device that calibrates and on the host. And the largest batch that fits a device, and
-how much of this machine's memory is free.
+bytes, on the device that calibrates and on the host. And how much of this machine's memory is free.
 
-What is small is not counted; the count is right within a factor. Easy to get wrong: eager attention
-holds the scores of all heads of a sequence in BF16 and twice in F32 together, heads x S x S of
-each, and a batch has one sequence after the other (`forwards.adapted`; a checkpoint's own
-code that does not ask transformers how to attend has all at once). And what counts for Hessians and
-caches is not modules but inputs: q, k and v read one tensor, and so do the gate and up projections
-of all experts.
+It is a bound of a few terms: a factor of the weights, by the algorithm; the scores of one sequence,
+since eager attention holds those of all heads in BF16 and twice in F32; and so many bytes a token
+and channel. What an H100 took of two layers of true width (docs/gpu.md) is below it.
 
 A container has a limit of its own, which /proc/meminfo does not know; the smaller number counts.
 
-Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1
-modeling/moe (LinearExperts2D) and modifiers/gptq, calibrate/layers/gptq.py and awq.py; compared
-with what torch allocates in tests/quantize/needs/test_memory.py, and with what is held in
-tests/quantize/calibrate/layers/test_bounded.py. Linux Documentation/filesystems/proc.rst
-(MemAvailable), admin-guide/cgroup-v2.rst (memory.max, memory.current) and cgroup-v1/memory.rst.
+Source: Linux Documentation/filesystems/proc.rst (MemAvailable), admin-guide/cgroup-v2.rst
+(memory.max, memory.current) and cgroup-v1/memory.rst.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
-from ...recipes.frozen import Shape, frozen
-from ...recipes.knobs import AutoRoundKnobs
-from ...recipes.schemes import SCHEMES
+from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
 
-BF16, F32, F64 = 2, 4, 8
+BF16, F32 = 2, 4
 # Python with torch, transformers and llm-compressor, before a tensor is read.
 PROCESS_BYTES = 1_200_000_000
 # What CUDA and its libraries take of a GPU before a tensor is there.
 CONTEXT_BYTES = 600_000_000
-# What the allocator has of a GPU, over what tensors take at most, with segments that grow
-# (`ranks.joined`); blocks of a fixed size that nothing fits again took 1.25.
-FRAGMENTS = 1.05
-# Weights to a byte of the scales and zero points that they have where they are rewritten: three
-# bytes for a group of 16, the smallest.
-_WEIGHTS_A_BYTE = 5
-# Copies of its values that the reference of linear attention holds.
-_LINEAR = 8
-# F32 values that rounding one matrix, or one input, to a scheme holds at a time.
+# What BF16 weights take while they are calibrated; and what those take besides that an algorithm
+# rewrites: Hessians and an inverse; outputs that are compared; an offset a weight that is learned,
+# its gradient, and what autograd keeps.
+_WEIGHTS = 1.1
+_REWRITTEN: Mapping[str, float] = {"gptq": 1, "awq": 0.5, "autoround": 13}
+# A block that is trained: weights and gradients in F32, AdamW's moments, and what they are made of.
+_TRAINED = 12
+# Bytes a token and channel, of the residual stream and inside attention: input, residual, normed
+# copies and outputs; queries, and keys and values for every head. And what linear attention
+# computes in F32 without its own kernels.
+_A_CHANNEL = 12
+_LINEAR = 100
+# F32 values that rounding one matrix to a scheme holds at a time.
 _ROUNDING = 3
-# Slots whose logits are there at a time while a block is trained, and F32 values of each
-# (`tuning.py`).
-_LOSS_SLOTS, _LOSS_COPIES = 256, 6
 # Draft steps whose keys an MTP block attends to while acceptance is measured
 # (`acceptance.NUM_STEPS`).
 _DRAFT_STEPS = 3
-# Bytes: an offset of AutoRound, its gradient, and what autograd keeps of rounding by it; measured
-# on the tiny models.
-_A_LEARNED_WEIGHT = 26
-_ATTENTION = ("attention", "linear_attention", "indexer", "compressor")
-_DENSE = ("dense_mlp", "shared_experts")
-# The projection of an MLP that reads what the first ones computed.
-_SECOND = ("down_proj", "w2")
 # The limit and the use of the container this process is in: version 2, and version 1.
 _LIMITS = (
     ("memory.max", "memory.current"),
@@ -89,54 +74,59 @@ def stations(plan: Plan) -> list[StationMemory]:
         plan: its recipe has a calibration block.
     """
     layers: dict[int, list[TensorPlan]] = defaultdict(list)
-    around = []
+    tables = dict[str, int]()
     block = []
     for tensor in plan.tensors:
         if tensor.fate in ("drop", "add") or tensor.role == "vision":
             continue
-        if tensor.part == "backbone" and tensor.layer is not None:
-            layers[tensor.layer].append(tensor)
-        elif tensor.part == "backbone":
-            around.append(tensor)
-        elif tensor.role not in ("embedding", "head"):
+        if tensor.role in ("embedding", "head"):
+            tables[tensor.role] = max(tables.get(tensor.role, 0), prod(tensor.shape))
+        elif tensor.part == "mtp":
             block.append(tensor)
-    head = [tensor for tensor in around if tensor.role == "head"]
-    around = [tensor for tensor in around if tensor.role != "head"]
-    head = head or [tensor for tensor in around if tensor.role == "embedding"]
+        elif tensor.layer is not None:
+            layers[tensor.layer].append(tensor)
     index = max(layers, key=lambda index: _elements(layers[index]), default=0)
     layer = layers[index]
-    found = []
-
-    def add(name: str, tensors: Sequence[TensorPlan], device: int, host: int) -> None:
-        device += BF16 * (_elements(around) + _elements(tensors))
-        found.append(StationMemory(name=name, device_bytes=device, host_bytes=PROCESS_BYTES + host))
-
-    size = plan.calibration.batch_size
-    length = plan.calibration.sequence_length
-    vocabulary = max(tensor.shape[0] for tensor in head)
+    calibration = plan.calibration
+    length = calibration.sequence_length
+    tokens = length * calibration.batch_size
+    num_tokens = tokens
+    if calibration.algorithm in ("awq", "autoround"):  # which keep a layer's states of all text
+        num_tokens = length * calibration.samples
     # Three batches: one is computed, the next is read, the one before is written.
-    states = 3 * size * length * channels(plan) * BF16
-    device, host = _of_algorithm(plan, layer)
-    device += _activations(plan, layer, size, length)
-    add(f"decoder layer {index}", layer, device, host + plan.num_bytes_read(layer) + states)
-    # Logits of one sequence, the same in F32, and the logarithm of their softmax.
-    add("head", head, length * vocabulary * (BF16 + 2 * F32), 0)
+    states = 3 * num_tokens * channels(plan) * BF16
+    inner = max((tensor.shape[-1] for tensor in layer if tensor.role == "attention"), default=0)
+    inputs = _A_CHANNEL * tokens * (channels(plan) + inner)
+    scores = plan.view.number("num_attention_heads") * length**2 * (BF16 + 2 * F32)
+    embedding = BF16 * tables["embedding"]
+    head = BF16 * tables.get("head", tables["embedding"])
+    vocabulary = tables["embedding"] // plan.view.number("hidden_size")
+    # Of one sequence, the same in F32, and the logarithm of their softmax.
+    logits = length * vocabulary * (BF16 + 2 * F32)
+
+    def station(name: str, device: float, host: int) -> StationMemory:
+        return StationMemory(
+            name=name, device_bytes=int(device) + embedding, host_bytes=PROCESS_BYTES + host
+        )
+
+    calibrated = _calibrated(layer, calibration.algorithm) + scores + inputs
+    if any(tensor.role == "linear_attention" for tensor in plan.tensors):
+        calibrated += _LINEAR * tokens * channels(plan)
+    read = plan.num_bytes_read(layer)
+    found = [
+        station(f"decoder layer {index}", calibrated, read + states),
+        station("head", head + logits, 0),
+    ]
     if plan.view.family.draft is not None and plan.view.num_mtp_layers:
-        device, host = _of_algorithm(plan, block)
-        drafts = _activations(plan, block, 1, _DRAFT_STEPS * length)
-        if plan.recipe.measures_mtp or any(tensor.calibrated for tensor in block):
-            drafts = max(drafts, _activations(plan, block, size, length))
-        add("MTP block", [*head, *block], device + drafts, host + states)
-    tuned = plan.recipe.mtp_tuned
-    if tuned is not None:
-        # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes
-        # of them.
-        device = _elements(tensor for tensor in block if tensor.tuned) * (5 * F32 + BF16)
-        device += min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES
-        chosen = plan.view.number("num_experts_per_tok") or 1
-        for step in range(1, tuned.draft_steps + 1):
-            device += _gradients(plan, block, 1, step * length, chosen, copies=2)
-        add("training of the MTP block", [*head, *block], device, states)
+        drafts = head + _calibrated(block, calibration.algorithm)
+        drafts += _DRAFT_STEPS * scores + inputs
+        found.append(station("MTP block", drafts, states))
+    if plan.recipe.mtp_tuned is not None:
+        steps = plan.recipe.mtp_tuned.draft_steps
+        trained = (
+            head + _TRAINED * BF16 * _elements(block) + 2 * steps * scores + steps * inputs + logits
+        )
+        found.append(station("training of the MTP block", trained, states))
     return found
 
 
@@ -145,138 +135,17 @@ def channels(plan: Plan) -> int:
     return plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
 
 
-def _num_scores(plan: Plan, keys: int) -> int:
-    """Elements of one copy of a sequence's attention scores."""
-    return plan.view.number("num_attention_heads") * plan.calibration.sequence_length * keys
-
-
-def _num_experts(plan: Plan) -> int:
-    return plan.view.number("n_routed_experts", "num_experts", "num_local_experts")
-
-
-def _activations(plan: Plan, tensors: Sequence[TensorPlan], size: int, keys: int) -> int:
-    """What so many sequences take: states, what attention or MLP keep while they compute, and the
-    largest of what is computed for a moment.
-    """
-    tokens = size * plan.calibration.sequence_length
-    # What attention's projections compute, and keys and values repeated for every head; rotated
-    # copies too.
-    linears = [shape for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2]
-    inner = max((columns for _, columns in linears), default=0)
-    attention = BF16 * (tokens * sum(rows for rows, _ in linears) + size * keys * inner * 4)
-    # Without its own kernels, linear attention computes in F32.
-    if _matrices(tensors, "linear_attention"):
-        attention += _LINEAR * F32 * tokens * inner
-    # Gate, up and two products of a dense MLP, the shared experts or one expert; and what a
-    # router chooses, of all that there are.
-    mlps = (min(shape[-2:]) for shape in _matrices(tensors, *_DENSE, "experts"))
-    chosen = plan.view.number("num_experts_per_tok", "moe_topk") * _num_experts(plan)
-    mlp = tokens * (BF16 * (4 * max(mlps, default=0) + 3 * channels(plan)) + chosen * F64)
-    # Input, residual, normed copy, output; and the mask.
-    states = tokens * (4 * channels(plan) + 2 * keys) * BF16
-    # A sequence's scores; or rounding to a scheme: the widest matrix, one expert's of a stack,
-    # or the widest input. A norm's F32 copies are fewer.
-    largest = tokens * channels(plan)
+def _calibrated(tensors: Iterable[TensorPlan], algorithm: str) -> float:
+    """What the weights of a layer or of the MTP block take."""
+    total = largest = 0.0
     for tensor in tensors:
+        factor = _WEIGHTS
+        if tensor.calibrated == "weights":
+            factor += _REWRITTEN.get(algorithm, 0)
+        total += factor * BF16 * prod(tensor.shape)
         if tensor.fate == "quantize":
-            largest = max(largest, prod(tensor.shape[-2:]))
-            if SCHEMES[tensor.scheme].inputs:
-                largest = max(largest, tokens * tensor.shape[-1])
-    briefly = max(_num_scores(plan, keys) * (BF16 + 2 * F32), _ROUNDING * F32 * largest)
-    return states + max(attention, mlp) + briefly
-
-
-def _gradients(
-    plan: Plan,
-    tensors: Sequence[TensorPlan],
-    size: int,
-    keys: int,
-    num_experts: int,
-    copies: int = 1,
-) -> int:
-    """What autograd keeps of a layer's inputs and outputs, where each token is sent to so many
-    experts.
-
-    A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
-    """
-    narrow = min((min(shape[-2:]) for shape in _matrices(tensors, "experts")), default=0)
-    wide = 6 * num_experts * narrow
-    for tensor in tensors:
-        if len(tensor.shape) > 1 and tensor.role != "experts":
-            wide += sum(tensor.shape[-2:])
-    states = channels(plan) * (12 * BF16 + 4 * F32)
-    scores = _num_scores(plan, keys) * (2 * BF16 + F32)
-    tokens = size * plan.calibration.sequence_length
-    return tokens * (wide * copies * BF16 + states) + size * scores
-
-
-def _of_algorithm(plan: Plan, tensors: Sequence[TensorPlan]) -> tuple[int, int]:
-    """What the algorithm holds for a layer or block, on the device and on the host."""
-    calibration = plan.calibration
-    text = calibration.samples * calibration.sequence_length
-    rewritten = _rewritten(tensors)
-    scales = _elements(rewritten) // _WEIGHTS_A_BYTE
-    if rewritten and calibration.algorithm == "gptq":  # and an inverse
-        widest = max(tensor.shape[-1] for tensor in rewritten)
-        return scales + hessian_bytes(tensors) + 2 * F32 * widest**2, 0
-    if rewritten and calibration.algorithm == "awq":  # the outputs of a module in all batches
-        outputs = text * plan.view.number("hidden_size") * BF16
-        return scales + outputs, awq_cache_bytes(tensors, text, one_turn=True)
-    if rewritten and calibration.algorithm == "autoround":
-        knobs = calibration.autoround or AutoRoundKnobs()
-        length = calibration.sequence_length
-        learned = _A_LEARNED_WEIGHT * _elements(rewritten)
-        learned += _gradients(plan, tensors, knobs.batch_size, length, _num_experts(plan))
-        # All states: what the layer is handed, and what it returns before and after.
-        return learned, 3 * text * channels(plan) * BF16
-    return scales, 0
-
-
-def hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
-    """Of the modules that GPTQ rewrites: K x K in F32 for each distinct input.
-
-    Args:
-        tensors: of one layer, or of the MTP block.
-    """
-    return F32 * sum(width**2 for width in _inputs(tensors))
-
-
-def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool) -> int:
-    """What AWQ keeps on the host: the inputs of attention and MLP, and of each projection behind
-    another one.
-
-    Args:
-        tensors: of one layer, or of the MTP block.
-        tokens: of all batches of a process.
-        one_turn: experts are taken in turns, one at a time, as where memory is short.
-    """
-    return BF16 * tokens * sum(_inputs(tensors, one_turn=one_turn))
-
-
-def _inputs(tensors: Iterable[TensorPlan], *, one_turn: bool = False) -> list[int]:
-    """The channels of each distinct input of what is rewritten."""
-    found = {}
-    for tensor in _rewritten(tensors):
-        width = tensor.shape[-1]
-        is_second = tensor.module.endswith(_SECOND)
-        if tensor.role in (*_DENSE, "experts") and not is_second:
-            found["input of the MLP", width] = width
-        elif tensor.role != "experts":
-            found[tensor.runtime] = width
-        elif one_turn or not tensor.stacked:
-            found["one expert" if one_turn else tensor.module] = width
-        else:  # a stack holds all experts
-            found |= dict.fromkeys(((tensor.module, e) for e in range(tensor.shape[0])), width)
-    return [*found.values()]
-
-
-def _rewritten(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
-    return [tensor for tensor in tensors if tensor.calibrated == "weights"]
-
-
-def _matrices(tensors: Iterable[TensorPlan], *roles: str) -> list[Shape]:
-    """The shapes of what is no vector."""
-    return [tensor.shape for tensor in tensors if tensor.role in roles and len(tensor.shape) > 1]
+            largest = max(largest, _ROUNDING * F32 * prod(tensor.shape[-2:]))
+    return total + largest
 
 
 def _elements(tensors: Iterable[TensorPlan]) -> int:

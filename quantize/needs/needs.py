@@ -15,7 +15,7 @@ from ...recipes.find import data_free_alternative
 from ...recipes.frozen import frozen
 from ..plan.plan import Plan
 from .cards import GPU, card_of
-from .memory import CONTEXT_BYTES, FRAGMENTS, free_host_bytes, stations
+from .memory import CONTEXT_BYTES, free_host_bytes, stations
 from .room import calibration_bytes, output_bytes
 
 # What is counted may be so many times what is needed.
@@ -102,7 +102,7 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
     needs.device_there = machine.device_bytes
     needs.host = 0
     for station in stations(plan):
-        device = int(station.device_bytes * FRAGMENTS)
+        device = station.device_bytes
         host = station.host_bytes
         if machine.device_bytes is None:
             host += device  # without a GPU main memory holds everything

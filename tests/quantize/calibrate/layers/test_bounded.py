@@ -13,8 +13,6 @@ from keepmtp.quantize.calibrate.layers import awq, gptq
 from keepmtp.quantize.calibrate.layers.awq import _Cache
 from keepmtp.quantize.calibrate.layers.gptq import Hessians
 from keepmtp.quantize.calibrate.layers.layer import Calibrated
-from keepmtp.quantize.needs.memory import awq_cache_bytes, hessian_bytes
-from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from keepmtp.recipes.errors import CheckpointError
 from layerwise import GLM, Skeleton
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
@@ -165,20 +163,32 @@ def test_awq_searches_experts_in_groups_that_fit(room, groups, monkeypatch):
 # --- counted from headers -------------------------------------------------------------------------
 
 
-def tensors_of_layer(variant: str) -> list[TensorPlan]:
-    plan = plan_over(GLM, f"tiny-glm4-moe.{variant}")
-    return [tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.layer == 1]
+def input_widths(variant: str) -> list[int]:
+    """The channels of each distinct input of what an algorithm rewrites in a layer of experts."""
+    widths = {}
+    for tensor in plan_over(GLM, f"tiny-glm4-moe.{variant}").tensors:
+        if (tensor.part, tensor.layer, tensor.calibrated) != ("backbone", 1, "weights"):
+            continue
+        read = tensor.runtime
+        if tensor.role == "experts":
+            read = tensor.module
+        if tensor.role != "attention" and not tensor.module.endswith("down_proj"):
+            read = "input of the MLP"
+        widths[read] = tensor.shape[-1]
+    return [*widths.values()]
 
 
 def test_hessians_are_as_large_as_counted(monkeypatch):
+    """K x K in F32 for each distinct input, not for each module."""
     passes = calls_of(monkeypatch, Hessians, "finish")
     moe_layer()
     (((hessians,), _),) = passes
-    assert sum(matrices(hessians).values()) == hessian_bytes(tensors_of_layer("w4a16-gptq"))
+    counted = 4 * sum(width**2 for width in input_widths("w4a16-gptq"))
+    assert sum(matrices(hessians).values()) == counted
 
 
 def test_awqs_caches_are_as_large_as_counted(monkeypatch):
-    """But for the mask and the positions, which attention is handed with its input."""
+    """In BF16, but for the mask and the positions, which attention is handed with its input."""
     kept = []
     append = _Cache.append
 
@@ -189,10 +199,8 @@ def test_awqs_caches_are_as_large_as_counted(monkeypatch):
 
     monkeypatch.setattr(_Cache, "append", measured)
     moe_layer(algorithm="awq")
-    tensors = tensors_of_layer("w4a16-awq")
-    counted = awq_cache_bytes(tensors, 3 * 64, one_turn=False)
+    counted = 2 * 3 * 64 * sum(input_widths("w4a16-awq"))
     assert 0.8 < counted / sum(kept) < 1.25
-    assert counted - awq_cache_bytes(tensors, 3 * 64, one_turn=True) == 3 * PAIR
 
 
 # --- several ranks --------------------------------------------------------------------------------
