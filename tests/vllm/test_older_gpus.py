@@ -4,6 +4,8 @@ Before sm90 there is no Machete, no DeepGEMM and no grouped CUTLASS, before sm89
 On sm90 Humming, which vLLM's CUDA wheel requires, comes before Marlin.
 """
 
+import re
+
 import foreign_form
 import pytest
 from checkpoint_files import Checkpoint
@@ -14,9 +16,11 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import ROLES
 from modelopt_form import modelopt
-from printed import printed
+from tables import table
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
+
+PICKED = table("vllm/test_older_gpus")
 
 
 def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
@@ -49,22 +53,23 @@ def test_kernels_and_findings(gpu, made, dry_loaded):
     latent attention, whose scale is left unread. DeepSeek-V4 names its own back-end: vLLM builds it
     on every GPU, and fails at the first token; what it and sparse attention need is another GPU.
     """
-    text = ""
+    wanted = PICKED["sm80" if gpu == "sm86" else gpu]
+    kernels, attention, told = {}, {}, {}
     for name, account in dry_loaded(made, gpu).items():
-        picked = {"target": "", "draft": ""}
-        for role in ROLES:
-            for use in account.of(role)[0].kernels:
-                if use.kernel or use.outcome.startswith("refused"):
-                    refused = use.outcome.startswith("refused") and f" {use.outcome}"
-                    picked[role] += f"{use.layer}: {use.kernel}{refused or ''}\n"
-        if picked["target"] == picked["draft"]:
-            picked = {"both": picked["draft"]}
-        for role, kernels in picked.items():
-            text += f"== {name}, {role}\n{kernels}"
-        for found in with_loads(examine(account.path), [account]).data.findings:
-            where = found.where.replace(account.path, "FOLDER")
-            text += f"{found.severity} {found.rule} {where}\n  {found.says}\n  {found.cure}\n"
-    if gpu == "sm86":  # picks what an A100 does
-        gpu = "sm80"
-        text = text.replace("sm86", gpu).replace("capability 8.6", "capability 8.0")
-    printed(f"{gpu}.txt", text)
+        uses = [use for role in ROLES for use in account.of(role)[0].kernels]
+        uses = [use for use in uses if use.kernel or use.outcome.startswith("refused")]
+        of_attention = {use.kernel for use in uses if "Attention" in use.layer}
+        kernels[name] = {use.kernel for use in uses if "Attention" not in use.layer}
+        attention[name] = ", ".join(sorted(of_attention))
+        told[name] = with_loads(examine(account.path), [account]).data.findings
+    for name, found in kernels.items():
+        if name in wanted["kernels"]:
+            assert found == {*wanted["kernels"][name].split(", ")}, name
+            assert attention[name] == wanted["attention"].get(name, "FLASH_ATTN"), name
+        else:
+            assert not found and not attention[name], name
+    for name, findings in told.items():
+        rows = wanted["findings"].get(name, [])
+        assert [(f.rule, f.where) for f in findings] == [(rule, where) for rule, where, _ in rows]
+        for finding, (_, _, words) in zip(findings, rows, strict=True):
+            assert re.search(words, f"{finding.says} {finding.cure}"), finding

@@ -2,7 +2,6 @@
 ways.
 """
 
-import json
 import random
 import re
 
@@ -13,7 +12,6 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.configs import config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
-from printed import printed
 from shipped import shipped_recipes
 from writing import tiny
 
@@ -71,13 +69,33 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
     assert used == {*targets, *config["ignore"]} - set(opaque), "an entry matches no module"
 
 
-@pytest.mark.parametrize("recipe_name", ["glm-4.7", "dsv4-flash"])
-def test_what_is_written(recipe_name, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe_name", "formats", "experts"),
+    [
+        (
+            "glm-4.7",
+            ["nvfp4-pack-quantized", "float-quantized"],
+            r"re:^model\.layers\.[1-2]\.mlp\.experts\.\d+\.(?:down_proj|gate_proj|up_proj)$",
+        ),
+        (
+            "dsv4-flash",
+            ["nvfp4-pack-quantized", "float-quantized"],
+            r"re:^(?:model\.layers\.|layers\.)[0-2]\.ffn\.experts\.\d+\.(?:down_proj|gate_proj|up_proj|w1|w2|w3)$",
+        ),
+    ],
+)
+def test_what_is_written(recipe_name, formats, experts, tmp_path):
     """No entry of `model.layers.1` reaches layers 10 to 19, nor one of the backbone the MTP layer.
     DeepSeek-V4's experts were probed as gate_proj before vLLM 0.32 and as w1 since: both resolve.
     """
     config = config_of(tiny_plan(recipe_name, tmp_path)).value
-    printed(f"quantization_config_{recipe_name}.json", json.dumps(config, indent=1) + "\n")
+    said = (config["quant_method"], config["format"], config["quantization_status"])
+    assert said == ("compressed-tensors", "mixed-precision", "compressed")
+    groups = list(config["config_groups"].values())
+    assert [group["format"] for group in groups] == formats
+    assert groups[0]["targets"] == [experts]
+    entries = config["ignore"] + groups[0]["targets"] + groups[1]["targets"]
+    assert all(entry.startswith("re:^") and entry.endswith("$") for entry in entries)
 
 
 def test_number_regex_is_exact():

@@ -24,7 +24,6 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
-from printed import printed
 from tables import cases
 from typer.testing import CliRunner
 
@@ -109,10 +108,16 @@ def test_the_written_folder_passes_its_check_and_both_configs_agree(twins):
     assert check(folder, source=plan.source).findings == ()
     config = json_of(folder / "config.json")["quantization_config"]
     second = json_of(folder / "hf_quant_config.json")
-    said = json.dumps({"config.json": config, "hf_quant_config.json": second}, indent=1) + "\n"
-    printed(
-        "quantization_config_modelopt.json", said.replace(second["producer"]["version"], "VERSION")
-    )
+    assert (config["quant_method"], config["quant_algo"]) == ("modelopt", "MIXED_PRECISION")
+    layers = config["quantized_layers"]
+    assert layers["model.layers.1.mlp.experts"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert layers["model.layers.1.mlp.shared_experts.down_proj"] == {"quant_algo": "FP8"}
+    attention = layers["model.layers.0.self_attn.qkv_proj"]
+    assert attention == {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    assert {"lm_head", "model.layers.3.eh_proj", "model.layers.1.mlp.gate"} <= {*config["ignore"]}
+    assert second["producer"]["name"] == "modelopt"
+    assert second["quantization"]["quantized_layers"] == layers
+    assert second["quantization"]["exclude_modules"] == config["ignore"]
 
 
 @cases
@@ -148,4 +153,11 @@ def test_the_plan_is_shown_in_its_dialect(tmp_path):
     text = find_recipe("tiny-glm4-moe", scheme="nvfp4a16-fp8")[1]
     path.write_text(f"{text}format: modelopt\n")
     shown = CliRunner().invoke(app, ["plan", str(path), "--source", "models/tiny-glm4-moe"])
-    printed("plan_modelopt.txt", shown.stdout.partition("Needs, ")[0])
+    for line in (
+        "modelopt  MIXED_PRECISION",
+        "FP8_PB_WO  model.layers.0.self_attn.qkv_proj",
+        "W4A16_NVFP4  model.layers.1.mlp.experts",
+        "ignore  model.layers.3.*",
+    ):
+        assert f"\n  {line}\n" in shown.stdout
+    assert "vLLM 0.33, not SGLang 0.5.23: it reads the scales of FP8_PB_WO from" in shown.stdout

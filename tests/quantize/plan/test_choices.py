@@ -19,7 +19,6 @@ from keepmtp.recipes.family import QUANTIZABLE_ROLES
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe, validated
 from passes import ROOT
-from printed import printed
 from releases import source_layout, write_checkpoint
 from typer.testing import CliRunner
 
@@ -166,8 +165,15 @@ def test_plan_says_what_is_known_before_the_search(tmp_path, monkeypatch):
     put_json(path, searched("6 bits").model_dump(mode="json"))
     as_json = CliRunner().invoke(app, ["plan", str(path), "--json"]).stdout
     said = CliRunner().invoke(app, ["plan", str(path)]).stdout
-    printed("plan_searched.json", json.dumps(json.loads(as_json)["search"], indent=1) + "\n")
-    printed("plan_searched.txt", said.partition("Needs, ")[0])
+    search = json.loads(as_json)["search"]
+    assert (search["budget"], search["units"]) == ("6 bits", 19)
+    assert search["plans"]["smallest"] == {"bytes": 2969364, "bits": 4.5016, "fits": True}
+    assert search["plans"]["smallest"] == search["plans"]["NVFP4"]
+    assert search["plans"]["FP8_DYNAMIC"] == {"bytes": 4076312, "bits": 8.0737, "fits": False}
+    assert search["plans"]["bf16"] == {"bytes": 6592794, "bits": 16.0, "fits": False}
+    assert search["plans"]["largest"] == search["plans"]["bf16"]
+    assert "\nBudget 6 bits: a search chooses the words of 19 units:\n" in said
+    assert "\n  FP8_DYNAMIC  bytes 4076312, bits 8.0737, fits no\n" in said
 
 
 MINE = """
