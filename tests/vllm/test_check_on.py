@@ -3,6 +3,7 @@ vLLM to ask.
 """
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,12 @@ from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
-from printed import printed
 from releases import source_layout, target_of, write_checkpoint
+from tables import table
 
 pytestmark = pytest.mark.vllm
+
+FOUND = table("vllm/test_check_on")
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +110,18 @@ def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
         assert "NvFp4" in kernels or "Marlin" in kernels
 
 
-def test_what_is_found(judged):
+@pytest.mark.parametrize("name", FOUND)
+def test_what_is_found(name, judged):
     """The entry or tensor on disk and the cure; vLLM's own words where it raises; without a family
     vLLM's verdict and the account alone, and of a lost norm, whose shape the static check has no
     evidence of, the account too.
     """
-    text = ""
-    for name, data in judged.items():
-        text += f"== {name}\n\n"
-        for found in data.findings:
-            text += f"{found.severity} {found.rule} {found.where}\n  {found.says}\n  {found.cure}\n"
-    printed("check_on.txt", text.replace(str(Path(judged["lost"].path).parent), "FOLDER"))
+    findings = judged[name].findings
+    rows = FOUND[name]
+    assert {finding.severity for finding in findings} == {"error"}
+    for finding, (rule, where, words) in zip(findings, rows, strict=True):
+        assert (finding.rule, Path(finding.where).name) == (rule, where)
+        assert re.search(words, f"{finding.says}; {finding.cure}"), finding
 
 
 def test_a_repository_is_judged_by_range_requests(good, serve_hub):

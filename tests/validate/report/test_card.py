@@ -180,7 +180,24 @@ def test_a_card_with_every_part(made, tmp_path):
 
 
 def test_a_card_of_what_was_only_checked(made):
-    printed("card_bare.md", card_of(made, assembled(cards.checked(made))))
+    text = card_of(made, assembled(cards.checked(made)))
+    for says in (
+        "**Not measured: too little is known of this checkpoint to pass or fail it.** Nothing in "
+        "config.json and the headers is in vLLM 0.32.0's way, with 1 warning; it was neither "
+        "dry-loaded nor served.",
+        "| Measured by | the publisher; nobody else has verified it |",
+        "## Gates\n\nNot judged.",
+        'vllm serve ORG/tiny \\\n  --speculative-config \'{"method":"mtp","num_speculative_tokens":1}\'',
+        "No dry load was run: whether vLLM's own classes take these tensors was not tried.",
+        "GSM8K was not asked: what quantization costs in right answers is unknown.",
+        "Not measured in a way that promises a speed: that needs a GPU",
+        "Not measured on a server.",
+        "None: every value was computed from the weights alone, without batches.",
+        "- No serve-check was run: ",
+        "- Not taken: this report is not bound to the checkpoint's bytes.",
+        "keepmtp check tiny --record\n",
+    ):
+        assert says in text, says
 
 
 def test_a_card_of_a_draft(tmp_path):
@@ -646,7 +663,13 @@ def test_the_front_matter_is_what_the_hub_reads(own):
     folder, _ = card.build(own, base_model="org/Big-Model", license_id="mit")
     text = (folder / "README.md").read_text()
     assert ModelCard(text).data.base_model == "org/Big-Model"
-    printed("card_front_matter.md", text.partition("Recipe ")[0])
+    assert text.startswith(
+        "---\nbase_model: org/Big-Model\nlibrary_name: vllm\nlicense: mit\n"
+        "pipeline_tag: text-generation\ntags:\n- compressed-tensors\n- nvfp4\n"
+    )
+    assert "\n- keepmtp\nbase_model_relation: quantized\n---\n\n# tiny\n\n" in text
+    tags = {"fp8", "nvfp4a16", "fp8-block", "mtp", "speculative-decoding", "vllm", "moe"}
+    assert tags <= {*ModelCard(text).data.tags}
     assert (
         "| Base model | [org/Big-Model](https://huggingface.co/org/Big-Model). Stated by the "
         "author. What was read"
