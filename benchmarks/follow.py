@@ -1,6 +1,6 @@
 """What another version of vLLM changes for keepmtp.
 
-    make follow VLLM=0.34.0 [SINCE=0.33.0]
+    .venv/bin/python benchmarks/follow.py 0.34.0 [--since 0.33.0]
 
 In: a version, and one that is known; the Python of both is fetched once. Out: on the terminal what
 no longer holds, and docs/tables/versions.md, which family loads in which version:
@@ -244,7 +244,7 @@ def versions_page(
     return f"""\
 # Which vLLM loads what
 
-Written by `make follow`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
+Written by `benchmarks/follow.py`: the classes and loaders of each vLLM, its Python over the packages of one environment, on a
 pretended {GPU}. A cell counts the checkpoints of the family, as released and quantized in two dialects with its MTP block
 plain and quantized, that load without an error in this vLLM as it is, and where they are more, with keepmtp's cures of its
 defects; it names why the others do not. *unknown*: that version requires other packages than the environment has, and what

@@ -1,4 +1,4 @@
-"""`make follow` tells what another vLLM changes: here from made-up versions, and from 0.31 over 0.32
+"""benchmarks/follow.py tells what another vLLM changes: here from made-up versions, and from 0.31 over 0.32
 to 0.33 from wheels.
 """
 

@@ -12,7 +12,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
 from readme import PICTURE, README, ROOT, picture, with_table
 
-# What make docs PAGE=quality and make gpu-test write in pages, between their markers. docs/tables/ has the
+# What make docs PAGE=quality and make gpu write in pages, between their markers. docs/tables/ has the
 # pages that targets write whole.
 BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"
 

@@ -11,7 +11,7 @@ the device (`GPU.peak_bytes`).
 
 It cannot find: what CUDA's own kernels compute, lack or refuse (dtypes, alignment), races between
 streams, time, memory that an operation needs inside, and code that asks whether a device's type is
-"cuda", for this one's type is "gpu". For those there is `make gpu-test`.
+"cuda", for this one's type is "gpu". For those there is `make gpu`.
 
 Easy to get wrong: CUDA takes some CPU tensors: one number beside a tensor, and indices. What it
 takes is listed here, everything else is a mix.
