@@ -4,11 +4,10 @@ import io
 
 import pytest
 from benches import bench_fact
-from commands import ROOT, ran
+from commands import ROOT, assert_shows, ran
 from keepmtp.cli.bench import numbers
 from keepmtp.cli.measured import benched as shown
 from keepmtp.recipes.errors import RecipeError
-from printed import printed
 from rich.console import Console
 from tables import cases
 
@@ -30,12 +29,29 @@ def test_no_numbers(words):
 def test_a_dry_run_counts_cells_and_servers(tmp_path):
     model = "models/tiny-glm4-moe"
     line = f"bench {ROOT}/{model} --source {ROOT}/{model} --concurrency 1,8 --dry-run"
-    printed("bench_dry_run.txt", ran(line, cwd=tmp_path))
+    says = "checkpoints 2, servers 10, k 0; 1; 2; 3; 4, concurrency 1; 8, repetitions 3, requests 1440, "
+    assert ran(line, cwd=tmp_path) == f"{says}output_tokens 256, prompts 400 of held_out.jsonl\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_the_table_is_the_publishers_with_the_spread_and_the_recommended_k():
-    console = Console(file=io.StringIO(), width=80)
-    for part in shown(bench_fact()):
-        console.print(part, highlight=False)
-    printed("bench.txt", console.file.getvalue())  # type: ignore[attr-defined]
+    file = io.StringIO()
+    Console(file=file, width=200).print(*shown(bench_fact()), highlight=False)
+    assert_shows(
+        file.getvalue(),
+        "bench /data/source (source)",
+        "1 at once best 3 115.8 ± 2.3 1.82 20.0 8.6 90.0 81.0 72.9 3.44",
+        "bench /data/checkpoint (checkpoint)",
+        "over first each by position, load k tok/s k=0 ms ms % length",
+        "1 at once 0 105.9 ± 2.1 - 20.0 9.4 - -",
+        "1 at once best 3 193.0 ± 3.9 1.82 20.0 5.2 90.0 81.0 72.9 3.44",
+        "8 at once best 0 900.0 ± 18.0 - 20.0 1.1 - -",
+        "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second, "
+        "is faster than the fastest of k=2, 183.5.",
+        "8 at once: k=0: no larger k is faster than k=0 beyond the spread of the repetitions.",
+        "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x).",
+        "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest",
+        "880 prompts of qualitative.jsonl, as messages through the chat template, greedily;",
+        "Each server was started once:",
+        "vLLM 0.32.0 on NVIDIA H200 (140 GiB).",
+    )

@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import ROOT, ran
+from commands import ROOT, assert_shows, ran
 from json_files import json_of
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from printed import printed
 from safetensors.torch import load_file, save_file
 from tables import cases
 
@@ -77,7 +76,13 @@ def test_any_scheme_and_policy_can_be_named(fine_tune):
     plan, _ = plan_for(str(fine_tune), scheme="nvfp4", mtp="NVFP4")
     assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4"
     assert plan.needs_calibration == ["NVFP4"]
-    printed("plan_without_a_scheme.txt", ran("plan './My Tune-v1.2'", cwd=fine_tune.parent))
+    assert_shows(
+        ran("plan './My Tune-v1.2'", cwd=fine_tune.parent),
+        "My Tune-v1.2 (glm4_moe) variant data bytes GPUs that hold it",
+        "nvfp4a16-fp8 none 4.0 MiB 1 x 4090",
+        "nvfp4-fp8 ultrachat-256x2048 4.0 MiB 1 x 4090",
+        "Choose one with --scheme.",
+    )
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --mtp NVFP4")
     assert "samples 256" in shown
     shown = ran(f"plan '{fine_tune}' --scheme NVFP4 --calibration problems-32x128")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import measured
 import pytest
-from commands import GLM, keepmtp_without
+from commands import GLM, assert_shows, keepmtp_without
 from evaluations import FACTS, Answers, evaluation, several
 from json_files import put_json
 from keepmtp.cli.eval import ProtocolOptions
@@ -16,7 +16,6 @@ from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.measure import tasks
 from keepmtp.validate.report.gates import judge
-from printed import printed
 from rich.console import Console
 from tables import cases
 from typer.testing import CliRunner
@@ -133,17 +132,48 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
     assert CliRunner().invoke(app, words).exit_code == status
 
 
+ONE_TASK = (
+    "eval out/tiny.nvfp4: gsm8k strict-match flexible-extract asked cut empty "
+    "source 70.51 % ± 1.26 70.51 % ± 1.26 1,319 0.23 % (3) 0 "
+    "checkpoint 68.92 % ± 1.27 68.92 % ± 1.27 1,319 0.23 % (3) 0 "
+    "checkpoint, MTP off 71.80 % ± 1.24 71.80 % ± 1.24 1,319 0.23 % (3) 0",
+    "right by difference interval both source this neither "
+    "strict-match -1.59 ± 0.48 -2.52 to -0.66 900 30 9 380",
+    "by position, accepted % length tokens tok/s source 79.33 % 93.0 81.0 64.0 3.38 171,470 276",
+    "checkpoint, MTP off - - - 171,470 276",
+    "findings not measured Not checked: `keepmtp check CHECKPOINT --record` does.",
+    "drafting regression gsm8k: 42 of 1,319 greedy answers are another text with MTP on than off.",
+    "regression gsm8k on openai/gsm8k: task gsm8k, shots 8, api completions, max_tokens 1024, k 3, "
+    "concurrency 32, seed 1234, repeats 1, temperature 0.0, top_p 1.0, prefix_caching no; lm-eval "
+    "0.4.13, vLLM 0.32.0 on CPU: Xeon, 2 cores.",
+)
+TOOL_CALLS = (
+    "strict-match 90.83 % ± 2.65 84.17 % ± 3.35 85.00 % ± 3.27",
+    "tool-calls not measured tool-calls, flexible-extract: 84.17 % of 120 questions",
+    "drafting pass tool-calls: 3 of 120 greedy answers are another text with MTP on than off.",
+    "not measured tool-calls on keepmtp: task tool-calls, shots 0, api chat, max_tokens 4096, k 3,",
+    "Conversations left out: 3 of them.",
+)
+SEVERAL = (
+    "eval out/tiny.nvfp4: gsm8k_platinum",
+    "recovery: of the source's score, and its interval task source checkpoint recovery cut "
+    "gsm8k, flexible-extract 68.99 % 68.92 % ± 1.27 99.89 % (98.93 to 100.85) 0.23 % / 0.23 % "
+    "gsm8k_platinum, flexible-extract 66.00 % 61.00 % ± 1.54 92.42 % (89.99 to 94.89) 0.30 % / "
+    "0.30 % mean - - 96.16 % (94.85 to 97.48) -",
+    "±: standard error; accepted: of drafted tokens; length: tokens a step of the target.",
+)
+
+
 @pytest.mark.parametrize(
-    "name, fact",
+    "fact, says",
     [
         (
-            "eval",
             evaluation(
                 Answers(both=900, only_source=30, only_checkpoint=9, neither=380), switched=(40, 2)
             ),
+            ONE_TASK,
         ),
         (
-            "eval_tool_calls",
             evaluation(
                 Answers(both=100, only_source=9, only_checkpoint=1, neither=10),
                 protocol={"task": "tool-calls"},
@@ -153,24 +183,25 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
                     "environment": FACTS["evaluation"]["environment"] | {"left out": "3 of them"}
                 }
             ),
+            TOOL_CALLS,
         ),
         (
-            "eval_tasks",
             several(
                 (
                     "gsm8k_platinum",
                     Answers(both=600, only_source=60, only_checkpoint=10, neither=330),
                 )
             ),
+            SEVERAL,
         ),
     ],
 )
-def test_the_table_says_what_was_measured_and_how(name, fact):
+def test_the_table_says_what_was_measured_and_how(fact, says):
     """Of one task, with MTP off as well; of several, with their recoveries and the mean."""
     file = io.StringIO()
     judged = judge(gates=Gates(), check=None, serve=None, evaluation=fact)
-    Console(file=file, width=80).print(*parts(fact, judged), sep="\n")
-    printed(f"{name}.txt", file.getvalue())
+    Console(file=file, width=200).print(*parts(fact, judged), sep="\n")
+    assert_shows(file.getvalue(), *says)
 
 
 def test_drafts_that_a_killed_server_did_not_count_are_no_missing_block():

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import keepmtp
+from commands import ROOT, assert_shows, keepmtp
 from keepmtp.cli.findings import parts, pasted, with_path
 from keepmtp.cli.tables import show, table
 from keepmtp.validate.check.check import Checked, examine
@@ -87,7 +87,17 @@ def plain(text: str) -> str:
 def test_a_cure_is_never_broken(width):
     """What will happen is broken between words, at 120 columns at most, and in a pipe not at all."""
     data = found(ERROR, WARNING, dry=(LOAD,)).model_copy(update={"facts": FOLLOWS_K})
-    printed(f"findings_{width or 'in_a_pipe'}.txt", plain(shown(data, width)))
+    text = plain(shown(data, width))
+    if width == 40:
+        printed("check.txt", text)
+    stored = (ROOT / "tests" / "printed" / "check.txt").read_text()
+    assert text.split() == stored.split(), "but for line ends the same"
+    assert f"\n  cure: {CURE}\n" in text and f"\n        {COMMAND}\n" in text
+    first = text.splitlines()[1]
+    if width is None:
+        assert first == f"  {SAYS.strip()}"
+    else:
+        assert 30 < len(first) <= min(width, 120)
 
 
 def test_without_an_error_the_check_has_passed():
@@ -171,7 +181,15 @@ def test_several_versions_are_a_table():
         "cures": ("layers.openpangu_layer",),
     }
     tried = (by("0.33.0"), by("0.31.0", 4, **defect), by("0.9.2", **silent), by("0.31.0"))
-    printed("versions.txt", plain(shown(found(dry=tried), 80)))
+    assert_shows(
+        plain(shown(found(dry=tried), 200)),
+        "dry load: vLLM 0.9.2, 0.31.0 and 0.33.0's own classes and loaders on meta tensors",
+        "0.9.2 sm100 1 yes no lm_head.weight: is filled by nothing",
+        "Cured in 0.31.0",
+        "0.31.0 sm100 4 yes no openPangu's draft: vllm #48848 Loads with cures "
+        "(layers.openpangu_layer) 0.31.0 sm100 1 yes yes 0.33.0 sm100 1 yes yes",
+        "vLLM 0.33.0 is the oldest that loads and drafts it, of 0.9.2, 0.31.0 and 0.33.0",
+    )
     assert serving(tried) == ["0.33.0"] and [each.vllm for each in newest(tried)] == ["0.33.0"]
     gap = (by("0.29.0"), by("0.30.0", **failed), by("0.31.0"))
     words = "0.29.0 is the oldest that loads and drafts it, of 0.29.0, 0.30.0 and 0.31.0"

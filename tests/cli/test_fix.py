@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from broken import BROKEN
 from checkpoint_files import write
+from commands import assert_shows
 from good_checkpoints import GOOD
 from json_files import json_of
 from keepmtp.cli.main import flat, load, main
-from printed import printed
 from written_values import fill, poke
 
 
@@ -47,12 +47,25 @@ def fix(monkeypatch, capsys) -> Callable[..., str]:
 
 
 def test_without_out_the_diff_is_printed_and_nothing_is_written(fix, place):
-    printed("fix.txt", fix("F11"))
+    assert_shows(
+        fix("F11"),
+        "# plain on disk, and built quantized by vLLM, which calls them so: mtp.fc",
+        '"mtp.layers.0*" + "mtp.fc" ]',
+        "check passed F11, as it would be: no findings; values: read of the MTP block's norms alone",
+        "nothing is written yet: keepmtp fix F11 --out NEW",
+    )
     assert [path.name for path in place.iterdir()] == ["F11"]
 
 
 def test_with_out_a_new_folder_is_written_and_judged(fix, place):
-    printed("fix_out.txt", fix("F11 --out new"))
+    assert_shows(
+        fix("F11 --out new"),
+        "# plain on disk, and built quantized by vLLM, which calls them so: mtp.fc",
+        '"mtp.layers.0*" + "mtp.fc" ]',
+        "check passed new: no findings; values: read of the MTP block's norms alone",
+        "not loaded by vLLM: VLLM_PYTHON: must name a Python that can be run; got /nowhere.",
+        "new: files: 1 new, 3 kept. Unchanged files are hard links:",
+    )
     config = json_of(place / "new" / "config.json")
     assert "mtp.fc" in config["quantization_config"]["ignore"]
     assert "finished before, by the same command" in fix("F11 --out new")
@@ -80,7 +93,13 @@ def test_json_has_the_changes_the_diff_and_what_is_left(fix):
 
 def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(fix, place):
     fill(write(place / "F1", broken("F1 ")))
-    printed("fix_needs_values.txt", fix("F1 --out new", status=1))
+    assert_shows(
+        fix("F1 --out new", status=1),
+        "num_nextn_predict_layers=1 promises MTP layer 0, but no file has a tensor of it",
+        "cure: Put the release's block in check failed F1: 1 error "
+        "needs new values: keepmtp graft F1 --from RELEASE --out NEW "
+        "nothing to change: there is no finding that fix can cure",
+    )
     assert not (place / "new").exists()
 
 

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import keepmtp, ran, refused
+from commands import assert_shows, keepmtp, ran, refused
 from keepmtp.validate.facts.results import file_of
 from keepmtp.validate.report.report import refresh
 from measured import Answers, measured
-from printed import printed
 from tables import cases
 
 GATES = ["findings", "loads", "acceptance", "gsm8k"]
@@ -24,7 +23,15 @@ def place(tmp_path, monkeypatch) -> None:
 def test_a_good_checkpoint_passes():
     refresh(measured(Path("glm.nvfp4")))
     table = ran("gate glm.nvfp4", COLUMNS="80")
-    printed("gate_pass.txt", table)
+    assert_shows(
+        table,
+        "gate glm.nvfp4 gate verdict reason",
+        "findings pass No error in config.json and the headers. loads pass Its own bytes",
+        "acceptance pass On 60 questions of gsm8k with k=3: 79.33 % of 120,000 drafted tokens "
+        "accepted, 79.33 % of the source's.",
+        "gsm8k pass gsm8k, flexible-extract: 88.33 % of 60 questions, the source 86.67 %",
+    )
+    assert table.endswith("\npass\n")
     assert ran("gate glm.nvfp4.report", COLUMNS="80") == table
     told = json.loads(ran("gate glm.nvfp4 --json"))
     assert (told["verdict"], len(told["sha256"])) == ("pass", 64)
@@ -34,13 +41,13 @@ def test_a_good_checkpoint_passes():
 
 @pytest.mark.few(1)
 @cases
-def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict):
+def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict, says):
     refresh(measured(Path("glm"), answers=Answers(**answers)))
     told = json.loads(ran("gate glm --json", status=status))
     (reason,) = [reason for reason in told["reasons"] if reason["verdict"] != "pass"]
     assert told["verdict"] == reason["verdict"] == verdict and reason["gate"] == "gsm8k"
     assert (reason["needed"] is None) == (verdict == "regression")
-    printed(f"gate_{verdict}.txt", ran("gate glm", status=status, COLUMNS="80"))
+    assert_shows(ran("gate glm", status=status), *says)
 
 
 def test_what_was_not_measured_is_infeasible():
@@ -48,7 +55,12 @@ def test_what_was_not_measured_is_infeasible():
     for station in ("eval", "serve"):
         file_of(folder, station).unlink()
     refresh(folder)
-    printed("gate_not_measured.txt", ran("gate glm", status=3, COLUMNS="80"))
+    assert_shows(
+        ran("gate glm", status=3),
+        "loads not measured Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM",
+        "acceptance not measured Not measured of both source and checkpoint: `keepmtp eval",
+        "gsm8k not measured Not measured: `keepmtp eval CHECKPOINT` does. not measured",
+    )
 
 
 @pytest.mark.full

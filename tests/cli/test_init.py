@@ -9,7 +9,6 @@ from commands import GLM, ran, refused
 from keepmtp.cli.quantize import init
 from keepmtp.recipes.find import named_file, read_file
 from keepmtp.recipes.model_file import BLOCKS
-from printed import printed
 from releases import MODELS, source_layout, write_checkpoint
 
 
@@ -18,7 +17,10 @@ from releases import MODELS, source_layout, write_checkpoint
 def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
     shutil.copytree(GLM, tmp_path / "tune")
     assert ran("init ./tune", cwd=tmp_path) == "recipe.yaml\n"
-    printed("recipe.yaml", (tmp_path / "recipe.yaml").read_text())
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert text.startswith("# A recipe, written by `keepmtp init`. The comments say what each key")
+    assert "\nmodel: tune  # outputs are called <model>.<variant>\n" in text
+    assert "\n  w4a16-fp8:\n    attention: FP8_DYNAMIC\n    dense_mlp: FP8_DYNAMIC\n" in text
     made = []
     for model, out in (("./tune", "one"), ("recipe.yaml", "other")):
         ran(f"quantize {model} --scheme {variant} --out {out}", cwd=tmp_path)

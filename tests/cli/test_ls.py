@@ -10,10 +10,9 @@ import subprocess
 import termios
 
 import pytest
-from commands import KEEPMTP, environment_without, ran
+from commands import KEEPMTP, assert_shows, environment_without, ran
 from keepmtp.cli.ls import COLUMNS, rows, screen
 from keepmtp.recipes.model_file import listed
-from printed import printed
 
 MODELS = {row.model for row in listed()}
 
@@ -51,10 +50,23 @@ def test_the_screen_is_the_same_in_a_pipe_and_on_a_terminal():
 
 def test_what_is_asked_for_by_name_is_said_whole():
     """A model, one of its recipes, the schemes."""
-    model = ran("ls tiny-glm4-moe", COLUMNS="80")
-    printed("ls_tiny-glm4-moe.txt", re.sub(r"\S+/python\S*", "PYTHON", model))
-    printed("ls_mimo-7b.w4a16.txt", ran("ls mimo-7b.w4a16", COLUMNS="80"))
-    printed("ls_schemes.txt", ran("ls schemes", COLUMNS="80"))
+    assert_shows(
+        ran("ls tiny-glm4-moe", COLUMNS="200"),
+        "models (`keepmtp quantize RECIPE`; default: what the bare model name means), family "
+        "glm4_moe, source models/tiny-glm4-moe",
+        "tiny-glm4-moe.w4a16-fp8 * - W4A16 experts, FP8_BLOCK elsewhere, MTP block BF16; no",
+        "tiny-glm4-moe.fp8-kv needed FP8, MTP block BF16, FP8 KV cache",
+    )
+    said = ran("ls mimo-7b.w4a16", COLUMNS="200")
+    assert_shows(said, "mimo-7b.w4a16 - W4A16, MTP block BF16; no calibration")
+    assert "mimo-7b.nvfp4" not in said
+    assert_shows(
+        ran("ls schemes", COLUMNS="200"),
+        "schemes (bits: per weight, on disk)",
+        "NVFP4 4.50 needed 4-bit floats, FP8 scale per 16, activations 4-bit with a calibrated "
+        "global scale. Runs on sm100, sm120; from sm80 with 16-bit activations.",
+        "W8A8 8.00 - 8-bit integers, scale a row, activations per token on the fly. Runs on sm75",
+    )
     (only,) = json.loads(ran("ls mimo-7b.w4a16 --json"))["models"]
     assert (only["model"], only["variant"], only["default"]) == ("mimo-7b", "w4a16", False)
 

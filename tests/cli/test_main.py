@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, captured, keepmtp, keepmtp_without, ran, refused
+from commands import ROOT, assert_shows, captured, keepmtp, keepmtp_without, ran, refused
 from keepmtp.recipes.find import find_recipe
 from killed import small_recipe
 from printed import printed
@@ -25,7 +25,11 @@ def test_quantize_then_check(source, tmp_path):
     line = f"quantize glm-4.7 --source {source} --out out"
     done = keepmtp(line, cwd=tmp_path, status=0)
     assert " tensors in, " in done.stderr, done.stderr
-    printed("quantize.txt", done.stdout)
+    assert_shows(
+        done.stdout, "check passed out: no findings out: 5.1 MiB, MTP block BF16. Serve it:"
+    )
+    method = '{"method":"mtp","num_speculative_tokens":1}'
+    assert done.stdout.endswith(f"\n  vllm serve out --speculative-config '{method}'\n")
     reports = ran(f"check out {source} --json", cwd=tmp_path).splitlines()
     made, released = map(json.loads, reports)
     assert made["ok"] and released["ok"] and made["findings"] == []
@@ -38,15 +42,23 @@ def test_quantize_then_check(source, tmp_path):
     [
         ("glm-4.7", "glm-4.7 --source SOURCE"),
         ("nvfp4-mtp-auto", AUTO),
-        ("w4a16-awq", "tiny-glm4-moe.w4a16-awq"),
     ],
 )
 def test_a_plan_for_people(name, words, source):
-    """Of groups of tensors, of a calibration with and without `mtp: auto`, and of what a machine
-    must have; in a pipe.
-    """
+    """Of groups of tensors, of a calibration, and of what a machine must have; in a pipe."""
     line = f"plan {words} --gpu-memory h200".replace("SOURCE", str(source))
     printed(f"plan_{name}.txt", ran(line, COLUMNS="80").replace(str(source), "SOURCE"))
+
+
+def test_a_plan_says_what_an_algorithm_rescales():
+    assert_shows(
+        ran("plan tiny-glm4-moe.w4a16-awq --gpu-memory h200"),
+        "attention a bias, not a matrix; awq may rescale it",
+        "norm a vector; awq may rescale it",
+        "vLLM builds the gate without a quantization config; awq may rescale it",
+        "loads at TP 1; at 2, 4 with W4A16_G32",
+        "with it: tokens 4096, candidates none, mtp_pass possible yes",
+    )
 
 
 def test_a_plan_for_machines(tmp_path):
@@ -71,7 +83,14 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
         text.replace("calibration: null", f"calibration:\n{calibration}")
     )
     line = "plan mine.yaml --source source --gpu-memory h100"
-    printed("plan_refused.txt", ran(line, cwd=tmp_path, COLUMNS="80", status=2))
+    assert_shows(
+        ran(line, cwd=tmp_path, status=2),
+        "mtp_pass possible no, why transformers has no class for Ling 2.5's layers",
+        "MTP block cannot be calibrated: no class for model_type 'bailing_hybrid' in transformers",
+        "Would be refused: ring-2.5-1t.nvfp4a16-fp8: an MTP block that is calibrated or chosen must "
+        "be one that can be run; got bailing_hybrid: transformers has no class for Ling 2.5's "
+        "layers. Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16.",
+    )
     says = "must be one that can be run"
     refused("quantize mine.yaml --source source", says=says, cwd=tmp_path)
     assert not (tmp_path / "out").exists()

@@ -22,7 +22,6 @@ from keepmtp.quantize.needs.needs import (
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
-from printed import printed
 from releases import source_layout, write_checkpoint
 from tables import cases
 
@@ -53,7 +52,14 @@ def test_a_real_model_is_said_in_a_dozen_short_lines(air):
     scores.
     """
     found = needs_of(air, machine_of("80"))
-    printed("needs.txt", "\n".join(lines(found)) + "\n")
+    assert lines(found) == [
+        "Needs, counted for GPUs of 80 GiB, in batches of 1:",
+        "  backbone   can be calibrated",
+        "  MTP block  can be calibrated",
+        "  GPU        18.8 GiB at most, MTP block; 79.4 GiB there",
+        "  memory     5.5 GiB a process, decoder layer 1",
+        "  disk       13.5 GiB for states, 66.8 GiB for the output",
+    ]
     assert found.device is not None and 12 < found.device / 2**30 < 24
     head = next(station for station in stations(air) if station.name == "head")
     # Embedding and head in BF16; 2,048 tokens' logits in BF16, and twice in F32.

@@ -33,7 +33,6 @@ from keepmtp.validate.measure.cures import switched_on
 from keepmtp.validate.measure.serve_line import docker_words
 from keepmtp.validate.report.best_k import BestK, best_k
 from keepmtp.validate.report.report import refresh
-from printed import printed
 from shipped import made_of
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, until
@@ -171,7 +170,14 @@ def test_quantize_prints_a_line_that_works(model, is_cured, tmp_path):
 @pytest.mark.full
 def test_the_commands():
     said = ran(f"serve {GLM} -k 3 --dry-run -- --max-model-len 2048")
-    printed("serve_dry_run.txt", said.replace(str(GLM), "GLM"))
+    drafts = """--speculative-config '{"method":"mtp","num_speculative_tokens":3}'"""
+    assert said.splitlines() == [
+        "# k=3: as you say",
+        f"vllm serve {GLM} {drafts} --host 127.0.0.1 --port 8000 --max-model-len 2048",
+        f"docker run --gpus all -v {GLM}:/model:ro -p 127.0.0.1:8000:8000 --ipc=host "
+        "vllm/vllm-openai:v0.32.0 /model --served-model-name tiny-glm4-moe "
+        f"{drafts} --max-model-len 2048",
+    ]
     told = json.loads(ran(f"serve {GLM} -k 0 --dry-run --json"))
     here = ["--host", "127.0.0.1", "--port", "8000"]
     assert told["words"] == ["vllm", "serve", str(GLM), *here] and told["why"] == "as you say"

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import write
-from commands import GLM, keepmtp, ran, refused
+from commands import GLM, assert_shows, keepmtp, ran, refused
 from good_checkpoints import GOOD
 from hub import TOKEN, serving
 from json_files import put_json
 from keepmtp import api
-from printed import printed
 from shipped import made_of
 from written_values import poke
 
@@ -42,7 +41,22 @@ def test_two_columns_on_80(parent):
     said = ran(f"compare fp8_block nvfp4a16 --source {GLM}", cwd=parent, COLUMNS="80")
     tables = said.partition("1 is farthest off")[0]
     assert max(map(len, tables.splitlines())) <= 80
-    printed("compare.txt", said)
+    assert_shows(
+        said,
+        "What each is 1 2",
+        "dialect compressed-tensors compressed-tensors",
+        "vLLM 0.31.0 loads loads",
+        "attention 0.6 MiB FP8_BLOCK 0.3 MiB NVFP4A16",
+        "MTP block 2.1 MiB BF16 2.1 MiB BF16",
+        "attention 2.66 % ± 0.01 9.51 % ± 0.02",
+        "dense mlp 2.66 % 9.51 %",
+        "head 0.00 % 0.00 %",
+        "1 is farthest off in `model.layers.1.mlp.shared_experts.down_proj`: 2.90 %. Besides "
+        "headers, 4.6 MiB of it and of the release were read.",
+        "2 is farthest off in `model.layers.2.mlp.experts.0.down_proj`: 9.98 %.",
+        "Error: the norm of the difference by the norm of the release's weights, over 1,024 rows",
+        "Forms with less than 1 % of a group's bytes are left out.",
+    )
 
 
 def test_more_checkpoints_than_fit_have_further_tables(parent):

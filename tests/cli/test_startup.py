@@ -70,6 +70,9 @@ def test_the_help_of_a_verb_loads_no_station(verb):
     """Commands in backticks stay whole, all else is broken at 80 columns."""
     modules, said = loaded(f"{verb} -h")
     assert slow(modules) <= {"rich", "yaml"}
-    printed(f"help_{verb}.txt", said)
+    if verb in ("quantize", "check"):
+        printed(f"help_{verb}.txt", said)
+    assert said.startswith(f"Usage: keepmtp {verb} ")
+    assert all(len(line) <= 80 or "`" in line for line in said.splitlines())
     first, _, _ = str(inspect.getdoc(load(verb))).partition("\n\n")
     assert summary(verb) == " ".join(first.split()), "what `keepmtp --help` says of it"

@@ -111,3 +111,10 @@ def refused(
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "; got " in done.stderr and done.stderr.rstrip().endswith((".", "?"))
     assert says in done.stderr
+
+
+def assert_shows(text: str, *says: str) -> None:
+    """Each of these is in a text, whatever its columns, rules and line ends are."""
+    flat = " ".join(text.replace("─", " ").split())
+    for words in says:
+        assert words in flat, f"{words}\n{text}"
