@@ -288,7 +288,7 @@ def check_all(
             checked = examine(path, runtimes=runtimes, splits=splits)
             if draft and checked.source is not None:
                 checked = with_draft(checked, opened_draft(draft))
-            yield _with_commands(checked)
+            yield checked
         return
     from .validate.dryload.check_on import check_on
     from .validate.dryload.versions import had_vllms
@@ -307,15 +307,7 @@ def check_all(
         progress=progress,
     )
     for checked in loaded:
-        yield _with_commands(checked._replace(unjudged=(*missing, *checked.unjudged)))
-
-
-def _with_commands(checked: "Checked") -> "Checked":
-    if not checked.data.findings:
-        return checked
-    from .cure.fix import with_commands
-
-    return with_commands(checked)
+        yield checked._replace(unjudged=(*missing, *checked.unjudged))
 
 
 def compare(

@@ -16,7 +16,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from ..validate.check.built import BuiltGroup, groups_of
 from ..validate.check.check import Checked
 from ..validate.facts import dry_load
 from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
-from ..validate.facts.findings import CheckpointFacts, Finding
+from ..validate.facts.findings import CheckpointFacts, CuredBy, Finding, commands
 from ..validate.facts.results import CheckData
 from ..validate.report.numbers import counted
 from . import exits
@@ -46,6 +46,12 @@ _WIDEST = 120
 _LONGEST = 4000
 _MODELS = {"backbone": "target", "mtp": "draft"}  # of vLLM
 _COLOURS = {"error": "bold red", "warning": "bold yellow"}
+# What is not cured by an edit or the release's block.
+_LEFT: Mapping[CuredBy, str] = {
+    "quantize": "to quantize again",
+    "server": "for another server, or by other words for it",
+    "none": "by hand",
+}
 # What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
 
@@ -143,6 +149,16 @@ def _modules(groups: Sequence[BuiltGroup]) -> Iterator[RenderableType]:
         yield table("", ("modules", "built as", "filled from"), rows)
     for reason, modules in by_reason(named).items():
         yield f"Why {modules}: {reason}."
+
+
+def _ways_out(data: CheckData, cures: Sequence[str]) -> Iterator[Text]:
+    """The commands that cure all that can be cured, and what they leave."""
+    for cure in cures:
+        yield Text.assemble(("cure: ", "green"), printable(cure))
+    counts = Counter(finding.cured_by for finding in data.findings)
+    left = [f"{counts[kind]} {words}" for kind, words in _LEFT.items() if counts[kind]]
+    if cures and left:
+        yield Text(f"left: {', '.join(left)}")
 
 
 def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
@@ -274,13 +290,16 @@ def show(
     groups = ()
     if has_modules and checked.runtime is not None:
         groups = groups_of(checked.runtime)
+    cures = commands(checked.data.findings, checked.data.path)
     if as_json or checked.refusal is None:
         # In JSON, a refusal is a finding.
-        value = check_json(checked.data, checked.accounts) | {"runtimes": servers}
+        value = check_json(checked.data, checked.accounts) | {"runtimes": servers, "cures": cures}
         if has_modules:
             value["modules"] = groups
         found = parts(checked.data, servers=servers)
-        answer(value, chain(_modules(groups), found), as_json=as_json)
+        answer(
+            value, chain(_modules(groups), found, _ways_out(checked.data, cures)), as_json=as_json
+        )
     else:
         exits.say_refusal(checked.refusal)
     # One version of vLLM that does not start says nothing of the checkpoint.

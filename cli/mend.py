@@ -117,8 +117,9 @@ def fix(path: str, new: NewFolder) -> None:
     Args:
         path: A checkpoint: a folder or a Hub id, ours or anyone's.
     """
-    from ..cure.fix import cure_elsewhere, proposed, write
+    from ..cure.fix import proposed, write
     from ..cure.rewritten import Judged
+    from ..validate.facts.findings import commands
     from .findings import check_json, with_values_read
 
     with spinner() as doing:
@@ -138,8 +139,9 @@ def fix(path: str, new: NewFolder) -> None:
             next_one = str(out)
     # Names may have changed, and no value has.
     checked = with_values_read(judged.checked, "norms")
-    own = [cure_elsewhere(finding, outcome, next_one) for finding in checked.data.findings]
-    cures = [cure for cure in dict.fromkeys(own) if cure]
+    # An edit that is left was tried.
+    others = [finding for finding in checked.data.findings if finding.cured_by != "edit"]
+    cures = commands(others, next_one)
     diff = proposal.diffs()
     value = check_json(checked.data, checked.accounts) | {
         "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],

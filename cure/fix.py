@@ -7,17 +7,15 @@ Easy to get wrong: one cure uncovers another fault. Each round of fixes is judge
 headers, before a byte is written, and what is written is the round with the fewest errors.
 """
 
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoints.dialects.patterns import time_limit
-from ..recipes.errors import KeepMTPError, RecipeError
+from ..recipes.errors import RecipeError
 from ..recipes.frozen import Say, silent
 from ..validate.check.check import Checked, examine
-from ..validate.facts.findings import Finding, errors_of
+from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists
 from .proposal import Faulty, Proposal
@@ -57,11 +55,6 @@ FIXES: tuple[tuple[str, Fix], ...] = (
 )
 """In their order: what vLLM reads first comes first."""
 
-_OF_BLOCKS = ("mtp-missing", "mtp-incomplete")
-# What a graft of the release's MTP block cures where the tensor is one of that block.
-_OF_TENSORS = ("glue", "form", "experts", "fused-uniform", "shapes", "unknown-tensor")
-_OF_TENSORS += ("draft-head",)
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -80,13 +73,8 @@ class Outcome:
     @property
     def cured(self) -> tuple[Finding, ...]:
         """Findings that are gone."""
-        return _gone(self.before.data.findings, self.after.data)
-
-
-def _gone(findings: Iterable[Finding], after: CheckData) -> tuple[Finding, ...]:
-    """Those that a later check does not have."""
-    left = {finding.key for finding in after.findings}
-    return tuple(finding for finding in findings if finding.key not in left)
+        left = {finding.key for finding in self.after.data.findings}
+        return tuple(each for each in self.before.data.findings if each.key not in left)
 
 
 def proposed(where: str, *, progress: Say = silent) -> Outcome:
@@ -100,7 +88,9 @@ def proposed(where: str, *, progress: Say = silent) -> Outcome:
         KeepMTPError: there is nothing to judge, or its files cannot be read.
     """
     progress(f"{where}: static check")
-    return _outcome(examine(where), progress)
+    checked = examine(where)
+    after, proposal = settled(checked, Proposal(checked.readable()), FIXES, progress)
+    return Outcome(checked, after, proposal)
 
 
 def write(outcome: Outcome, out: Path) -> Rewritten:
@@ -163,83 +153,3 @@ def _weight(data: CheckData) -> tuple[int, int]:
     for finding in data.findings:
         sums[finding.severity] += finding.count
     return sums["error"], sums["warning"]
-
-
-def _outcome(checked: Checked, progress: Say = silent) -> Outcome:
-    after, proposal = settled(checked, Proposal(checked.readable()), FIXES, progress)
-    return Outcome(checked, after, proposal)
-
-
-# --- commands
-
-
-def with_commands(checked: Checked) -> Checked:
-    """A check whose findings end with the command that cures them, where there is one.
-
-    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and
-    SGLang's rules judge what is left.
-    """
-    data = checked.data
-    static = [finding for finding in data.findings if finding.origin == "static"]
-    if checked.source is None or not static:
-        return checked
-    of_sglang = [finding for finding in static if finding.runtime == "sglang"]
-    try:
-        with time_limit():
-            own = static
-            if of_sglang:
-                own = [*examine(checked.source).data.findings]
-            alone = data.model_copy(update={"findings": tuple(own)})
-            outcome = _outcome(checked._replace(data=alone))
-            cured = [*outcome.cured]
-            if of_sglang and outcome.proposal.edits:
-                after = examine(outcome.proposal.outcome(), runtimes=("sglang",))
-                cured += _gone(of_sglang, after.data)
-    except KeepMTPError:  # a cure that cannot be tried is none
-        return checked
-    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for
-    # the right one. And no fix that brings other errors.
-    known = {finding.key for finding in own}
-    is_good = True
-    for finding in errors_of(outcome.after.data.findings):
-        is_good &= finding.key in known and finding.rule != "layer-missing"
-    commands = dict[Finding, str]()
-    # A dry load has the static check's words for the same tensor.
-    of_cures = dict[str, str]()
-    for finding in static:
-        commands[finding] = cure_elsewhere(finding, outcome)
-        if is_good and finding in cured:
-            where = shlex.quote(outcome.proposal.source.where)
-            commands[finding] = f"keepmtp fix {where} --out NEW"
-        of_cures[finding.cure] = commands[finding]
-    findings = list[Finding]()
-    for finding in data.findings:
-        command = commands.get(finding, "")
-        if finding.origin == "dry":
-            command = of_cures.get(finding.cure, "")
-        if command:
-            finding = finding.model_copy(update={"cure": f"{finding.cure}. Run `{command}`"})
-        findings.append(finding)
-    return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
-
-
-def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
-    """The command for what needs new values, here or in the folder `name`; "" where the finding's
-    own cure says all.
-    """
-    runtime = outcome.before.runtime
-    if runtime is None:
-        return ""
-    # What is wrong with the backbone as well is wrong in config.json, and a new block would be
-    # wrong there too.
-    rule = finding.rule.removeprefix("sglang-")
-    is_left = False
-    is_of_block = True
-    for other in errors_of(outcome.after.data.findings):
-        if other.rule == rule:
-            is_left |= other == finding
-            is_of_block &= runtime.is_mtp_name(other.where)
-    if rule in _OF_BLOCKS or (rule in _OF_TENSORS and is_left and is_of_block):
-        where = shlex.quote(name or outcome.proposal.source.where)
-        return f"keepmtp graft {where} --from RELEASE --out NEW"
-    return ""

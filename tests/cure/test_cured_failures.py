@@ -26,13 +26,12 @@ from good_checkpoints import GOOD
 from keepmtp import api
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import main
-from keepmtp.cli.findings import pasted
 from keepmtp.cure import fix
 from keepmtp.cure.graft import carry_out, plan_graft, refuse_another_model
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.values import check_values
-from keepmtp.validate.facts.findings import Finding
+from keepmtp.validate.check.values import check_values, with_values
+from keepmtp.validate.facts.findings import Finding, commands
 from live_tensors import tensors_of
 from outputs import digests
 from tables import cases, table
@@ -96,12 +95,16 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(main.app, words)
 
 
+def checked(folder: Path, *words: str) -> dict:
+    return json.loads(run("check", str(folder), *words, "--json").stdout)
+
+
 def check(folder: Path, *words: str) -> list[dict]:
-    return json.loads(run("check", str(folder), *words, "--json").stdout)["findings"]
+    return checked(folder, *words)["findings"]
 
 
-def commands(finding: dict) -> list[str]:
-    return [each for each in pasted(finding["cure"]) if each.startswith("keepmtp ")]
+# The kind of a cure, and the verb that is printed for it.
+VERB_OF = {"edit": "fix", "block": "graft"}
 
 
 def _slow_twice() -> list[object]:
@@ -117,21 +120,24 @@ def test_what_is_printed_works_as_pasted(name: str, place: Path, tmp_path, monke
     """RELEASE alone is filled in; each command runs where NEW is not there yet."""
     monkeypatch.setenv("VLLM_PYTHON", "/nowhere")
     folder, done = write(tmp_path / "it's", CASES[name].build()), dict[str, Result]()
-    before, findings, printed = digests(folder), check(folder), defaultdict(set)
+    before, found = digests(folder), checked(folder)
+    findings, printed = found["findings"], defaultdict(set)
     for finding in findings:
-        for command in commands(finding):
-            printed[command].add((finding["rule"], finding["where"]))
-    for number, (command, meant) in enumerate(printed.items()):
+        printed[VERB_OF.get(finding["cured_by"])].add((finding["rule"], finding["where"]))
+    for number, command in enumerate(found["cures"]):
         new = tmp_path / f"NEW{number}"
         words = {"NEW": str(new)}
         if "RELEASE" in command:
             words["RELEASE"] = str(release_of(folder, place))
         _, verb, *rest = (words.get(word, word) for word in shlex.split(command))
+        meant = printed[verb]
         done[verb] = run(verb, *rest)
         left = {(each["rule"], each["where"]) for each in check(new)} if new.is_dir() else meant
         assert not meant & left, (verb, done[verb].output)
     assert digests(folder) == before, "the old folder stays"
-    without = [each for each in findings if each["severity"] == "error" and not commands(each)]
+    assert done.keys() == printed.keys() - {None} or not found["cures"]
+    without = [each for each in findings if each["severity"] == "error"]
+    without = [each for each in without if each["cured_by"] not in VERB_OF]
     if len(done) == 1 and not without:
         assert [each.exit_code for each in done.values()] == [0], done
     if verb := VERBS.get(name):
@@ -141,8 +147,8 @@ def test_what_is_printed_works_as_pasted(name: str, place: Path, tmp_path, monke
 def test_a_block_that_sglang_misses_is_grafted(tmp_path):
     checkpoint = ours("glm-4.7", "FP8_DYNAMIC")
     checkpoint.take(r"model\.layers\.3\..*")
-    (finding,) = check(write(tmp_path / "without", checkpoint), "--runtime", "sglang")
-    assert commands(finding)[0].startswith("keepmtp graft ")
+    found = checked(write(tmp_path / "without", checkpoint), "--runtime", "sglang")
+    assert len(found["findings"]) == 1 and found["cures"][0].startswith("keepmtp graft ")
 
 
 @cases
@@ -150,19 +156,23 @@ def test_where_only_a_number_is_wrong_nothing_is_fetched(model, change, tmp_path
     checkpoint = built({"of": partial(llmcompressor, model, "FP8_DYNAMIC"), **change})
     folder = write(tmp_path / "it", checkpoint)
     findings = check(folder)
-    assert findings and all("keepmtp fix" in each["cure"] for each in findings), findings
+    assert findings and all(each["cured_by"] == "edit" for each in findings), findings
     assert fix.proposed(str(folder)).after.data.findings == ()
 
 
-def test_a_fix_that_serves_both_engines_is_printed_for_each(tmp_path):
+def test_a_fix_serves_both_engines(tmp_path):
     """W4AFP8 with a plain block that nothing excepts: SGLang has no linear class for it."""
     checkpoint = w4afp8()
     checkpoint.quantization["ignore"] = ["lm_head", "re:.*in_proj_(ba|[ab])$", "re:.*visual"]
     folder = write(tmp_path / "it", checkpoint)
+    drafts = dict[str, list[Finding]]()
     for server in ("vllm", "sglang"):
-        (checked,) = api.check_all([folder], runtimes=[server])
-        drafts = [each for each in checked.data.findings if each.where.startswith("mtp.")]
-        assert drafts and all("keepmtp fix" in each.cure for each in drafts), drafts
+        data = api.check(folder, runtimes=[server])
+        drafts[server] = [each for each in data.findings if each.where.startswith("mtp.")]
+    assert drafts["sglang"] and {each.cured_by for each in drafts["vllm"]} == {"edit"}
+    cured = fix.proposed(str(folder)).proposal.outcome()
+    left = examine(cured, runtimes=("vllm", "sglang")).data.findings
+    assert [each for each in left if each.where.startswith("mtp.")] == []
 
 
 def test_lists_wait_for_the_right_number_of_layers(tmp_path):
@@ -172,9 +182,9 @@ def test_lists_wait_for_the_right_number_of_layers(tmp_path):
     checkpoint = llmcompressor("mimo-7b", "FP8_DYNAMIC")
     assert check(write(tmp_path / "good", checkpoint)) == []
     checkpoint.config["num_hidden_layers"] += 1
-    findings = check(write(tmp_path / "one too many", checkpoint))
-    assert {"layer-missing", "form"} <= {each["rule"] for each in findings}
-    assert [each for finding in findings for each in commands(finding)] == []
+    found = checked(write(tmp_path / "one too many", checkpoint))
+    assert {"layer-missing", "form"} <= {each["rule"] for each in found["findings"]}
+    assert found["cures"] == []
 
 
 # --- what is cured --------------------------------------------------------------------------------
@@ -227,8 +237,9 @@ def test_graft_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
     poke(old, tensor, value)
     found = errors(check_values(opened(old), "all"))
     assert (rule, tensor) in [(each.rule, each.where) for each in found]
-    command = f"Run `keepmtp graft {old} --from RELEASE --replace --out NEW`"
-    assert {each.cure for each in found} == {command}
+    judged = with_values(examine(old), "all").data.findings
+    assert commands(judged, "it") == ["keepmtp graft it --from RELEASE --replace --out NEW"]
+    assert {each.cured_by for each in errors(judged)} == {"block"}
     source = open_source(release_of(old, place))
     made = plan_graft(open_source(old), source, mtp="NVFP4A16", is_replaced=True)
     new = carry_out(made, tmp_path / "new").folder
@@ -245,11 +256,11 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
         with pytest.raises(CheckpointError, match="; got "):
             fix.proposed(str(old))
         return
-    found, left = fix.proposed(str(old)), set[str]()
-    for each in found.after.data.findings:
+    left = set[str]()
+    for each in fix.proposed(str(old)).after.data.findings:
         if (each.rule, each.severity) == (case.rule, case.severity) and case.where in each.where:
-            left.add(fix.cure_elsewhere(each, found))
-    assert left == {""}
+            left.add(each.cured_by)
+    assert left and left.isdisjoint(VERB_OF)
 
 
 @pytest.mark.full

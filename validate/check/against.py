@@ -39,7 +39,7 @@ from ...recipes.frozen import Advance, nowhere
 from ..facts.findings import Objections, objection
 from .layouts import manner
 from .reading import is_remote
-from .rules_values import block_again
+from .rules_mtp import BLOCK_AGAIN
 
 # Elements of a weight in which a transform is looked for: a vocabulary is not turned into F32
 # whole.
@@ -202,7 +202,7 @@ def _compared(pair: Pair, own: Source, release: Source, *, is_ordered: bool) -> 
         words = "each input channel has a factor of its own, as after AWQ or SmoothQuant"
     cure = "Quantize this module again from the release"
     if place.part == "mtp":
-        cure = block_again(own.where, release.where)
+        cure = BLOCK_AGAIN
     yield _objection(
         "release",
         name,

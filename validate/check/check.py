@@ -12,7 +12,7 @@ the files. What only other versions or other engines refuse is a warning. A vers
 does not know has the rules of the newest one before it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ from ..facts.findings import (
     Objection,
     Objections,
     errors_first,
+    errors_of,
     grouped,
     objection,
 )
@@ -118,7 +119,11 @@ class Checked(NamedTuple):
         return self.runtime.view.family.method
 
     def with_findings(self, *findings: Finding, **also: object) -> "Checked":
-        """With these findings, errors first; `also` are other fields of its data."""
+        """With these findings, errors first; `also` are other fields of its data. What must be
+        quantized again is, in the MTP block alone, a block that the release has.
+        """
+        if self.runtime is not None:
+            findings = (*_of_the_block(findings, self.runtime),)
         update = {"findings": errors_first(findings), **also}
         return self._replace(data=self.data.model_copy(update=update))
 
@@ -213,7 +218,8 @@ def _examined(
         return _unread(where, "config", error)
     if source is not None:
         objected += rules_mtp.mtp_is_that_of_the_source(runtime, RuntimeView.of(source, vllm))
-    return Checked(_data(where, facts_of(runtime), objected), opened, runtime)
+    checked = Checked(_data(where, facts_of(runtime), []), opened, runtime)
+    return checked.with_findings(*grouped(objected))
 
 
 def _view_of_family(opened: Source, vllm: str) -> RuntimeView:
@@ -272,6 +278,17 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
         "weights, and whether vLLM has this model"
     )
     return [objection("family", str(refusal.where), says, cure, severity=severity), *objected]
+
+
+def _of_the_block(findings: Sequence[Finding], runtime: RuntimeView) -> Iterator[Finding]:
+    # What is wrong with the backbone as well is wrong in config.json, and a new block would be
+    # wrong there too.
+    again = [finding for finding in errors_of(findings) if finding.cured_by == "quantize"]
+    of_backbone = {finding.rule for finding in again if not runtime.is_mtp_name(finding.where)}
+    for finding in findings:
+        if finding in again and finding.rule not in of_backbone:
+            finding = finding.model_copy(update={"cured_by": "block"})
+        yield finding
 
 
 def _data(path: str, facts: CheckpointFacts, objected: list[Objection]) -> CheckData:

@@ -149,7 +149,7 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
     for rule in (stored_form_is_what_is_built, draft_head_is_excluded, schemes_are_known):
         for each in rule(built):
             says = f"{each.finding.says}; the draft reads the target's quantization config"
-            changed = {"rule": "draft-form", "says": says, "cure": cure}
+            changed = {"rule": "draft-form", "says": says, "cure": cure, "cured_by": "none"}
             yield each._replace(finding=each.finding.model_copy(update=changed))
 
 

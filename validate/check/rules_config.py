@@ -105,11 +105,15 @@ def config_has_what_vllm_reads(runtime: RuntimeView) -> Objections:
         counted = "counted"
     for_layers = f"entries for num_hidden_layers={view.num_layers}"
     if isinstance(types, list) and len(types) != expected:
+        cured_by = "none"
+        if len(types) > expected:
+            cured_by = "edit"
         yield objection(
             "config",
             "config.json: layer_types",
             f"has {len(types)} {for_layers}: loading the config fails",
             f"Take layer_types {original}: MTP layers are {counted}",
+            cured_by=cured_by,
         )
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
         yield objection(
@@ -162,6 +166,7 @@ def modelopt_is_complete(runtime: RuntimeView) -> Objections:
             f"'Unknown ModelOpt quant algo: {dialect.algorithm}'",
             "Write quantization_config into config.json, with quant_method, quant_algo, ignore "
             "and the rest at its top level",
+            cured_by="edit",
         )
     for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
         if "NVFP4" in dialect.algorithm and key not in nested:
@@ -170,6 +175,7 @@ def modelopt_is_complete(runtime: RuntimeView) -> Objections:
                 "is missing: vLLM raises ValueError 'NVFP4 quantization requires the following "
                 "fields in hf_quant_config.json'",
                 "Export again with modelopt, or add it",
+                cured_by="edit",
             )
 
 

@@ -29,7 +29,7 @@ from ...recipes.forms import FP8
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ...recipes.tensor_parallel import Split, in_words, why_not
-from ..facts.findings import Objections, objection
+from ..facts.findings import CuredBy, Objections, objection
 from .layouts import SAY_IT, Problem, layout_problem, leaves_built, manner, refitted
 
 _FP8_TABLE = "float8_e4m3fn"
@@ -122,6 +122,9 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
         answer = module.resolution
         if answer.error:
             cause = answer.error.replace(module.name, "*")
+            cured_by = "quantize"
+            if answer.refusal in ("inputs", "shards", "projections"):
+                cured_by = "edit"
             if answer.refusal != "inputs":
                 cause = f"{answer.entry} {cause}"
             yield objection(
@@ -130,6 +133,7 @@ def stored_form_is_what_is_built(view: StoredView) -> Objections:
                 f"vLLM fails as it builds {module.name} ({module.members[0].name}): {answer.error}",
                 _CURES.get(answer.refusal, _COMPLETE),
                 cause,
+                cured_by=cured_by,
             )
         elif not module.loads_quantized or not _is_mixed(module):
             for member in module.members:
@@ -158,6 +162,7 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             f"{stored} {module.name} plain ({_decided(view, module)}): {_EFFECT}",
             _cover_cure(view, module),
             f"built plain {module.part} {weight.form} {entry}",
+            cured_by=_covered_by(view, module, weight),
         )
     elif weight.form == "plain":
         form = built.form.replace("unknown", "quantized weights")
@@ -167,11 +172,15 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             f"{stored} {module.name} as {form} ({_decided(view, module)}): {_EFFECT}",
             _ignore_cure(view, module),
             f"built packed {module.part} {built.form} {entry}",
+            cured_by="quantize" if _is_blind(view, module) else "edit",
         )
     elif problem := _leaves_problem(view, module, weight) or layout_problem(built, weight):
         leaf, said, cure = problem
+        cured_by = "quantize"
+        if leaf in ("weight_zero_point", "g_idx") or refitted(built, weight) is not None:
+            cured_by = "edit"
         if cure == SAY_IT:
-            cure = _config_cure(view, module, weight)
+            cure, cured_by = _config_cure(view, module, weight)
         part = leaves_built(built, weight).get(leaf)
         yield objection(
             "form",
@@ -179,6 +188,7 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             f"vLLM builds {module.name} as {built.form} ({_decided(view, module)}); {said}",
             cure,
             f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}",
+            cured_by=cured_by,
         )
     elif built.form == "fp8_block":
         yield from _block_scales_are_read(view, module, weight)
@@ -256,10 +266,16 @@ def _decided(view: StoredView, module: Module) -> str:
     return "no target matches it"
 
 
+def _is_blind(view: StoredView, module: Module) -> bool:
+    """Whether no entry of GPTQ's excepts these experts."""
+    is_blind = isinstance(view.dialect, Gptq) and view.dialect.is_blind_to_experts
+    return is_blind and module.kind == "experts"
+
+
 def _ignore_cure(view: StoredView, module: Module) -> str:
     """How the dialect leaves a module alone."""
     dialect = view.dialect
-    if isinstance(dialect, Gptq) and dialect.is_blind_to_experts and module.kind == "experts":
+    if _is_blind(view, module):
         return "Quantize again in groups of 128: in other groups no entry excepts experts"
     exceptions = dialect.exceptions or _USUAL
     entry = entry_for(exceptions.of_name, module.name)
@@ -273,18 +289,43 @@ def _ignore_cure(view: StoredView, module: Module) -> str:
     return f"Add '{entry}' to {exceptions.keys[0]}: vLLM's name, not the one on disk"
 
 
-def _config_cure(view: StoredView, module: Module, weight: StoredWeight) -> str:
-    """How the dialect says the form that a module is stored in."""
+def _config_cure(view: StoredView, module: Module, weight: StoredWeight) -> tuple[str, CuredBy]:
+    """How the dialect says the form that a module is stored in, and whether an edit can."""
     dialect = view.dialect
     entry = module.resolution.entry
     if isinstance(dialect, Fp8) and module.kind == "experts" and dialect.name != "fp8":
         cure = f'Set expert_dtype of config.json to "{_EXPERTS.get(weight.form, "fp4")}"'
         if scale_of(weight.parts).dtype == "F8_E8M0" and weight.form == "fp8_block":
             cure += ", and store the experts' scales as F32: their numbers, not their bytes"
-        return cure
+            return cure, "quantize"
+        return cure, "edit"
     if isinstance(dialect, Quark) and entry:
-        return f"Let layer_quant_config name the modules that are stored so, and not by {entry!r}"
-    return SAY_IT
+        cure = f"Let layer_quant_config name the modules that are stored so, and not by {entry!r}"
+        return cure, "edit"
+    if isinstance(dialect, CompressedTensors):
+        # A form that another group builds is one of its targets more. Of two groups with one target
+        # the last builds.
+        forms = {answer.built.form for answer in dialect.builds.values()}
+        forms.discard(module.resolution.built.form)
+        targets = [one for one in dialect.entries if one.where == "targets"]
+        if weight.form in forms or len(targets) > len(dialect.builds):
+            return SAY_IT, "edit"
+    return SAY_IT, "quantize"
+
+
+def _covered_by(view: StoredView, module: Module, weight: StoredWeight) -> CuredBy:
+    """What lets a dialect build a module as this weight is stored."""
+    dialect = view.dialect
+    entry = module.resolution.entry
+    if isinstance(dialect, ModelOpt) and entry in dialect.quantized_layers:
+        return "server"
+    # vLLM itself may decide it, whatever is written.
+    written = {name for one in dialect.entries for name in (one.written, *one.read)}
+    is_written = not (entry and written) or entry in written
+    is_draft_head = module.part == "mtp" and module.kind == "head"  # vLLM makes it the target's
+    if dialect.name == "none" or weight.form == "unknown" or not is_written or is_draft_head:
+        return "quantize"
+    return "edit"
 
 
 def _cover_cure(view: StoredView, module: Module) -> str:

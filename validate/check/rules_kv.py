@@ -126,18 +126,21 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
             continue
         is_mtp = runtime.is_mtp_name(entry.name)
         if is_mtp and not draft_takes(loader, entry.name):
+            cured_by = "edit"
             cure = "Remove the KV-cache scales of the MTP layer"
             says = (
                 "is a scale of the KV cache inside the MTP layer, which this draft's loader does "
                 "not know: vLLM raises KeyError, ValueError or AttributeError"
             )
         elif not is_mtp and not loader.backbone_takes_kv_scales:
+            cured_by = "edit"
             cure = "Remove the scales of the KV cache"
             says = (
                 "is a scale of the KV cache, for which this family's class has no parameter: vLLM "
                 "raises KeyError or ValueError, with and without a draft"
             )
         elif isinstance(runtime.dialect, ModelOpt) and math.prod(entry.shape) != 1:
+            cured_by = "quantize"
             cure = "Store one number for each of k and v"
             says = (
                 f"has shape {list(entry.shape)}: vLLM raises ValueError: KV-cache scale "
@@ -145,7 +148,7 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Objections:
             )
         else:
             continue
-        yield objection("kv-scales", entry.name, says, cure, cure)
+        yield objection("kv-scales", entry.name, says, cure, cure, cured_by=cured_by)
 
 
 def kv_scales_are_whole(runtime: RuntimeView) -> Objections:

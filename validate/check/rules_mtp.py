@@ -43,6 +43,7 @@ _MOST_LAYERS = 1000
 _OF_WEIGHTS = {*SCALE_LEAVES, *TRANSPOSED_LEAVES}
 _AGAIN = "Quantize the checkpoint again"
 _NO_LAYER = "num_hidden_layers={} promises this layer, but no file has a tensor of it"
+BLOCK_AGAIN = "Put the release's block in"
 _DOWNLOAD = "Download or quantize the checkpoint again"
 
 
@@ -64,14 +65,17 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
     for index in sorted({*range(promised)} - runtime.found - elsewhere):
         place = f"{view.mtp_stem(index)}*"
         cure = way_to_a_block(runtime)
+        cured_by = "block"
         at = runtime.block_at
         if at is not None:
             place = f"{view.disk_stem('backbone', at)}*"
+            cured_by = "edit"
             cure = (
                 f"Set {view.family.num_layers_key} to {at}: layer {at} has the modules of an MTP "
                 "layer, and is counted as a decoder layer"
             )
         elif view.is_number_wrong(runtime.found):
+            cured_by = "edit"
             count = len(runtime.found) // view.num_mtp_parts
             cure = f"Set {key} to {count}, or put the release's whole block in"
             if 0 not in runtime.found:
@@ -82,6 +86,7 @@ def promised_layers_exist(runtime: RuntimeView) -> Objections:
             f"{key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
             f"{effect}",
             cure,
+            cured_by=cured_by,
         )
     extra = [index for index in runtime.found if index >= promised]
     first = f"{view.mtp_stem(min(extra, default=0))}*"
@@ -117,7 +122,7 @@ def way_to_a_block(runtime: RuntimeView) -> str:
             "--mtp-source with the place of "
             "a block that is published apart; else put the release's in"
         )
-    return "Put the release's block in"
+    return BLOCK_AGAIN
 
 
 def files_are_indexed(view: StoredView) -> Objections:
@@ -137,7 +142,9 @@ def files_are_indexed(view: StoredView) -> Objections:
             yield objection("unindexed", entry.name, says, cure, f"MTP {entry.file}")
         else:
             cure += ", or remove the file"
-            yield objection("unindexed", entry.name, says, cure, entry.file, "warning")
+            yield objection(
+                "unindexed", entry.name, says, cure, entry.file, "warning", cured_by="none"
+            )
 
 
 def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
@@ -145,6 +152,9 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
     M1.
     """
     layers = sorted(runtime.found.intersection(range(runtime.promised)))
+    cured_by = "block"
+    if max(runtime.found, default=0) > max(layers, default=0):
+        cured_by = "edit"  # of the number of layers, by which another one is the block
     for name in runtime.view.required_mtp_modules(layers):
         if name not in runtime.placed:
             yield objection(
@@ -154,6 +164,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Objections:
                 "it uninitialised in silence, the draft guesses",
                 way_to_a_block(runtime),
                 name,
+                cured_by=cured_by,
             )
 
 
@@ -407,20 +418,25 @@ def _unknown(runtime: RuntimeView, name: HFName, alike: dict[str, Objection]) ->
             "nested",
         )
     severity = "warning"
+    cured_by = "none"
     cause = _DIGITS.sub("*", name)
     at = runtime.block_at
     effect = "vLLM raises on it unless the model's loader skips unknown names"
     if runtime.is_mtp_name(name):
         severity = "error"
+        cured_by = "quantize"
         cause = f"MTP {cause}"
         effect = "the draft's loader raises KeyError or ValueError on names it does not know"
     elif at is not None and name.startswith(runtime.view.disk_stem("backbone", at)):
+        cured_by = "edit"
         cause = "counted as a decoder layer"
     # They may be hundreds of thousands, each with the same sentence.
     if cause not in alike:
         cure = "Rename it to the original release's name, or remove it"
         says = f"has no place in this family: {effect}"
-        alike[cause] = objection("unknown-tensor", name, says, cure, cause, severity)
+        alike[cause] = objection(
+            "unknown-tensor", name, says, cure, cause, severity, cured_by=cured_by
+        )
     return alike[cause]
 
 

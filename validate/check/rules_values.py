@@ -13,7 +13,6 @@ modelopt.py (process_weights_after_loading), compressed_tensors_moe_w4a4_nvfp4.p
 """
 
 import math
-import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -35,6 +34,7 @@ from ...recipes.forms import (
 from ..facts.findings import Objection, Objections, objection
 from .reading import Summary, is_scale
 from .rules_kv import attention_of_scale, is_kv_scale
+from .rules_mtp import BLOCK_AGAIN
 
 _objection = partial(objection, origin="values")
 _warning = partial(objection, origin="values", severity="warning")
@@ -109,11 +109,10 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
         place = next(filter(None, map(runtime.view.place, names)), None)
         if place is not None and place.role != "vision":
             tensors[name] = Tensor(runtime.source.entries[name], place, summary)
-    graft = block_again(runtime.source.where)
     for tensor in tensors.values():
         cure = _REQUANTIZE
         if tensor.is_mtp:
-            cure = graft
+            cure = BLOCK_AGAIN
         if tensor.leaf in _INPUT_SCALES:
             cure = (
                 "Calibrate again with samples that reach this module, and keep its experts' "
@@ -129,23 +128,17 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Objectio
         elif is_scale(tensor.name):
             yield from _scale(runtime, tensor, cure)
         elif tensor.place.role != "norm":
-            yield from _empty(tensor, tensors, graft)
+            yield from _empty(tensor, tensors)
         elif tensor.is_mtp and (is_small or largest > _NORM_TOO_LARGE):
             says = (
                 f"its largest value is {largest:.3g}: the draft's hidden state becomes "
                 "nothing or huge, and nearly nothing is accepted"
             )
-            yield _objection("norm", tensor.name, says, graft, f"{tensor.cause} {is_small}")
+            yield _objection("norm", tensor.name, says, BLOCK_AGAIN, f"{tensor.cause} {is_small}")
     yield from magnitudes_are_those_of_weights(runtime, tensors)
     yield from fused_scales_agree(tensors)
     yield from input_scales_are_measured(tensors)
     yield from norms_have_learned(runtime, tensors)
-
-
-def block_again(where: str, release: str = "RELEASE") -> str:
-    """The cure of a checkpoint whose MTP block has wrong values."""
-    words = shlex.join(["graft", where, "--from", release, "--replace", "--out", "NEW"])
-    return f"Run `keepmtp {words}`"
 
 
 def _not_finite(tensor: Tensor, cure: str) -> Objection:
@@ -222,7 +215,7 @@ def _zero_points(runtime: RuntimeView, tensor: Tensor, cure: str) -> Objections:
         yield _objection("zero-points", tensor.name, says, cure, tensor.cause)
 
 
-def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
+def _empty(tensor: Tensor, tensors: _Tensors) -> Objections:
     """A matrix of the language model that is all zeros or one repeated value.
 
     A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ
@@ -248,7 +241,7 @@ def _empty(tensor: Tensor, tensors: _Tensors, graft: str) -> Objections:
         severity = "error"
     if tensor.is_mtp:
         happens += ", or never written, so the draft guesses and nearly nothing is accepted"
-        cure = graft
+        cure = BLOCK_AGAIN
     says = f"holds {what} only: {happens}"
     cause = f"{tensor.cause} {what} {is_lost}"
     yield _objection("empty-weight", tensor.name, says, cure, cause, severity)

@@ -338,5 +338,6 @@ class _Case:
         for error in errors:
             is_of_it = error.where.startswith(module) or where.startswith(error.where)
             if is_of_it or len(errors) == 1:
-                return _objection(RULE, where, says, error.cure, cause)
+                kind = error.cured_by
+                return _objection(RULE, where, says, error.cure, cause, cured_by=kind)
         return _objection(RULE, where, says, cure, cause)

@@ -8,8 +8,9 @@ each has a name of its own in it; two layers without an alias are two, although 
 equal.
 """
 
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
@@ -20,6 +21,20 @@ from ...recipes.runtimes import Runtime
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry", "values"]
+CuredBy = Literal["edit", "block", "quantize", "server", "none"]
+"""What cures a fault: an edit of configs, index or headers, which keepmtp fix makes; the release's
+MTP block; quantizing again; another server, or other words for it; nothing that keepmtp has.
+"""
+# By the rule, where what it finds is cured alike; of the others, each finding says it.
+_CURED_BY: Mapping[CuredBy, str] = {
+    "edit": "draft-head extras kv-cache mtp-not-promised mtp-prefix names two-configs unindexed",
+    "block": "mtp-incomplete mtp-missing norm",
+    "quantize": "empty-weight experts finite fused-scales fused-uniform glue head-form "
+    "layer-incomplete layer-missing release rows scale-magnitude scale-sign shapes source "
+    "unknown-tensor zero-points",
+    "server": "alias no-kernel ranks vllm-defect",
+}
+_OF_RULES = {rule: kind for kind, rules in _CURED_BY.items() for rule in rules.split()}
 _MOST = 2000  # characters of a sentence; a name of a stranger may be longer
 
 
@@ -33,6 +48,7 @@ class Finding(Fact):
         where: the first tensor or config entry concerned.
         says: what will happen at serve time.
         cure: what to do.
+        cured_by: the kind of what to do.
         rule: the rule's name.
         count: tensors or entries with this cause.
         runtime: the server that it is about.
@@ -43,6 +59,7 @@ class Finding(Fact):
     where: str
     says: str
     cure: str
+    cured_by: CuredBy = "none"
     rule: str
     count: Count = 1
     runtime: Runtime = "vllm"
@@ -56,6 +73,27 @@ class Finding(Fact):
 def errors_of(findings: Iterable[Finding]) -> list[Finding]:
     """Those that fail a checkpoint; warnings do not."""
     return [finding for finding in findings if finding.severity == "error"]
+
+
+def commands(findings: Sequence[Finding], path: str) -> list[str]:
+    """What cures all of a checkpoint that keepmtp can cure; RELEASE and NEW are filled in.
+
+    Nothing where decoder layers are lost: the number of layers is in the names of many an MTP
+    block, and lists would be written for a wrong one.
+    """
+    if any(finding.rule.endswith("layer-missing") for finding in findings):
+        return []
+    place = shlex.quote(path)
+    lines = list[str]()
+    if any(finding.cured_by == "edit" for finding in findings):
+        lines.append(f"keepmtp fix {place} --out NEW")
+    of_block = [finding for finding in findings if finding.cured_by == "block"]
+    if of_block:
+        words = "--from RELEASE --out NEW"
+        if any(finding.origin == "values" for finding in of_block):
+            words = "--from RELEASE --replace --out NEW"
+        lines.append(f"keepmtp graft {place} {words}")
+    return lines
 
 
 class CheckpointFacts(Fact):
@@ -132,8 +170,10 @@ def objection(
     Args:
         rule, where, says, cure, severity: of the finding.
         cause, times: of the objection.
-        kind: origin and runtime, where they are not as for most rules.
+        kind: origin, runtime and cured_by, where they are not as for most rules, or not as for
+            what else this rule finds.
     """
+    kind.setdefault("cured_by", _OF_RULES.get(rule, "none"))
     finding = Finding(
         rule=rule,
         where=shortened(where, _MOST),

@@ -26,7 +26,9 @@ from keepmtp.validate.check.against import (
     pairs,
     relative_error,
 )
-from keepmtp.validate.check.values import check_values
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.values import check_values, with_values
+from keepmtp.validate.facts.findings import commands
 from seeds import seeded
 from shipped import made_of
 from written_values import fill, opened, poke
@@ -220,8 +222,9 @@ def test_compared_names_the_command_that_puts_the_block_back(written, tmp_path):
     poke(folder, mtp[0], 1e3)
     findings = check_values(opened(folder), "scales", release=opened(release))
     (found,) = (finding for finding in findings if finding.rule == "release")
-    command = f"keepmtp graft {folder} --from {release} --replace --out NEW"
-    assert (found.where, found.cure) == (mtp[0], f"Run `{command}`")
+    assert (found.where, found.cure) == (mtp[0], "Put the release's block in")
+    judged = with_values(examine(folder), "scales", source=str(release)).data.findings
+    assert commands(judged, "it") == ["keepmtp graft it --from RELEASE --replace --out NEW"]
 
 
 @pytest.fixture
