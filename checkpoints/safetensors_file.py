@@ -104,7 +104,7 @@ def header_length(first: bytes, num_bytes: int, where: str) -> int:
     length = 0
     if len(first) == LENGTH_BYTES:
         (length,) = struct.unpack("<Q", first)
-    if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes):
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - LENGTH_BYTES):
         raise CheckpointError(
             where,
             "must start with a safetensors header",

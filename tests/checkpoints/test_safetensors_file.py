@@ -122,9 +122,12 @@ def test_a_dtype_that_only_safetensors_knows(tmp_path):
         "ffffffffffffffff",
         "ffffffffffffff00",
         "01e1f50500000000",
+        "0a00000000000000 7b7d",
+        "6400000000000000 7b7d",
     ],
 )
 def test_a_length_that_no_header_has(first, tmp_path):
+    """The last two are longer than what follows, which would be a header by itself."""
     path = tmp_path / "a.safetensors"
     path.write_bytes(bytes.fromhex(first))
     with pytest.raises(SafetensorError):
