@@ -18,7 +18,6 @@ import pytest
 import wheel
 from filelock import FileLock
 from hub import serving
-from pairwise import pairwise
 from tables import table
 from xdist.scheduler import LoadFileScheduling
 
@@ -75,8 +74,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | N
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first where workers share the suite; and of a large product, what `make test`
-    leaves out is marked.
+    """Long files first where workers share the suite; and of a large product, all but `few` cases
+    at even distances, the first among them, are `full`.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(TABLE["LONG"])}
@@ -87,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
         (number,) = cases[0].get_closest_marker("few").args
-        kept = pairwise([case.callspec.params for case in cases], number)
+        kept = {place * len(cases) // number for place in range(number)}
         for place, case in enumerate(cases):
             if place not in kept:
                 case.add_marker(pytest.mark.full)
