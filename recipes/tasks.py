@@ -36,28 +36,17 @@ TaskName = Literal[
 class TaskRow:
     """One task."""
 
-    # The task's file, below lm-eval's folder of tasks, without ".yaml".
+    # lm-eval's name of the task, or of a group, below its folder in lm-eval's folder of tasks.
     file: str = ""
-    # The dataset's repository, and `subset` in it.
+    # The dataset's repository.
     hub: str
-    subset: str | None = None
-    # Of a row that lm-eval reads, each with what it must be (measure/dataset.py).
-    fields: Mapping[str, str]
-    # Fields of rows that the task cannot ask, and the rule that says why.
-    refused: Mapping[str, str] = field(default_factory=dict)
     # Name of each score: lm-eval's metric and filter.
     scores: Mapping[str, Sequence[str]]
     # The score that cards show and gates judge.
     headline: str
     # Fields of `Evaluation`, where a recipe does not say otherwise.
     protocol: Raw = field(default_factory=dict)
-    # Packages that this task needs beyond the other tasks.
-    packages: Sequence[str] = ()
-    # The column that says which of lm-eval's sub-tasks a row belongs to; "" where the task is one.
-    group: str = ""
-    # Solved examples, at most; None: as many as there are rows to draw from.
-    max_shots: int | None = 0
-    # The column that is filled only in rows that are shots; "" where each row may be one.
+    # The column that is filled only in a file's rows that are shots; "" where each row may be one.
     shown_by: str = ""
 
 

@@ -16,14 +16,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError, first_fault
 from ...recipes.frozen import Json, Raw, frozen
 from ...recipes.match_clock import SIMPLER, MatchClock
+from ...recipes.model_file import find_path
 from ...recipes.protocol import Evaluation
 from ...recipes.yaml_file import load_shipped
-from .dataset import file_rows
 from .lm_eval_task import Question, Questions, sum_of
 
+_CURE = "Mend the row, or name another dataset"
 _ANY = '["array", "boolean", "null", "number", "object", "string"]'
 _TYPES = {"dict": '"object"', "float": '"number"', "tuple": '"array"', "any": _ANY}
 # What jsonschema raises at a stranger's schema: a reference into a number, an address that is none,
@@ -96,7 +98,8 @@ def conversations(protocol: Evaluation) -> Questions:
     if protocol.dataset is None:
         found = list(_own())
     else:
-        found = [_of_row(row, where) for where, row in file_rows(protocol)]
+        path = find_path(protocol.dataset) or Path(protocol.dataset)
+        found = [_of_row(row, where) for where, row in read_lines(path, cure=_CURE)]
     found = found[: protocol.limit]
     items = []
     for item in found:
@@ -115,7 +118,6 @@ def conversations(protocol: Evaluation) -> Questions:
         protocol=protocol,
         items=tuple(items),
         dataset_sha256=sum_of(f"{items}"),
-        tasks=(),
         notes={"left out": f"{num_left:,} whose schemas no right call meets"} if num_left else {},
     )
 
@@ -233,7 +235,7 @@ def _of_row(row: Raw, where: str) -> Dialogue:
             where,
             "must be a conversation of one turn in BFCL's form",
             got=first_fault(error),
-            cure="Mend the row, or name another dataset",
+            cure=_CURE,
         ) from error
     wanted = []
     for tool, values in chain(*(calls.items() for calls in read.ground_truth)):

@@ -160,7 +160,7 @@ def test_the_order_of_parallel_calls_does_not_matter(tmp_path):
 @pytest.mark.parametrize(
     "changed, says",
     [
-        ({"question": [*SUM["question"], *SUM["question"]]}, "question"),
+        ({"question": [*SUM["question"], *SUM["question"]]}, "question"),  # of BFCL's multi_turn_*
         ({"ground_truth": ["math.add(2, 4)"]}, "ground_truth.0"),
         ({"function": [{"name": "add"}]}, "function.0.parameters"),
     ],
@@ -171,20 +171,6 @@ def test_a_row_of_another_form_is_named(changed, says, tmp_path):
     message = str(caught.value)
     assert "rows.jsonl:2: must be a conversation of one turn in BFCL's form; got " in message
     assert says in message and message.endswith("Mend the row, or name another dataset.")
-
-
-@pytest.mark.parametrize("with_tools", [{}, SUM])
-def test_turns_whose_tools_bfcl_runs_are_named(with_tools, tmp_path):
-    """Of multi_turn_base: what `find` answered is in no file, and the next call hangs on it."""
-    several = {
-        "question": [[{"role": "user", "content": words}] for words in ("Find it.", "Copy it.")],
-        "initial_config": {"GorillaFileSystem": {}},
-        "involved_classes": ["GorillaFileSystem"],
-    }
-    with pytest.raises(KeepMTPError) as caught:
-        asked(tmp_path, SUM, with_tools | several)
-    assert "rows.jsonl:2: BFCL's turns must need no tool" in str(caught.value)
-    assert "multi_turn_* do; got involved_classes ['GorillaFileSystem']" in str(caught.value)
 
 
 @pytest.mark.parametrize(
