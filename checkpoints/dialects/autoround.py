@@ -17,7 +17,7 @@ from ...recipes.renamer import Renamer
 from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
-from .matching import lacks, plain, raises, registers
+from .matching import MXFP4, lacks, plain, raises, registers
 from .patterns import matches_inside
 
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
@@ -153,7 +153,7 @@ class AutoRound(NamedTuple):
                 block = (size[0], size[1])
                 return registers("fp8_block", "weight", "weight_scale_inv", block=block)
             case "mx_fp", 4, _:
-                return registers("mxfp4", "weight_packed", "weight_scale", group_size=_MX_GROUP)
+                return MXFP4
             case "mx_fp", 8, _:
                 return registers("mxfp8", "weight", "weight_scale", group_size=_MX_GROUP)
             case "gptq", 4 | 8, True if is_one:

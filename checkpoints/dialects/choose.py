@@ -86,7 +86,8 @@ def _read(
     family = family_of(config, vllm)
     match method:
         case "compressed-tensors":
-            return read_compressed_tensors(raw, rename)
+            rerouted = family.rerouted_format if family else ""
+            return read_compressed_tensors(raw, rename, rerouted=rerouted)
         case "fp8" | "deepseek_v4_fp8":
             return read_fp8(raw, config, rename)
         case "gptq" | "auto_gptq" | "gptq_marlin":

@@ -31,12 +31,20 @@ from ...recipes.runtimes.sglang import sglang_model
 from ...recipes.schemes import SCHEMES
 from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
-from .matching import SCHEMES_DIFFER, OneAnswer, left_out, plain, raises, registers
+from .matching import (
+    ENCODED,
+    MXFP4,
+    SCHEMES_DIFFER,
+    OneAnswer,
+    left_out,
+    plain,
+    raises,
+    registers,
+)
 from .modules import NamedModule, Spellings, concrete, regexes
 from .patterns import Entries, equal_or_regex
 from .sglang import no_draft, sglang_asks, unnamed
 
-MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32)
 _EXPERTS: Mapping[Runtime, str] = {"vllm": "RoutedExperts", "sglang": "FusedMoE"}
 _PROJECTIONS_DIFFER = (
     "ValueError: All MoE projections need to have same quantization scheme but found multiple"
@@ -74,7 +82,8 @@ class CompressedTensors(NamedTuple):
         builds: of each target, for linear modules.
         expert_builds: the same for routed experts.
         schemes: keepmtp's word for each target's group; "" where it has none.
-        is_mxfp4: SGLang builds routed experts as MXFP4, whatever the entries say.
+        all_experts: what a server builds of routed experts, whatever the entries say; None where
+            they decide.
     """
 
     ignore: Entries
@@ -85,7 +94,7 @@ class CompressedTensors(NamedTuple):
     rename: Renamer
     entries: tuple[ConfigEntry, ...]
     runtime: Runtime
-    is_mxfp4: bool
+    all_experts: VLLMModule | None
     name: str = "compressed-tensors"
 
     # Expressions, from the start of a name; of routed experts each projection has a name.
@@ -127,8 +136,8 @@ class CompressedTensors(NamedTuple):
         return equal_or_regex(name, entry.read[0])
 
     def _experts(self, projections: Sequence[str]) -> Resolution:
-        if self.is_mxfp4:
-            return Resolution(MXFP4)
+        if self.all_experts is not None:
+            return Resolution(self.all_experts)
         # Both servers ask about the three projections of expert 0, and vLLM takes the last answer.
         last = plain()
         answers = []
@@ -187,9 +196,10 @@ class CompressedTensors(NamedTuple):
 
 
 def read_compressed_tensors(
-    raw: Raw, rename: Renamer, runtime: Runtime = "vllm"
+    raw: Raw, rename: Renamer, runtime: Runtime = "vllm", *, rerouted: str = ""
 ) -> CompressedTensors | OneAnswer:
-    """The config as a server reads it, entries renamed.
+    """The config as a server reads it, entries renamed; `rerouted` is the family's
+    `rerouted_format`.
 
     Raises:
         CheckpointError: a key has another type than is read, or an entry is no regular expression.
@@ -202,7 +212,11 @@ def read_compressed_tensors(
     experts = dict[str, Resolution]()
     schemes = dict[str, str]()
     entries = list[ConfigEntry]()
-    is_mxfp4 = not is_vllm and "mxfp4" in (given.format or "")
+    all_experts = None
+    if given.format and given.format == rerouted:
+        all_experts = MXFP4._replace(scales=ENCODED)
+    elif not is_vllm and "mxfp4" in (given.format or ""):
+        all_experts = MXFP4
     for key, group in (given.config_groups or {}).items():
         targets = group.targets or ()
         weights = _filled(group.weights)
@@ -213,7 +227,8 @@ def read_compressed_tensors(
             error = f"ValidationError: SGLang reads {where}, which is not there"
             return OneAnswer("compressed-tensors", raises(error))
         is_of_all = not {"Linear", "FusedMoE"}.isdisjoint(targets)
-        is_mxfp4 |= not is_vllm and is_of_all and _registered(weights, None) == MXFP4
+        if not is_vllm and is_of_all and _registered(weights, None) == MXFP4:
+            all_experts = MXFP4
         of_linear = built(group, given.format, is_experts=False)
         of_experts = built(group, given.format, is_experts=True)
         if is_vllm and group.weights and group.weights.is_reordered:
@@ -230,8 +245,9 @@ def read_compressed_tensors(
     targets = Entries(linear)
     targets.refuse_wrong()
     ignore.refuse_wrong()
+    entries += ignored
     return CompressedTensors(
-        ignore, targets, linear, experts, schemes, rename, (*entries, *ignored), runtime, is_mxfp4
+        ignore, targets, linear, experts, schemes, rename, tuple(entries), runtime, all_experts
     )
 
 

@@ -42,6 +42,7 @@ class VLLMModule(NamedTuple):
         bits: of packed integers.
         scale_ndim: the only number of dimensions that the weight's scale may have; 0 where it may
             have any.
+        scales: dtypes that the weight's scale may have; () for those of the form.
         renames: leaf on disk -> leaf after the model's loader has renamed it.
     """
 
@@ -52,6 +53,7 @@ class VLLMModule(NamedTuple):
     block: tuple[int, int] | None = None
     bits: int = 0
     scale_ndim: int = 0
+    scales: tuple[str, ...] = ()
     renames: Mapping[str, str] = MappingProxyType({})
 
 

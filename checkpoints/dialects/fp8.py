@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 from ...recipes.family import VLLMName
 from ...recipes.family_view import language_config
+from ...recipes.forms import E8M0
 from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer, family_of
 from ...recipes.runtimes import Runtime
 from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
-from .matching import OneAnswer, plain, raises, registers, skipped
+from .matching import ENCODED, OneAnswer, plain, raises, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
 from .modules import NamedModule, concrete
 
@@ -36,6 +37,7 @@ _MXFP4_EXPERTS = registers(
     "weight",
     "weight_scale",
     group_size=32,
+    scales=ENCODED,
     renames=MappingProxyType({_SCALE: "weight_scale"}),
 )
 # modelopt's MXFP8, whose loader repeats each scale for the 32 rows of its block.
@@ -45,6 +47,7 @@ _MXFP8 = registers(
     "weight_scale",
     block=(32, 32),
     scale_ndim=2,
+    scales=E8M0,
     renames=MappingProxyType({_SCALE: "weight_scale"}),
 )
 

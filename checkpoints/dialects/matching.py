@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...recipes.forms import E8M0, FLOATS, FP8
 from ...recipes.renamer import Renamer
 from ...recipes.runtimes import Runtime
 from ...recipes.runtimes.sglang import entry_below
@@ -27,6 +28,11 @@ SHARDS_DIFFER = "ValueError: Detected some but not all shards of {} are quantize
 SCHEMES_DIFFER = "ValueError: Found different quantization schemes for the shards of {}"
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parts of modules that a server knows to be fused though no class of the model says so."""
+
+
+ENCODED = (*E8M0, *FLOATS, *FP8)
+"""What vLLM's own method for MXFP4 experts makes E8M0 of (quantization/mxfp4.py,
+_encode_mxfp4_weight_scale)."""
 
 
 def plain(entry: str = "") -> Resolution:
@@ -42,6 +48,9 @@ def raises(error: str, entry: str = "quantization_config", refusal: Refusal = ""
 def registers(form: Form, *leaves: str, **others: Any) -> VLLMModule:
     """A module with these parameters; `others` as in `VLLMModule`."""
     return VLLMModule(form=form, leaves=frozenset(leaves), **others)
+
+
+MXFP4 = registers("mxfp4", "weight_packed", "weight_scale", group_size=32, scales=("U8",))
 
 
 class OneAnswer(FixedAnswer):

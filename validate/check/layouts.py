@@ -48,9 +48,9 @@ def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]
 
 
 def fits(built: VLLMModule, weight: StoredWeight) -> bool:
-    """Whether a weight has the form, the tensors and the shapes that are built."""
+    """Whether a weight has the tensors and the shapes that are built."""
     leaves = leaves_built(built, weight).keys()
-    is_whole = built.form == weight.form and leaves ^ built.leaves <= built.optional
+    is_whole = weight.form in (built.form, "unknown") and leaves ^ built.leaves <= built.optional
     return is_whole and layout_problem(built, weight) is None
 
 
@@ -67,7 +67,8 @@ def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
         return _scale_leaf(built), wanted, "Leave this module in BF16"
     for leaf, entry in parts.items():
         dtypes, shapes = wanted.get(leaf, ((entry.dtype,), ()))
-        if entry.dtype not in dtypes:
+        is_longer = entry.dtype == "I64" and "I32" in dtypes  # `copy_` keeps whole numbers
+        if entry.dtype not in dtypes and not is_longer:
             says = f"{leaf} is {entry.dtype}, not {dtypes[0]}: "
             if refitted(built, weight) is None:
                 return leaf, f"{says}vLLM raises, or converts the bytes as numbers", SAY_IT
@@ -134,13 +135,9 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
     cannot be built.
     """
     storage = FORMS[built.form]
-    scale_dtypes = storage.scales
     leaf = "weight"
     if "weight_packed" in built.leaves:
         leaf = "weight_packed"
-        # Only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are.
-        if built.form == "mxfp4":
-            scale_dtypes = ("U8",)
     n, columns = parts[leaf].shape
     k = columns * storage.per_element(built.bits)
     groups = 1
@@ -163,7 +160,7 @@ def _in_rows(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted | str:
         scale_shapes = [shape for shape in scale_shapes if len(shape) == built.scale_ndim]
     return {
         leaf: (storage.dtypes, ()),
-        _scale_leaf(built): (scale_dtypes, tuple(scale_shapes)),
+        _scale_leaf(built): (built.scales or storage.scales, tuple(scale_shapes)),
         **dict.fromkeys(TENSOR_SCALES, (FLOATS, _ONE_VALUE)),
         # Codes that mean 0, packed along the outputs.
         "weight_zero_point": (("I32",), ((-(-n * built.bits // 32), groups),)),
@@ -182,7 +179,7 @@ def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
     groups = inputs // (built.group_size or inputs or 1)
     return {
         "qweight": (FORMS[built.form].dtypes, (packed,)),
-        "scales": ((parts["scales"].dtype,), ((groups, outputs),)),
+        "scales": (FLOATS, ((groups, outputs),)),
         "qzeros": (("I32",), ((groups, outputs // pack),)),
     }
 

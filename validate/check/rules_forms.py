@@ -25,12 +25,12 @@ from ...checkpoints.dialects.quark import Quark
 from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
 from ...checkpoints.stored import OTHER_LEAVES, StoredWeight, scale_of
 from ...recipes.family import HFName, VLLMName
-from ...recipes.forms import FP8
+from ...recipes.forms import E8M0, FP8
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ...recipes.tensor_parallel import Split, in_words, why_not
 from ..facts.findings import CuredBy, Objections, objection
-from .layouts import SAY_IT, Problem, layout_problem, leaves_built, manner, refitted
+from .layouts import SAY_IT, Problem, fits, layout_problem, leaves_built, manner, refitted
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}
@@ -190,31 +190,40 @@ def _compare(view: StoredView, module: Module, member: Member) -> Objections:
             f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}",
             cured_by=cured_by,
         )
-    elif built.form == "fp8_block":
-        yield from _block_scales_are_read(view, module, weight)
+    elif built.form in ("fp8_block", "mxfp4"):
+        yield from _scales_are_read(view, module, weight)
 
 
-def _block_scales_are_read(view: StoredView, module: Module, weight: StoredWeight) -> Objections:
-    """FP8 block scales that a kernel refuses (Fp2), or that DeepSeek-V4's loaders read as other
+def _scales_are_read(view: StoredView, module: Module, weight: StoredWeight) -> Objections:
+    """Scales of blocks and of MXFP4 that a kernel refuses (Fp2), or that vLLM reads as other
     numbers.
 
     vLLM 0.29 to 0.33 models/deepseek_v4/nvidia/{model,mtp,dspark}.py (load_weights) and
     quant_config.py (is_scale_e8m0); quantization/fp8.py for the parameters.
     """
+    built = module.resolution.built
     scale = scale_of(weight.parts)
     is_own = isinstance(view, RuntimeView) and bool(view.view.family.fp8_class)
     severity = "error"
+    in_powers = "Store the scales as F8_E8M0, with the weights rounded for them"
     cure = "Store the scales as F32"
-    if is_own and module.kind == "experts" and scale.dtype == "F8_E8M0":
+    if built.form == "mxfp4":
+        if scale.dtype in E8M0:
+            return
+        severity = "warning"
+        says = f"scales are {scale.dtype}: vLLM rounds them to powers of two in silence"
+        cure = in_powers
+    elif is_own and module.kind == "experts" and scale.dtype == "F8_E8M0":
         says = "experts' scales are F8_E8M0, whose bytes this loader puts into float32 as the "
         says += "numbers 0 to 255, in silence"
         cure += ": their numbers, not their bytes"
     elif is_own and isinstance(view.dialect, Fp8):
-        if view.dialect.experts == view.dialect.linear or scale.dtype == "F8_E8M0":
+        is_usual = view.dialect.experts == view.dialect.linear
+        if is_usual or built.scales or scale.dtype == "F8_E8M0":
             return
         says = f"block scales are {scale.dtype}, and vLLM's parameter is F8_E8M0, as experts are "
         says += "no FP8: it rounds them to powers of two in silence"
-        cure = "Store the scales as F8_E8M0, with the weights rounded for them"
+        cure = in_powers
     elif isinstance(view.dialect, CompressedTensors) and scale.dtype != "F32":
         severity = "warning"
         says = f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first "
@@ -564,11 +573,15 @@ def _is_mixed(module: Module) -> bool:
     which it is.
     """
     kinds = set[tuple[str, ...]]()
+    built = module.resolution.built
     for _, weight in module.members:
         form = weight.form
+        if "unknown" == form != built.form and fits(built, weight):
+            form = built.form
         if form.startswith("fp8"):
             form = "fp8"
-        kinds.add((form, *sorted(weight.parts)))
+        # vLLM drops GPTQ's order of inputs, which is the natural one.
+        kinds.add((form, *sorted(weight.parts.keys() - {"g_idx"})))
     return len(kinds) > 1
 
 

@@ -685,6 +685,25 @@ def test_block_scales_are_read_as_numbers_are_stored(tmp_path):
     assert examine(folder).data.findings == ()
 
 
+@pytest.mark.parametrize(
+    ("model", "scale", "dtype", "severities"),
+    [
+        ("dsv4-flash", r"layers\.0\.ffn\.experts\.0\.w1\.scale", "F32", {"warning"}),
+        ("dsv4-flash", r"layers\.0\.ffn\.experts\.0\.w1\.scale", "U8", set()),
+        ("dsv4-flash", r"layers\.0\.ffn\.experts\.0\.w1\.scale", "I8", {"error"}),
+        ("dsv4.1-flash", r"layers\.0\.attn\.wq_a\.scale", "U8", set()),
+        ("dsv4.1-flash", r"layers\.0\.attn\.wq_a\.scale", "F32", {"error"}),
+        ("kimi-k3-mtp", r".*\.layers\.1\..*\.experts\.0\.w1\.weight_scale", "F8_E8M0", set()),
+        ("kimi-k3-mtp", r".*\.layers\.1\..*\.experts\.0\.w1\.weight_scale", "BF16", {"warning"}),
+    ],
+)
+def test_scales_are_powers_of_two(model, scale, dtype, severities, tmp_path):
+    """vLLM's method for MXFP4 experts makes them of every float, its MXFP8 takes bytes alone."""
+    folder = write(tmp_path / "it", changed(partial(released, model), retype(scale, dtype)))
+    findings = examine(folder).data.findings
+    assert {finding.severity for finding in findings} == severities
+
+
 def test_the_names_of_experts_hang_on_the_version(tmp_path):
     checkpoint = changed(
         partial(ours, "nemotron-3-super", "FP8_DYNAMIC"),

@@ -74,7 +74,7 @@ def _is_weight_only(method: Any) -> bool:
 
 def _is_optional(name: str, method: Any, *, is_weight_only: bool) -> bool:
     """Whether a checkpoint need not have a parameter of a module with this method."""
-    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+    from vllm.model_executor.layers.quantization import auto_gptq
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     # Scales of a KV cache have defaults (quantization/kv_cache.py).
@@ -87,8 +87,12 @@ def _is_optional(name: str, method: Any, *, is_weight_only: bool) -> bool:
     # (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
     if is_weight_only and name.endswith(("input_scale", "input_global_scale")):
         return True
+    # Its integers are symmetric (quantization/auto_gptq.py: zero_points=False).
+    if name == "qzeros" and isinstance(method, auto_gptq.AutoGPTQLinearMethod):
+        return True
     # Deleted again if none was loaded (quantization/auto_gptq.py:620).
-    drops_bias = isinstance(method, AutoGPTQMoEMethod) and not method.moe.has_bias
+    is_of_experts = isinstance(method, auto_gptq.AutoGPTQMoEMethod)
+    drops_bias = is_of_experts and not method.moe.has_bias
     return drops_bias and name.endswith("_bias")
 
 
