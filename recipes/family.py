@@ -87,6 +87,8 @@ class Row:
             tensor.
         in_every_layer: False where only layers of one kind have the module; the others do not miss
             it.
+        unit: a layer has all modules of a unit, or none; "" where the paths show what belongs
+            together.
         interleaved: the rows of q, k and v in it, where they are not in the order that vLLM
             computes with.
         is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other
@@ -109,6 +111,7 @@ class Row:
     stacked: tuple[str, ...] = ()
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
+    unit: str = ""
     interleaved: Interleaved | None = None
     table_scale: str = ""
     is_drafts_own: bool = False

@@ -188,6 +188,7 @@ def _moved(row: Row, on_disk: str, in_vllm: str) -> Row:
         path=path,
         runtime=runtime,
         shares=_below(on_disk, row.shares),
+        unit=_below(on_disk, row.unit),
         aliases=tuple(aliases),
     )
 

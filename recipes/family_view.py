@@ -23,6 +23,7 @@ from .frozen import Raw, frozen, without
 _EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 _NUMBER = re.compile(rf"(?<=\.){INDEX}(?=\.)")
 _UNKNOWN = "outside of the family's table"
+_JOINING = ("glue", "norm", "state")
 _COMPARED = ("attention", "dense_mlp", "shared_experts", "router")
 
 
@@ -362,13 +363,15 @@ class FamilyView:
         for row in self.family.mtp_block:
             # A rule compares an MTP layer with the decoder layers in what both have.
             is_own = row.path not in decoder and row.role in _COMPARED and row.in_every_layer
-            if is_own or row.role in ("glue", "norm", "state"):
+            if is_own or row.role in _JOINING:
                 needed.append(row.path)
         for stem in stems:
             required += [HFName(stem + path) for path in needed]
         if stems:
             rows = self.layout.mtp_top
-            required += [HFName(row.path) for row in rows if row.role in ("glue", "norm")]
+            required += [
+                HFName(row.path) for row in rows if row.role in _JOINING and row.in_every_layer
+            ]
         return required
 
     def mtp_layers_of(self, names: Iterable[HFName]) -> set[int]:

@@ -11,7 +11,6 @@ part must each have all that some decoder layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection
 
 from ...checkpoints.companions import INDEX
 from ...checkpoints.dialects.choose import Unquantized
@@ -24,13 +23,13 @@ from ...checkpoints.stored import (
     WEIGHT_LEAVES,
     StoredWeight,
 )
-from ...recipes.family import HFName, Part, Role
+from ...recipes.family import HFName, Part, Row
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
 from .rules_kv import is_kv_scale
 
 ALONE = "draft-alone"
-_NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _NUM_STAGE_EXPERTS_KEYS = ("dspark_n_routed_experts", *_NUM_EXPERTS_KEYS)  # of DSpark's stages
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
@@ -38,7 +37,9 @@ _DIGITS = re.compile(r"[0-9]+")
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 _ENDS = ("embedding", "norm", "state")
 _WHOLE_ROLES = ("dense_mlp", "shared_experts")
-_HALVES = ("mixer", "ffn")
+_OTHERS = "others"
+_HALVES = ("mixer", "ffn", _OTHERS)
+_PARTLY = (".compressor", ".indexer")
 _MOST_LAYERS = 1000
 _OF_WEIGHTS = {*SCALE_LEAVES, *TRANSPOSED_LEAVES}
 _AGAIN = "Quantize the checkpoint again"
@@ -174,10 +175,15 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     """
     view = runtime.view
     layers = _layers(runtime)
-    bare = set[str]()
+    family = view.family
+    rows = (*family.block, *family.linear_block, *family.mtp_block)
+    # Parameters without a module: where no layer has one, a state is.
+    bare = {row.path for row in rows if row.role == "state"}
     for place in runtime.placed.values():
         if place.leaf in OTHER_LEAVES:
             bare.add(f"{place.row.path}.{place.leaf}".rstrip("."))
+        elif place.leaf == "weight":
+            bare.discard(place.row.path)
     held = {index for part, index in layers if part == "backbone"}
     depth = 1 + max(held, default=-1)
     lost = sorted({*range(view.num_layers)} - held)
@@ -194,24 +200,32 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
             cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
         says = _NO_LAYER.format(view.num_layers)
         yield objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
-    for half in {half: None for halves in layers.values() for half in halves}:
+    units = defaultdict[str, set[str]](set)
+    for row in rows:
+        units[_unit(row)].add(row.path)
+    for halves in layers.values():
+        for path, unit in halves[_OTHERS].items():
+            units[unit].add(path)
+    for half in _HALVES:
         # The last layers first: an MTP layer that is as like an early one is of their kind.
-        held_by = [layers["backbone", index][half] for index in sorted(held, reverse=True)]
+        held_by = [layers["backbone", index][half].keys() for index in sorted(held, reverse=True)]
         models = dict.fromkeys(frozenset(paths) for paths in held_by if paths)
-        drafts = [halves[half] for (part, _), halves in layers.items() if part == "mtp"]
+        drafts = [halves[half].keys() for (part, _), halves in layers.items() if part == "mtp"]
+        if half == _OTHERS:
+            models.clear()
+            drafts.clear()
         for (part, index), halves in layers.items():
-            paths = halves[half]
+            paths = halves[half].keys()
             # Decoder layers of one family differ: one lacks something only if another one has all
             # that it has, and more.
-            is_mtp = part == "mtp" and half in _HALVES
+            is_mtp = part == "mtp"
             gaps = [frozenset(model - paths) for model in models if is_mtp or paths < model]
-            if part == "backbone":
+            if not is_mtp:
                 gaps += [frozenset(model - paths) for model in drafts if paths and paths < model]
-            if half not in _HALVES:
-                gaps = [gap for gap in gaps if paths and len(gap) == 1]
-            siblings = frozenset(_siblings(runtime, paths) - paths)
-            if siblings:
-                gaps.append(siblings)
+            whole = set[str]().union(*[units[unit] for unit in halves[half].values() if unit])
+            rest = frozenset(whole.difference(*halves.values()))
+            if rest:
+                gaps.append(rest)
             lacking = min(gaps, key=len, default=frozenset())
             rule = "layer-incomplete"
             cure = _AGAIN
@@ -248,14 +262,16 @@ def layers_have_known_names(runtime: RuntimeView) -> Objections:
     yield objection("names", where, says, cure)
 
 
-def _siblings(runtime: RuntimeView, paths: Collection[str]) -> set[str]:
-    """All projections of the feed-forward parts that a layer has one of."""
-    family = runtime.view.family
-    parts: dict[tuple[str, Role], set[str]] = defaultdict(set)
-    for row in (*family.block, *family.mtp_block):
-        if row.role in _WHOLE_ROLES and not row.stacked:
-            parts[row.path.rpartition(".")[0], row.role].add(row.path)
-    return set[str]().union(*[part for part in parts.values() if not part.isdisjoint(paths)])
+def _unit(row: Row) -> str:
+    """What a layer has all of, or nothing; "" for a module of which that is not known."""
+    stem = row.path.rpartition(".")[0]
+    if row.unit or not row.in_every_layer:
+        return row.unit
+    if row.role in _WHOLE_ROLES and not row.stacked:
+        return f"{stem} {row.role}"
+    if stem.endswith(_PARTLY):
+        return stem
+    return ""
 
 
 def ends_are_complete(runtime: RuntimeView) -> Objections:
@@ -286,34 +302,31 @@ def counted_layers_are_there(view: StoredView) -> Objections:
                 yield objection("layer-missing", f"{stem}.{number}.*", says, _DOWNLOAD, "layer")
 
 
-def _layers(runtime: RuntimeView) -> dict[tuple[Part, int], dict[str, set[str]]]:
+def _layers(runtime: RuntimeView) -> dict[tuple[Part, int], dict[str, dict[str, str]]]:
     """The parts of each layer's mixer, of its feed-forward part, and of what only some layers have,
-    in any stored form.
+    in any stored form; each with the unit that it is of.
     """
     family = runtime.view.family
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
-    # A layer that has one half has the other, with nothing in it.
-    layers: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(
-        lambda: defaultdict(set, {half: set() for half in _HALVES})
+    # A layer that has one half has the others, with nothing in it.
+    layers = defaultdict[tuple[Part, int], dict[str, dict[str, str]]](
+        lambda: {half: {} for half in _HALVES}
     )
     for place in runtime.placed.values():
         row = place.row
         if place.layer is None or (place.part == "mtp" and row.path in only_mtp):
             continue
-        if not row.in_every_layer:
-            continue
-        is_ffn = place.role in _FFN_ROLES and not family.one_mixer
-        half = _HALVES[is_ffn]
+        half = _HALVES[place.role in _FFN_ROLES and not family.one_mixer]
         # Within one family some layers have a compressor or an indexer, and others have none.
-        if ".compressor." in row.path or ".indexer." in row.path:
-            half = row.path.rpartition(".")[0]
-        paths = layers[place.part, place.layer][half]
+        if not row.in_every_layer or row.path.rpartition(".")[0].endswith(_PARTLY):
+            half = _OTHERS
+        parts = layers[place.part, place.layer][half]
         if row.stacked:
-            paths.update(row.unstacked)
+            parts.update(dict.fromkeys(row.unstacked, ""))
         elif place.leaf in ("", *WEIGHT_LEAVES):
-            paths.add(row.path)
+            parts[row.path] = _unit(row)
         elif place.leaf in OTHER_LEAVES:
-            paths.add(f"{row.path}.{place.leaf}")
+            parts[f"{row.path}.{place.leaf}"] = _unit(row) if half == _OTHERS else ""
     return layers
 
 

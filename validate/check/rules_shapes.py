@@ -55,11 +55,10 @@ def sides_are_those_of_config(runtime: RuntimeView) -> Objections:
     """
     for spot in _spots(runtime):
         sides = runtime.view.sides(spot.place)
-        if spot.place.leaf == "bias":
+        is_vector = len(spot.shape) == 1 and spot.shape != (1,)
+        if is_vector:
             sides = sides[:1]
-        elif spot.place.leaf not in ("", "weight"):
-            continue
-        if len(sides) != len(spot.shape):
+        if len(sides) != len(spot.shape) or spot.place.leaf not in ("", "bias", "weight"):
             continue
         for (words, side), own in zip(sides, spot.shape, strict=True):
             if side not in (0, own):

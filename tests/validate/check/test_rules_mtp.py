@@ -1,6 +1,7 @@
 """Rules on the MTP block: what people met, and what else each one finds."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,8 @@ from good_checkpoints import GOOD
 from keepmtp.cure.fix import proposed
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.validate.check.check import check
+from keepmtp.validate.facts.findings import errors_of
 from without_mtp import llama
 
 FLASH = partial(ours, "dsv4-flash", "W4A16")
@@ -235,6 +238,33 @@ def test_mtp_glue_is_complete(case, tmp_path):
 )
 def test_lacking(case, tmp_path):
     assert_found(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "lost"),
+    [
+        ("nemotron-3-super", r"backbone\.layers\.0\.mixer\.D"),
+        ("kimi-k3-mtp", r".*\.layers\.3\.self_attn\.kv_b_proj\.weight"),
+        ("glm-5.3-flash", r".*\.layers\.3\.self_attn\.q_a_layernorm\.weight"),
+        ("glm-5.3-flash", r".*\.layers\.3\.self_attn\.indexer\.k_norm\.bias"),
+        ("minimax-m3", r".*\.layers\.1\.self_attn\.index_k_norm\.weight"),
+        ("dsv4-flash", r"layers\.0\.ffn\.gate\.weight"),
+        ("dsv4-flash", r"layers\.1\.attn\.indexer\.compressor\.ape"),
+        ("dsv4.1-flash", r"layers\.1\.engram\.q_weight"),
+        ("dsv4.1-flash", r"layers\.1\.attn\.indexer\.k_norm\.weight"),
+        ("qwen3.8-flash-next", r".*\.layers\.1\.ple\.conv1d\.weight"),
+        ("inkling", r".*\.layers\.0\.mlp\.global_scale"),
+        ("ernie-4.5-21b", r"model\.layers\.1\.mlp\.experts\.0\.up_proj\.weight"),
+        ("dsv4-flash-0731", r"mtp\.2\.hc_head_fn"),
+    ],
+)
+def test_a_layer_has_all_of_a_unit(model, lost, tmp_path):
+    """Also where no other layer has it."""
+    checkpoint = released(model)
+    (name,) = [name for name in checkpoint.tensors if re.fullmatch(lost, name)]
+    del checkpoint.tensors[name]
+    (error,) = errors_of(check(as_source(checkpoint, tmp_path)).findings)
+    assert name.startswith(error.where.removesuffix("*"))
 
 
 @pytest.mark.parametrize("name", ["layers.1.ffn.gate.bias_vl", "mtp.1.attn.attn_sink"])

@@ -22,6 +22,19 @@ from keepmtp.validate.facts.findings import errors_of
         says="[256] where config.json says hidden_size=512",
     ),
     case(
+        "a convolution of the only layer of its kind",
+        "released nemotron-3-super",
+        reshape(r"backbone\.layers\.0\.mixer\.conv1d\.weight", "n 1 k -> 1536 1 k"),
+        where="backbone.layers.0.mixer.conv1d.weight",
+        says="config.json says mamba_num_heads mamba_head_dim + 2 n_groups ssm_state_size=3072",
+    ),
+    case(
+        "heads of the only layer of its kind",
+        "released nemotron-3-super",
+        reshape(r"backbone\.layers\.0\.mixer\.A_log", "n -> 8"),
+        where="backbone.layers.0.mixer.A_log",
+    ),
+    case(
         "what joins the states of another model",
         "v41 bf16",
         reshape(r"mtp\.0\.main_proj\.weight", "n k -> 384 768"),
