@@ -16,7 +16,8 @@ from ...checkpoints.files import remove_left
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError, VLLMError
-from ...recipes.tensor_parallel import WHOLE_EXPERTS, Split, sizes_of
+from ...recipes.frozen import Raw
+from ...recipes.tensor_parallel import WHOLE_EXPERTS, Cuts, Split, in_words, sizes_of, why_not
 from ..facts.vllm_env import GPU, VLLM
 from .bf16_copy import refuse_full_disk, why_no_kernel
 
@@ -53,12 +54,19 @@ def refuse_no_room(
         extra: the user's words for `vllm serve`.
 
     Raises:
-        VLLMError: too little memory on the GPUs, or too few of them.
+        VLLMError: too little memory on the GPUs, or too few; or a weight cannot be split so.
         RecipeError: too little room on the disk.
         CheckpointError: a copy is needed and a weight cannot be read.
     """
     remove_left("keepmtp-", out)
+    split = split_of(extra)
     for source in filter(None, sources):
+        refused = split.size > 1 and why_not(*_cut(source), split)
+        if refused:
+            rule = f"vLLM must be able to split it at TP {split.size}"
+            got = f"{refused.where}: {refused.says}"
+            cure = f"Serve it otherwise: it {in_words(*_cut(source))}"
+            raise VLLMError(source.where, rule, got=got, cure=cure)
         if why_no_kernel(source, vllm):
             refuse_full_disk(source, out)
         refuse_full_gpus(source, vllm, extra)
@@ -117,11 +125,16 @@ def loading_sizes(source: Source) -> tuple[int, ...]:
     """The tensor-parallel sizes at which vLLM loads a checkpoint; without a family's table, those
     that cut its heads.
     """
+    return sizes_of(*_cut(source))
+
+
+def _cut(source: Source) -> tuple[Raw, Cuts]:
+    """What ranks share: the language model's config, and the weights that they cut."""
     try:
         runtime = RuntimeView.of(source)
     except RecipeError:
-        return sizes_of(source.text_config, {})
-    return sizes_of(runtime.text_config, runtime.cuts)
+        return source.text_config, {}
+    return runtime.text_config, runtime.cuts
 
 
 def least_gpus(sizes: Sequence[int], num_bytes: int, memory_bytes: int) -> int | None:

@@ -80,6 +80,15 @@ def test_more_ranks_than_gpus(cuda, monkeypatch, tmp_path):
     )
 
 
+def test_a_size_that_vllm_does_not_load(cuda, tmp_path):
+    """Four heads; with eight ranks none has a whole one."""
+    vllm = with_gpus(cuda, 8, mib=99)
+    message = refused(vllm, tmp_path, "--tensor-parallel-size", "8")
+    assert "must be able to split it at TP 8; got config.json: num_attention_heads: 4" in message
+    assert message.endswith("Serve it otherwise: it loads at TP 1, 2, 4.")
+    refuse_no_room((SOURCE,), vllm, out=tmp_path, extra=("--tensor-parallel-size", "4"))
+
+
 def test_as_few_gpus_as_hold_it(cuda):
     """6.1 MiB; a tenth of what vLLM may take is left for the KV cache; 4 heads are not split over 8
     GPUs.
