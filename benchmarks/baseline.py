@@ -47,7 +47,7 @@ from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.schemes import SCHEMES
 from outputs import digests
 from pydantic import ValidationError
-from shipped import shipped_recipes
+from releases import shipped_recipes
 
 CHECKOUT = Path(keepmtp.__file__).parent
 BUILD = Path(__file__).parents[1] / "build" / "baseline"

@@ -32,6 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
 from checkpoint_files import Checkpoint, as_source, write
+from foreign_form import LINEAR_ONLY
 from good import ours, released
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
@@ -50,7 +51,6 @@ from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import find_vllm
-from modelopt_form import LINEAR_ONLY
 
 KEPT = Path(__file__).parent.parent / "build" / "cells"
 VERSION, GPU = "0.33.0", "sm90"

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import wheel
+from data_files import table
 from filelock import FileLock
 from hub import serving
-from tables import table
 from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent

@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import ROOT, captured
 from figures import Figure
-from forked import forked
+from processes import forked
 
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]

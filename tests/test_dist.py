@@ -11,9 +11,9 @@ from email import message_from_bytes
 
 import pytest
 from commands import captured
+from data_files import cases
 from keepmtp import __version__
 from readme_renderer import markdown
-from tables import cases
 from wheel import ROOT, sdist_of, tracked
 
 GENERATED = {"PKG-INFO", "setup.cfg"}

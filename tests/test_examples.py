@@ -5,10 +5,10 @@ import sys
 
 import pytest
 from commands import KEEPMTP, ROOT, captured, keepmtp
-from fine_tunes import fine_tune
+from data_files import json_of
 from hub import serving
-from json_files import json_of
 from real_vllm import GLM
+from written_values import fine_tune
 
 EXAMPLES = ROOT / "examples"
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import pytest
 from commands import ROOT, keepmtp, ran
-from fine_tunes import fine_tune
 from keepmtp.checkpoints.mtp_source import has_mtp
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.measuring import Session
 from keepmtp.cli.options import ServeOptions
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
+from written_values import fine_tune
 
 # What is added to a line so that it ends in minutes: 400 short questions are enough for the gates.
 # No repository is there, and `bench` has servers of its own in tests/vllm.

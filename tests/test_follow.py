@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import follow
 import pytest
+from data_files import cases, table
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
 from releases import MODELS
-from tables import cases, table
 
 
 @pytest.mark.parametrize("is_gone", [False, True])

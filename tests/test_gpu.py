@@ -13,11 +13,11 @@ import pretended_gpu as device_module
 import pytest
 import torch
 from commands import ROOT, captured
+from data_files import cases
 from figures import Figure
 from gpu_runs import in_a_child
 from keepmtp.quantize.needs.memory import stations
 from pretended_gpu import pretended_gpu
-from tables import cases
 
 PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from json_files import json_of, put_json
+from data_files import json_of, put_json, table
 from judge import Judge
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import read_tensor
@@ -22,8 +22,6 @@ from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
 from quality import BEGIN, END, ROWS, jackknife, recipe_text, written
 from safetensors.torch import load_file, save_file
-from seeds import seeded
-from tables import table
 from written_values import poke
 
 pytestmark = pytest.mark.usefixtures("in_f32")
@@ -137,7 +135,7 @@ def test_an_interval_is_that_of_many_texts():
     """Played: of 300 texts of 48 sequences, about 95 % of the intervals hold the true ratio; a
     paired one is narrow.
     """
-    draw_from = seeded(0)
+    draw_from = torch.Generator().manual_seed(0)
     held, reaches = 0, []
     for _ in range(300):
         hard = torch.rand(48, generator=draw_from, dtype=torch.float64) + 0.5

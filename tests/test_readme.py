@@ -4,13 +4,12 @@ one page, and the README repeats it.
 
 import re
 
-from documented import COMMANDS, PAGES
 from dry_corpus import broken_cases, good_cases
 from good import plan_of_recipe, released
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
-from readme import PICTURE, README, ROOT, picture, with_table
+from readme import COMMANDS, PAGES, PICTURE, README, ROOT, picture, with_table
 
 # What make docs PAGE=quality and make gpu write in pages, between their markers. docs/tables/ has the
 # pages that targets write whole.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from commands import IN_F32, captured
+from data_files import table
 from keepmtp import __version__
-from tables import table
 from wheel import stranger
 
 EXTRAS = ("", "quantize", "report", "calibrate", "evaluate")

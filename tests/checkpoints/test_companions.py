@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from commands import shell
+from data_files import cases, put_json, table
 from hub import FIRST_COMMIT
-from json_files import put_json
 from keepmtp import pipeline
 from keepmtp.checkpoints.companions import companions_among
 from keepmtp.checkpoints.files import partial_path
@@ -18,7 +18,6 @@ from keepmtp.quantize.plan.own_code import code_left_out
 from keepmtp.quantize.write.refusals import refusals, refuse
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
-from tables import cases, table
 
 KNOWN = table("checkpoints/test_companions")["KNOWN"]
 CODE = ("encoding/encoding_dsv4.py", "modeling_own.py")

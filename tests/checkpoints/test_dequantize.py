@@ -12,7 +12,6 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
-from seeds import seeded
 
 E2M1 = torch.tensor(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
@@ -76,12 +75,16 @@ integers = partial(read, "int_packed")
 def test_fp8_block(shape, block, scale_dtype):
     weight = all_fp8(shape)
     scale_shape = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    exponents = torch.randint(100, 140, scale_shape, generator=seeded(0)).to(torch.uint8)
+    exponents = torch.randint(100, 140, scale_shape, generator=torch.Generator().manual_seed(0)).to(
+        torch.uint8
+    )
     powers = exponents.double().sub(127).exp2()
     if scale_dtype in (torch.uint8, torch.float8_e8m0fnu):
         scale, values = exponents.view(scale_dtype), powers
     else:
-        scale = (powers * (1 + torch.rand(scale_shape, generator=seeded(1)))).to(scale_dtype)
+        scale = (
+            powers * (1 + torch.rand(scale_shape, generator=torch.Generator().manual_seed(1)))
+        ).to(scale_dtype)
         values = scale.double()
     found = fp8(weight, scale, block)
     # 4-bit by 24-bit significands: the F32 product is rounded, so a second rounding to BF16 may
@@ -101,10 +104,12 @@ def test_nan_codes_stay_nan(dtype):
 @pytest.mark.parametrize("scale_shape", [(70, 1), (70,), (1,), (), (1, 1)])
 def test_fp8_channel(dtype, scale_shape):
     if dtype == torch.int8:
-        weight = torch.randint(-128, 128, (70, 96), generator=seeded(3)).to(torch.int8)
+        weight = torch.randint(-128, 128, (70, 96), generator=torch.Generator().manual_seed(3)).to(
+            torch.int8
+        )
     else:
         weight = all_fp8((70, 96), dtype)
-    scale = torch.rand(scale_shape, generator=seeded(4)).mul(1e-2).bfloat16()
+    scale = torch.rand(scale_shape, generator=torch.Generator().manual_seed(4)).mul(1e-2).bfloat16()
     # At most 8-bit by 8-bit significands: the product is exact in F32 and rounded once.
     expected = (weight.double() * scale.double().reshape(-1, 1)).float().bfloat16()
     assert torch.equal(fp8(weight, scale), expected)
@@ -114,7 +119,9 @@ def test_fp8_channel(dtype, scale_shape):
 @pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.uint8])
 def test_mxfp4(packed_dtype, scale_dtype):
     packed = torch.arange(256).to(torch.uint8).repeat(33).reshape(33, 256)
-    exponents = torch.randint(10, 250, (33, 16), generator=seeded(5)).to(torch.uint8)
+    exponents = torch.randint(10, 250, (33, 16), generator=torch.Generator().manual_seed(5)).to(
+        torch.uint8
+    )
     found = fp4("mxfp4", packed.view(packed_dtype), exponents.view(scale_dtype))
     expected = E2M1[codes_of(packed)] * spread(exponents.double().sub(127).exp2(), 1, 32, (33, 512))
     assert torch.equal(found.double(), expected)  # exact: a power of two changes no mantissa
@@ -131,7 +138,11 @@ def test_mxfp4_at_the_ends_of_e8m0():
 @pytest.mark.parametrize("divisor", [True, False])
 def test_nvfp4(divisor):
     packed = torch.arange(256).to(torch.uint8).repeat(20).reshape(20, 256)
-    scale = torch.rand(20, 32, generator=seeded(6)).mul(448).to(torch.float8_e4m3fn)
+    scale = (
+        torch.rand(20, 32, generator=torch.Generator().manual_seed(6))
+        .mul(448)
+        .to(torch.float8_e4m3fn)
+    )
     common = torch.tensor([27776.0])
     factor = scale.double() / 27776
     if divisor:
@@ -152,11 +163,15 @@ def test_int_packed(bits, num_columns):
 
     half = 1 << (bits - 1)
     shape = 37, num_columns  # 37 rows of zero points fill no whole number of words
-    codes = torch.randint(-half, half, shape, generator=seeded(7)).to(torch.int8)
+    codes = torch.randint(-half, half, shape, generator=torch.Generator().manual_seed(7)).to(
+        torch.int8
+    )
     packed = pack_to_int32(codes, bits)
     for num_groups in (1, num_columns // 4):
-        scale = torch.rand(37, num_groups, generator=seeded(8)).bfloat16()
-        zeros = torch.randint(-half, half, (37, num_groups), generator=seeded(9)).to(torch.int8)
+        scale = torch.rand(37, num_groups, generator=torch.Generator().manual_seed(8)).bfloat16()
+        zeros = torch.randint(
+            -half, half, (37, num_groups), generator=torch.Generator().manual_seed(9)
+        ).to(torch.int8)
         words = pack_to_int32(zeros, bits, packed_dim=0)
         for zero, extra in ((0 * zeros, {}), (zeros, {"weight_zero_point": words})):
             found = integers(shape, weight_packed=packed, weight_scale=scale, **extra)
@@ -186,7 +201,7 @@ def test_same_values_as_compressed_tensors_reads(name):
     from compressed_tensors.quantization import QuantizationScheme
 
     scheme = SCHEMES[name]
-    weight = torch.randn(72, 384, generator=seeded(9)).mul(0.02).bfloat16()
+    weight = torch.randn(72, 384, generator=torch.Generator().manual_seed(9)).mul(0.02).bfloat16()
     (packed,) = pack(scheme, [weight])
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
     expected = compressor.decompress(

@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builds import MODELS, builds, changes
 from checkpoint_files import Checkpoint, write
 from commands import ran
-from good import llmcompressor, ours, released
+from data_files import json_of, put_json
+from good import MODELS, builds, changes, llmcompressor, ours, released
 from hub import serving
-from json_files import json_of, put_json
 from keepmtp.checkpoints.donors import with_donors
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source, view_of
@@ -23,9 +22,8 @@ from keepmtp.recipes.conventions import FORMATS, in_compressed_tensors, in_model
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.family import HFName
 from keepmtp.validate.check.check import check
-from live_tensors import drop_block, tensors_of
 from outputs import digests
-from written_values import fill, overwrite, poke
+from written_values import drop_block, fill, overwrite, poke, tensors_of
 
 
 def with_norms_of(first: Path, *others: Path) -> None:

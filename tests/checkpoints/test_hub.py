@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hub as loopback
 import pytest
+from data_files import cases, spelled
 from hub import TOKEN, Fault, Hub
 from huggingface_hub import close_session, get_session
 from keepmtp.checkpoints import hub_client
@@ -18,7 +19,6 @@ from keepmtp.checkpoints.hub import dataset_commit, read_range
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.recipes.errors import CheckpointError, NoCheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
-from tables import cases, spelled
 
 REPO, FILE = "org/model", "model.safetensors"
 CONTENT = random.Random(0).randbytes(300_000)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import shell
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.checkpoints.identity import CACHE, file_sha256, identify
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 

@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from json_files import put_json
+from data_files import cases, put_json, spelled, table
 from keepmtp.checkpoints.json_file import read_config, read_object
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
@@ -16,7 +16,6 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
-from tables import cases, spelled, table
 
 TABLE = table("checkpoints/test_json_file")
 FILES = TABLE["FILES"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import Checkpoint, as_source, write
+from data_files import json_of
 from good import released
-from json_files import json_of
 from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source

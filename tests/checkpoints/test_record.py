@@ -4,10 +4,9 @@ import json
 
 import measured
 import pytest
-from json_files import put_json
+from data_files import cases, put_json
 from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.recipes.errors import CheckpointError
-from tables import cases
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

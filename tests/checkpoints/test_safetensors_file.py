@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch as safetensors
 import torch
+from data_files import table
 from keepmtp.checkpoints.safetensors_file import fill, lay_out, read_header, sort_metadata
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import DTYPE_BITS
 from safetensors import SafetensorError, safe_open
-from tables import table
 
 
 def test_every_dtype_has_one_name_and_one_size():

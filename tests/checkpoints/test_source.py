@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_files import json_of, put_json
 from hub import FIRST_COMMIT
-from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import check

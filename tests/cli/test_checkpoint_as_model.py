@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, assert_shows, ran
-from json_files import json_of
+from data_files import cases, json_of
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from safetensors.torch import load_file, save_file
-from tables import cases
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
 

@@ -5,8 +5,8 @@ import shutil
 import pytest
 import yaml
 from commands import ROOT, keepmtp, refused
+from data_files import json_of
 from hub import serving
-from json_files import json_of
 from killed import small_recipe
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import IN_F32, ROOT, captured
-from decompressed import decompressed
-from drafts import weights_of
-from json_files import json_of
+from data_files import json_of
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.schemes import SCHEMES
+from writing import weights_of
+from written_values import decompressed
 
 PROMPTS = (
     "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",

@@ -7,8 +7,8 @@ from pathlib import Path
 import measured
 import pytest
 from commands import GLM, assert_shows, keepmtp_without
+from data_files import cases, put_json
 from evaluations import FACTS, Answers, evaluation, several
-from json_files import put_json
 from keepmtp.cli.eval import ProtocolOptions
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import evaluated as parts
@@ -16,10 +16,9 @@ from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.measure import tasks
 from keepmtp.validate.report.gates import judge
+from real_vllm import CPU
 from rich.console import Console
-from tables import cases
 from typer.testing import CliRunner
-from vllms import CPU
 
 
 @pytest.fixture

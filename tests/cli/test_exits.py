@@ -13,7 +13,7 @@ import pytest
 from commands import KEEPMTP, ROOT, captured, keepmtp, ran, refused
 from keepmtp.cli.exits import refusal_of
 from keepmtp.cli.options import chosen_gpus
-from survivors import until
+from processes import until
 
 MODEL = str(ROOT / "models" / "tiny-glm4-moe")
 RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it again')\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, assert_shows, keepmtp
+from data_files import cases, printed
 from keepmtp.cli.findings import parts, pasted, with_path
 from keepmtp.cli.tables import show, table
 from keepmtp.validate.check.check import Checked, examine
@@ -26,10 +27,8 @@ from keepmtp.validate.facts.dry_load import (
 )
 from keepmtp.validate.facts.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.facts.results import CheckData
-from printed import printed
 from releases import source_layout, write_checkpoint
 from rich.console import Console
-from tables import cases
 
 PATTERN = r"re:^model\.layers\.61\.mtp_block\.mlp\.experts\.\d+\.(?:down_proj|gate_proj|up_proj|gate_up_proj)$"
 COMMAND = (

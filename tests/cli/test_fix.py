@@ -10,8 +10,8 @@ import pytest
 from broken import BROKEN
 from checkpoint_files import write
 from commands import assert_shows
+from data_files import json_of
 from good_checkpoints import GOOD
-from json_files import json_of
 from keepmtp.cli.main import flat, load, main
 from written_values import fill, poke
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from commands import assert_shows, keepmtp, ran, refused
+from data_files import cases
 from keepmtp.validate.facts.results import file_of
 from keepmtp.validate.report.report import refresh
 from measured import Answers, measured
-from tables import cases
 
 GATES = ["findings", "loads", "acceptance", "gsm8k"]
 

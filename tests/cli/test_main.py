@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, assert_shows, captured, keepmtp, keepmtp_without, ran, refused
+from data_files import printed
 from keepmtp.recipes.find import find_recipe
 from killed import small_recipe
-from printed import printed
 from releases import source_layout, write_checkpoint
 
 AUTO = "tiny-glm4-moe.nvfp4-mtp-auto"

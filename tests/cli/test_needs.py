@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from commands import ROOT
+from data_files import cases
 from keepmtp import pipeline
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.needs.cards import card_of
@@ -23,7 +24,6 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
-from tables import cases
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, keepmtp
+from data_files import cases
 from keepmtp import api
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.recipes.errors import GateError
 from keepmtp.validate.check.reading import chosen
-from shipped import made_of
-from tables import cases
+from releases import made_of
 from written_values import opened, poke
 
 MTP = "model.layers.3"

@@ -11,7 +11,7 @@ import measured
 import pytest
 import reports
 from commands import ROOT, keepmtp, make, ran, refused
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp import api
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source

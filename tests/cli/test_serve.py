@@ -17,9 +17,9 @@ import httpx
 import pytest
 from checkpoint_files import write
 from commands import GLM, free_port, ran, refused, started
+from data_files import json_of
 from good import outputs_of, plan_of_recipe
 from good_checkpoints import GOOD
-from json_files import json_of
 from keepmtp.checkpoints.files import remove_left, write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -33,9 +33,9 @@ from keepmtp.validate.measure.cures import switched_on
 from keepmtp.validate.measure.serve_line import docker_words
 from keepmtp.validate.report.best_k import BestK, best_k
 from keepmtp.validate.report.report import refresh
-from shipped import made_of
+from processes import MARK, marked, until
+from releases import made_of
 from stub_vllm import stub_vllm
-from survivors import MARK, marked, until
 from written_values import poke
 
 

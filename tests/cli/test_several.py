@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from checkpoint_files import write
 from commands import GLM, assert_shows, keepmtp, ran, refused
+from data_files import put_json
 from good_checkpoints import GOOD
 from hub import TOKEN, serving
-from json_files import put_json
 from keepmtp import api
-from shipped import made_of
+from releases import made_of
 from written_values import poke
 
 

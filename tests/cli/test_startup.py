@@ -12,10 +12,9 @@ import sys
 
 import pytest
 from commands import keepmtp
+from data_files import cases, printed
 from keepmtp import __version__
 from keepmtp.cli.main import VERBS, load, summary
-from printed import printed
-from tables import cases
 
 SLOW = """datasets httpx huggingface_hub jinja2 lm_eval matplotlib numpy pydantic requests rich
 safetensors torch transformers yaml"""

@@ -15,8 +15,8 @@ from uuid import uuid4
 
 import pytest
 from commands import GLM, ROOT, started
+from processes import MARK, none_left, outright, says, until
 from stub_vllm import stub_vllm
-from survivors import MARK, none_left, outright, says, until
 from wheel import stranger
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}

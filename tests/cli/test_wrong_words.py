@@ -14,11 +14,11 @@ import pytest
 import typer
 import yaml
 from commands import GLM
+from data_files import table
 from keepmtp.cli import main
 from keepmtp.recipes import find
 from keepmtp.recipes.errors import KeepMTPError
 from releases import source_layout, write_checkpoint
-from tables import table
 
 WRONG = yaml.safe_load(Path(__file__).with_name("wrong_words.yaml").read_text())
 MODEL_FILE = find.named_file("tiny-glm4-moe")[0].path.read_text()

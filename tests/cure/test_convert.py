@@ -14,9 +14,9 @@ from broken import built
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, pack, write
 from commands import ran
+from data_files import json_of, table
 from good import cached, llmcompressor, ours, outputs_of
 from good_checkpoints import GOOD
-from json_files import json_of
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
@@ -26,13 +26,11 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import check
-from live_tensors import tensors_of
 from outputs import digests
 from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file, save_file
-from tables import table
 from typer.testing import CliRunner
-from written_values import fill, poke
+from written_values import fill, poke, tensors_of
 
 WORDS = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}

@@ -19,6 +19,7 @@ import releases
 from broken import BROKEN, Case, built
 from checkpoint_files import write
 from commands import ROOT
+from data_files import cases, table
 from dry_corpus import DRY, TWINS
 from foreign_form import w4afp8
 from good import llmcompressor, ours, released
@@ -32,11 +33,9 @@ from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values, with_values
 from keepmtp.validate.facts.findings import Finding, commands
-from live_tensors import tensors_of
 from outputs import digests
-from tables import cases, table
 from typer.testing import CliRunner, Result
-from written_values import fill, opened, poke
+from written_values import fill, opened, poke, tensors_of
 
 CURES = table("cure/cures")
 

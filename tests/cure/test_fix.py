@@ -8,8 +8,8 @@ import hub as loopback
 import pytest
 from broken import BROKEN
 from checkpoint_files import write
+from data_files import json_of
 from good_checkpoints import GOOD
-from json_files import json_of
 from keepmtp.cli.main import app
 from keepmtp.cure.proposal import in_form_of, json_diff
 from keepmtp.cure.rewritten import judge

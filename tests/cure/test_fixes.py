@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 from broken import BROKEN
-from broken_by import changed, config, quantization
-from checkpoint_files import Checkpoint, write
-from foreign_form import SAID, quark_mxfp4
+from checkpoint_files import Checkpoint, changed, config, quantization, write
+from foreign_form import SAID, mixed, modelopt, quark_mxfp4
 from good import ours, released
 from keepmtp.cure.fix import proposed
 from keepmtp.validate.check.check import examine
-from modelopt_form import mixed, modelopt
 
 ROWS = SAID["quark"]["global_quant_config"]
 EXPERTS = r"(layers|mtp)\.\d+\.ffn\.experts\.\d+\.w\d\."

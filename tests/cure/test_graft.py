@@ -10,9 +10,9 @@ import pytest
 from broken import built
 from checkpoint_files import ignoring, write
 from commands import GLM, keepmtp, refused
+from data_files import json_of, table
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
-from json_files import json_of
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
@@ -21,11 +21,9 @@ from keepmtp.cure.graft import Graft, carry_out, plan_graft
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.validate.check import reading
 from keepmtp.validate.check.check import check
-from live_tensors import drop_block, tensors_of, without_block
 from outputs import digests, forks
 from releases import write_checkpoint
-from tables import table
-from written_values import overwrite, poke
+from written_values import drop_block, overwrite, poke, tensors_of, without_block
 
 
 def quantized(folder: Path, recipe: str, **choices: str) -> Path:

@@ -12,6 +12,7 @@ import releases
 import yaml
 from checkpoint_files import Checkpoint, write
 from commands import captured
+from foreign_form import in_hf_quant_config, modelopt
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
@@ -20,9 +21,8 @@ from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.facts.vllm_env import find_vllm
-from live_tensors import without_block
-from modelopt_form import in_hf_quant_config, modelopt
 from real_vllm import VLLM_PYTHON
+from written_values import without_block
 
 # A draft with a checkpoint of its own has no block to lose.
 MODELS = [model for model in releases.MODELS if "assistant" not in model]

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 from commands import shell
-from json_files import json_of, put_json
+from data_files import cases, json_of, put_json
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure.proposal import CONFIG, Proposal
 from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import digests, ended_at
-from tables import cases
 
 
 def shard(path: Path, tensors: dict[str, bytes]) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from calibrated import in_both_formats
 from cures import OTHER
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX
 from keepmtp.cure.convert import convert, plan_conversion
-from live_tensors import drop_block
+from written_values import drop_block
 
 
 def make(folder: Path, first: str) -> None:

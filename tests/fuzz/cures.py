@@ -15,8 +15,8 @@ from random import Random
 
 import edits
 from case import Case, some
+from data_files import json_of
 from edits import ODD, Edit
-from json_files import json_of
 
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
 INDEX = "model.safetensors.index.json"

@@ -20,8 +20,7 @@ from random import Random
 from typing import Any
 
 import yaml
-from json_files import json_of, put_json
-from tables import table
+from data_files import json_of, put_json, table
 
 UNEDITABLE = (
     OSError,

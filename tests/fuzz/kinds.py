@@ -24,9 +24,8 @@ import verbs
 import wheels
 import yaml
 from case import Case, some
+from data_files import json_of, spelled, table
 from edits import ODD, Edit
-from json_files import json_of
-from tables import spelled, table
 
 INDEX = "model.safetensors.index.json"
 

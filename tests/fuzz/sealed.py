@@ -12,8 +12,8 @@ from random import Random
 import corpus
 import edits
 from case import Case, some
+from data_files import json_of
 from edits import Edit
-from json_files import json_of
 from keepmtp.checkpoints.identity import identify
 from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import seal_of

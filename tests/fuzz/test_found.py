@@ -10,8 +10,8 @@ import pytest
 import sealed
 from checkpoint_files import write
 from commands import ROOT
+from data_files import json_of, put_json, table
 from good_checkpoints import GOOD
-from json_files import json_of, put_json
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -30,7 +30,6 @@ from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
 from keepmtp.validate.report.report import of_checkpoint, read_json, refresh
-from tables import table
 
 TABLE = table("fuzz/test_found")
 READERS = {

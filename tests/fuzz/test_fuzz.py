@@ -24,9 +24,9 @@ import kinds
 import pytest
 from case import Case
 from commands import captured
+from data_files import cases
 from judged import Verdict
 from kinds import KINDS
-from tables import cases
 
 
 def sentence() -> None:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import verbs
-import vllms
+from data_files import spelled
 from edits import ODD
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.dryload import loader
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import cache_folder, had_vllms
-from tables import spelled
+from real_vllm import CPU
 from wheels import ABOUT, GOOD, NOTED, WHEEL, listed, zipped
 
 WHOLE = "must be a whole wheel"
@@ -36,7 +36,7 @@ def running(program: str) -> bytes:
 def loaded(tmp_path, monkeypatch):
     """What a wheel ends in: no vLLM is in any, so it is a refusal."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own = replace(vllms.CPU, python=verbs.no_server(tmp_path / "python"))
+    own = replace(CPU, python=verbs.no_server(tmp_path / "python"))
 
     def load(raw: bytes) -> str:
         (tmp_path / WHEEL).write_bytes(raw)

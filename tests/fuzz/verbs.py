@@ -21,9 +21,8 @@ import corpus
 import edits
 import stub_vllm
 from case import Case, some
+from data_files import json_of, put_json, put_lines, spelled
 from edits import ODD, Edit
-from json_files import json_of, put_json, put_lines
-from tables import spelled
 from task_rows import TASK_ROWS
 
 HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")

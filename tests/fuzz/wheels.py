@@ -15,8 +15,8 @@ from random import Random
 import corpus
 import edits
 from case import Case
+from data_files import spelled
 from edits import ODD, Edit
-from tables import spelled
 
 WHEEL = "vllm-9.1.0-py3-none-any.whl"
 ABOUT = "vllm-9.1.0.dist-info/METADATA"

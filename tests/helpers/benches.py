@@ -4,9 +4,9 @@ seconds.
 
 from collections.abc import Mapping, Sequence
 
+from data_files import table
 from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition
 from keepmtp.validate.facts.served import Role
-from tables import table
 
 FACTS = table("helpers/facts")
 AT = "2030-01-02 03:04:05 UTC"

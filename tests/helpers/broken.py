@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from broken_by import config, rename, reshape
 from broken_case import Case
-from checkpoint_files import Change, Checkpoint, lose
+from checkpoint_files import Change, Checkpoint, config, lose, rename, reshape
 from good_checkpoints import GOOD
 
 _TESTS = Path(__file__).parents[1] / "validate" / "check"

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from broken_by import changed
-from checkpoint_files import Change, Checkpoint, write
+from checkpoint_files import Change, Checkpoint, changed, write
 from good_checkpoints import GOOD
 from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.findings import Finding

@@ -13,7 +13,6 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
-from seeds import seeded
 from writing import recipe_with, tiny, written
 
 
@@ -57,7 +56,7 @@ def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
     made: dict[HFName, torch.Tensor] = {}
     for number, unit in enumerate(plan.units):
         if unit[0].calibrated == "weights":
-            rng = seeded(number)
+            rng = torch.Generator().manual_seed(number)
             matrices = [matrix for tensor in unit for matrix in _matrices(tensor, rng)]
             packed = pack(SCHEMES[unit[0].scheme], matrices)
             outputs = [output for tensor in unit for output in tensor.outputs]
@@ -73,7 +72,9 @@ def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
                 dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[output.dtype]
                 made[output.name] = torch.tensor([900.0 + number], dtype=dtype)
             for output in (output for tensor in unit for output in tensor.importances):
-                made[output.name] = torch.rand(output.shape, generator=seeded(number))
+                made[output.name] = torch.rand(
+                    output.shape, generator=torch.Generator().manual_seed(number)
+                )
     return made
 
 

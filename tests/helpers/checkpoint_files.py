@@ -10,17 +10,18 @@ one value are one half, so that what reads these alone finds nothing.
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from json_files import put_json
+from data_files import put_json
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES, num_bytes
+from layouts import Tensors
 from releases import write_shard
-from tensors import Tensors
 
 INDEX = "model.safetensors.index.json"
 
@@ -186,3 +187,90 @@ def truncate(folder: Path) -> None:
     path = folder / "model-2.safetensors"
     with open(path, "rb+") as file:
         file.truncate(path.stat().st_size - 10)
+
+
+def changed(build: Callable[[], Checkpoint], *changes: Change) -> Checkpoint:
+    """A checkpoint after changes, made in order."""
+    checkpoint = build()
+    for change in changes:
+        change(checkpoint)
+    return checkpoint
+
+
+def elsewhere(names: str) -> Change:
+    """Tensors are in a file that the index does not list."""
+
+    def change(checkpoint: Checkpoint) -> None:
+        checkpoint.elsewhere = checkpoint.take(names)
+
+    return change
+
+
+def rename(names: str, replacement: str) -> Change:
+    return lambda checkpoint: checkpoint.rename(names, replacement)
+
+
+def retype(names: str, dtype: str) -> Change:
+    return lambda checkpoint: checkpoint.retype(names, dtype)
+
+
+def reshape(names: str, rule: str) -> Change:
+    """Another shape: `n 1 -> n`."""
+    old, new = (side.split() for side in rule.split("->"))
+
+    def shape(*sizes: int) -> tuple[int, ...]:
+        letters = dict(zip(old, sizes, strict=True))
+        return tuple(letters.get(letter) or int(letter) for letter in new)
+
+    return lambda checkpoint: checkpoint.retype(names, shape=shape)
+
+
+def tensor(name: str, dtype: str, *shape: int) -> Change:
+    """A tensor more, or one in another form."""
+    return lambda checkpoint: checkpoint.tensors.update({name: (dtype, shape)})
+
+
+def config(place: str, value: Any) -> Change:
+    """A value in config.json; None removes the key."""
+    return lambda checkpoint: put(checkpoint.config, place, value)
+
+
+def quantization(place: str, value: Any) -> Change:
+    """The same in its quantization_config."""
+    return config(f"quantization_config/{place}", value)
+
+
+def hf_quant_config(place: str, value: Any) -> Change:
+    """The same in hf_quant_config.json."""
+    return lambda checkpoint: put(
+        checkpoint.json_files.setdefault("hf_quant_config.json", {}), place, value
+    )
+
+
+def indexed(name: str, file: str) -> Change:
+    """An entry of the index that is not true."""
+
+    def change(checkpoint: Checkpoint) -> None:
+        checkpoint.index = lambda tree: tree["weight_map"].update({name: file})
+
+    return change
+
+
+def cut(checkpoint: Checkpoint) -> None:
+    """The second file is cut short."""
+    checkpoint.after = truncate
+
+
+def put(tree: Any, place: str, value: Any) -> None:
+    """Change what is at a place of a JSON tree."""
+    key, _, rest = place.partition("/")
+    keys = [key]
+    if key == "*":
+        keys = list(tree)
+    for name in keys:
+        if rest:
+            put(tree[name], rest, value)
+        elif value is None:
+            del tree[name]
+        else:
+            tree[name] = deepcopy(value)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from data_files import table
 from keepmtp.checkpoints.identity import file_sha256
 from keepmtp.validate.facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from keepmtp.validate.facts.served import AsServed
 from keepmtp.validate.measure import figures
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, ComparedWindow, Sitting
-from tables import table
 
 FACTS = table("helpers/facts")
 

@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from releases import source_layout, write_checkpoint
 from safetensors.torch import save_file
-from seeds import seeded
 
 Form = Literal["plain", "decorated", "with"]
 
@@ -106,7 +105,7 @@ def write_foreign(folder: Path, form: Form, *, seed: int = 0) -> Path:
     """Write the checkpoint; the same weights in every form."""
     config, tensors = source_layout("mimo-7b", changes=SMALL)
     write_checkpoint(folder, config, tensors, num_shards=1)
-    rng = seeded(seed)
+    rng = torch.Generator().manual_seed(seed)
     weights = {}
     for name, (_, shape) in tensors.items():
         noise = torch.randn(shape, generator=rng)

@@ -17,10 +17,24 @@ from typing import Literal
 
 import releases
 from broken import BROKEN
-from broken_by import config, elsewhere, quantization, rename, reshape, retype, tensor
 from broken_case import Case
-from checkpoint_files import Change, Checkpoint, ignoring, lose, pack, write
+from checkpoint_files import (
+    Change,
+    Checkpoint,
+    config,
+    elsewhere,
+    ignoring,
+    lose,
+    pack,
+    quantization,
+    rename,
+    reshape,
+    retype,
+    tensor,
+    write,
+)
 from commands import ROOT
+from foreign_form import LINEAR_ONLY, in_hf_quant_config, modelopt
 from good import ours, outputs_of, qwen_fp8, released
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.source import open_source
@@ -34,7 +48,6 @@ from keepmtp.validate.check.check import Checked, examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import LoadAccount
-from modelopt_form import LINEAR_ONLY, in_hf_quant_config, modelopt
 
 By = Literal["static", "dry", "both"]
 # Releases that differ from another one in sizes alone.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import reports
+from data_files import table
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.binomial import sign_test
@@ -21,7 +22,6 @@ from keepmtp.validate.facts.evaluated import (
 from keepmtp.validate.facts.paired import paired
 from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.facts.served import Arm
-from tables import table
 
 FACTS = table("helpers/facts")
 FILTERS = ("strict-match", "flexible-extract")

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forked import Ended, forked
+from data_files import table
 from hub import TOKEN, Fault, Hub
-from tables import table
+from processes import Ended, forked
 
 REPO = "org/tiny-glm4-moe-MTP"
 SECONDS = 0.4

@@ -1,20 +1,29 @@
-"""Our W4A16 and FP8 checkpoints in the forms of other tools: GPTQ, AWQ, AutoRound, Quark; and what
-each tool says.
+"""Our checkpoints in the forms of other tools: GPTQ, AWQ, AutoRound, Quark; the decisions of a plan
+as nvidia-modelopt writes them; and what each tool says.
 
-In: a `Checkpoint` of good.ours. Out: the same with other tensor names, shapes and
-quantization_config.
+In: a `Checkpoint` of good.ours, or what it is made from. Out: the same with other tensor names,
+shapes and quantization_config (or hf_quant_config.json).
 
 Source: vLLM 0.32.0 auto_gptq.py and auto_awq.py (create_weights) for names and shapes.
 """
 
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from checkpoint_files import Checkpoint
-from good import ours
-from tables import table
-from tensors import Tensors
+from data_files import table
+from good import ours, planned
+from keepmtp.checkpoints.dialects.modelopt import layer_row, modelopt_config
+from keepmtp.checkpoints.dialects.modules import RuntimeModule, named_modules
+from keepmtp.quantize.plan.configs import matrices_of, modules_of
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.recipes.conventions import ALGORITHMS
+from keepmtp.recipes.frozen import without
+from keepmtp.recipes.renamer import renamer
+from layouts import Tensors
 
 Packing = Literal["gptq", "awq"]
 GROUP = 128
@@ -110,3 +119,145 @@ def leaves_of(rows: int, columns: int, packing: Packing) -> Tensors:
         leaves["qweight"] = ("I32", (columns // 8, rows))
         leaves["g_idx"] = ("I32", (columns,))
     return leaves
+
+
+# ModelOptFp8MoEMethod registers one scale a tensor, whatever the algorithm: experts have no form
+# for these two.
+LINEAR_ONLY = ("FP8_DYNAMIC", "FP8_BLOCK")
+PRODUCER = {"name": "modelopt", "version": "0.41.0"}
+
+
+def modelopt(model: str, scheme: str = "NVFP4", mtp: str = "bf16", **changes: Any) -> Checkpoint:
+    """A modelopt export: one algorithm, or MIXED_PRECISION where the MTP block has a scheme of its
+    own.
+    """
+    checkpoint = ours(model, scheme, mtp, **changes)
+    plan = planned(model, scheme, mtp, **changes)
+    retell(checkpoint)
+    checkpoint.config["quantization_config"] = said(plan)
+    return checkpoint
+
+
+def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Checkpoint:
+    """MIXED_PRECISION: every quantized module by name, everything else plain without being
+    excluded.
+    """
+    checkpoint = modelopt(model, scheme, mtp)
+    modules = modules_of(planned(model, scheme, mtp))
+    checkpoint.config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "ignore": ["lm_head"],
+        "quantized_layers": quantized_layers(checkpoint.config, modules),
+        "producer": PRODUCER,
+    }
+    return checkpoint
+
+
+def mixed_in_two_files(*, here: list[str], there: list[str]) -> Checkpoint:
+    """MIXED_PRECISION with quantized_layers in hf_quant_config.json alone, and a list of exceptions
+    in each file.
+    """
+    checkpoint = mixed()
+    layers = checkpoint.quantization.pop("quantized_layers")
+    checkpoint.quantization["ignore"] = here
+    said = {"quant_algo": "MIXED_PRECISION", "exclude_modules": there, "quantized_layers": layers}
+    checkpoint.json_files["hf_quant_config.json"] = {"producer": PRODUCER, "quantization": said}
+    return checkpoint
+
+
+def block_experts(model: str = "glm-4.7", algorithm: str = "FP8_PB_WO") -> Checkpoint:
+    """MIXED_PRECISION with FP8 in blocks: experts by native FP8's names, the rest by modelopt's."""
+    checkpoint = mixed(model, "FP8_BLOCK")
+    experts = r"(.*\.experts\.\d+\..*)\.weight_scale"
+    checkpoint.retype(experts, shape=lambda rows, _, columns, __: (rows, columns))
+    checkpoint.rename(experts, r"\1.weight_scale_inv")
+    for name, row in checkpoint.quantization["quantized_layers"].items():
+        row["quant_algo"] = algorithm if name.endswith(".experts") else row["quant_algo"]
+    return checkpoint
+
+
+def in_hf_quant_config(checkpoint: Checkpoint) -> Checkpoint:
+    """The same config where modelopt itself writes it: in hf_quant_config.json, under
+    `quantization`.
+    """
+    given = checkpoint.config.pop("quantization_config")
+    checkpoint.config.get("text_config", {}).pop(
+        "quantization_config", None
+    )  # it would be read first
+    inner = {
+        "quant_algo": given["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "exclude_modules": given["ignore"],
+    }
+    inner |= {key: given[key] for key in ("group_size", "quantized_layers") if key in given}
+    checkpoint.json_files["hf_quant_config.json"] = {"producer": PRODUCER, "quantization": inner}
+    return checkpoint
+
+
+def retell(checkpoint: Checkpoint) -> None:
+    """Names and shapes of compressed-tensors' tensors -> modelopt's; FP8 in blocks gets its scales
+    in four dimensions.
+
+    NVFP4: weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 and input_scale F32
+    [].
+    FP8: weight F8_E4M3, weight_scale and input_scale F32 []; a channel: weight_scale F32 [N];
+    blocks: F32 [N/128, 1, K/128, 1].
+    """
+    modules: dict[str, Tensors] = {}
+    for name, spec in checkpoint.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = spec
+    tensors: Tensors = {}
+    for module, leaves in modules.items():
+        if "weight_packed" in leaves:
+            leaves["weight"] = leaves.pop("weight_packed")
+            leaves["weight_scale_2"] = ("F32", leaves.pop("weight_global_scale")[1][:0])
+            if "input_global_scale" in leaves:
+                leaves["input_scale"] = ("F32", leaves.pop("input_global_scale")[1][:0])
+        elif leaves.get("weight", ("",))[0] == "F8_E4M3" and "scale" not in leaves:  # no table
+            leaves["weight_scale"] = (
+                "F32",
+                _scale_shape(leaves["weight"][1], leaves["weight_scale"][1]),
+            )
+            if "input_scale" in leaves:
+                leaves["input_scale"] = ("F32", ())
+        tensors |= {f"{module}.{leaf}".lstrip("."): spec for leaf, spec in leaves.items()}
+    checkpoint.tensors = tensors
+
+
+def said(plan: Plan) -> dict[str, Any]:
+    """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
+    schemes = {module.scheme for module in modules_of(plan)} - {""}
+    view = plan.view
+    if len(schemes) == 1:  # also where vLLM needs the algorithm of each module
+        view = replace(view, family=replace(view.family, modelopt_by_module=False))
+    config, _ = modelopt_config(view, named_modules(view, matrices_of(plan)))
+    if len(schemes) == 1:
+        config.pop("quantized_layers", None)
+        config["quant_algo"] = ALGORITHMS[schemes.pop()]
+    return without(config, "kv_cache_scheme") | {"producer": PRODUCER}
+
+
+def quantized_layers(
+    config: Mapping[str, Any], modules: Iterable[RuntimeModule]
+) -> dict[str, dict[str, Any]]:
+    """MIXED_PRECISION's table, by runtime name; what modelopt adds to each row is only its group
+    size.
+    """
+    rename = renamer(config)
+    layers = {}
+    for module in modules:
+        if module.scheme:
+            spelled = [
+                word for word in (module.name, *module.asked) if rename.name(word) == module.name
+            ]
+            name = str(next(iter(spelled), module.name))
+            layers[name] = layer_row(ALGORITHMS[module.scheme])
+    return layers
+
+
+def _scale_shape(weight: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
+    if len(scale) == 2 and scale[1] == 1 and scale[0] == weight[0]:
+        return scale[:1]
+    return (scale[0], 1, scale[1], 1) if len(scale) == 2 else ()

@@ -1,7 +1,7 @@
 """Good checkpoints: released, written by keepmtp, by llm-compressor, by hand, in each dialect but
 modelopt's.
 
-In: a model, schemes. Out: a `Checkpoint`; modelopt's are in modelopt_form.py, and all by name in
+In: a model, schemes. Out: a `Checkpoint`; modelopt's are in foreign_form.py, and all by name in
 good_checkpoints.py.
 """
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import releases
-from checkpoint_files import Checkpoint, as_source
+from checkpoint_files import Checkpoint, as_source, write
+from data_files import table
 from keepmtp.quantize.plan.configs import files_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
-from keepmtp.recipes.conventions import Format
+from keepmtp.recipes.conventions import FORMATS, Format
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
-from tables import table
-from tensors import Tensors
+from layouts import Tensors
 
 _CALIBRATION = table("helpers/good")["calibration"]
 
@@ -261,3 +261,30 @@ def native_bf16_mtp() -> Checkpoint:
         f"{stem}mlp.experts",
     ]
     return checkpoint
+
+
+MODELS = {
+    "deepseek-v3.1": "experts",
+    "glm-4.7": "experts",
+    "glm-5": "experts",
+    "hy3": "experts",
+    "longcat-flash-chat": "experts",
+    "mimo-7b": "dense_mlp",
+    "qwen3-next-80b": "experts",
+    "qwen3.5-27b": "dense_mlp",
+}
+"""Model -> its heavy group: one of each of eight families."""
+
+
+def builds(home: Path, model: str, format: Format) -> tuple[Path, Path, Path]:
+    """Their headers; the first in this format, the others in the other one."""
+    (other,) = {*FORMATS} - {format}
+    first = write(home / "dense", ours(model, "FP8_BLOCK", format=format))
+    heavy = write(home / "heavy", ours(model, "NVFP4A16", format=other))
+    block = write(home / "block", ours(model, "NVFP4", "FP8_BLOCK", format=other))
+    return first, heavy, block
+
+
+def changes(model: str, heavy: Path, block: Path) -> list[str]:
+    """The words of --set that put them together."""
+    return [f"{MODELS[model]}=from:{heavy}", f"mtp=from:{block}"]

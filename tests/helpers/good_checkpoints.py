@@ -6,9 +6,20 @@ In: nothing. Out: GOOD, name -> a function that builds a `Checkpoint`.
 from functools import partial
 
 import releases
-from broken_by import changed, config, quantization, rename, tensor
-from checkpoint_files import ignoring, lose, pack
-from foreign_form import autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4
+from checkpoint_files import changed, config, ignoring, lose, pack, quantization, rename, tensor
+from data_files import table
+from foreign_form import (
+    autoround,
+    autoround_mxfp4,
+    awq,
+    block_experts,
+    gptq,
+    in_hf_quant_config,
+    mixed,
+    modelopt,
+    quark,
+    quark_nvfp4,
+)
 from good import (
     flash_of_three_schemes,
     llmcompressor,
@@ -19,8 +30,6 @@ from good import (
     qwen_fp8,
     released,
 )
-from modelopt_form import block_experts, in_hf_quant_config, mixed, modelopt
-from tables import table
 
 GOOD = {f"released {model}": partial(released, model) for model in releases.MODELS} | {
     "dsv4 bf16": partial(ours, "dsv4-flash", "NVFP4"),

@@ -27,10 +27,9 @@ from keepmtp.recipes.schema import Calibration, Recipe
 from killed import forks
 from pretended_gpu import pretended_gpu
 from releases import source_layout, write_checkpoint
-from seeds import seeded
 
 CPU = torch.device("cpu")
-IDS = torch.randint(3, 300, (4, 16), generator=seeded(0))
+IDS = torch.randint(3, 300, (4, 16), generator=torch.Generator().manual_seed(0))
 DATA = CalibrationData(ids=IDS[:2], held_out_ids=IDS[2:], provenance={"drawn": "by the test"})
 BLOCK = Calibration(
     algorithm="minmax",

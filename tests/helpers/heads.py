@@ -15,6 +15,7 @@ from pathlib import Path
 import releases
 from checkpoint_files import Checkpoint, write
 from commands import ROOT
+from data_files import table
 from dry_corpus import SEPARATE, TWINS
 from good import outputs_of, planned
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -30,7 +31,6 @@ from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
-from tables import table
 
 MODELS = [model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)]
 FORMS = {

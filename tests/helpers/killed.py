@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 from commands import free_port
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.recipes.find import find_recipe
 from outputs import preloaded
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
-from drafts import weights_of
 from keepmtp.quantize.calibrate.layers.forwards import calibrating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
@@ -23,8 +22,8 @@ from keepmtp.quantize.calibrate.model.skeleton import Batch
 from keepmtp.recipes.conventions import CACHE_LEAVES
 from keepmtp.recipes.schemes import SCHEMES, SWEEPS
 from passes import plan_over
-from seeds import seeded
 from torch import Tensor, nn
+from writing import weights_of
 
 MODELS = Path(__file__).parents[2] / "models"
 GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
@@ -37,7 +36,7 @@ LINEAR = {"targets": "Linear", "ignore": IGNORE}
 
 def outliers(samples: int, width: int) -> list[Tensor]:
     """Hidden states [1, 32, width] with a few loud channels, as models have them."""
-    generator = seeded(0)
+    generator = torch.Generator().manual_seed(0)
     loud = torch.exp2(torch.linspace(-2, 4, width))
     return [
         (torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)
@@ -45,7 +44,7 @@ def outliers(samples: int, width: int) -> list[Tensor]:
 
 
 def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
-    generator = seeded(0)
+    generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
 
 

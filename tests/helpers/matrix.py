@@ -19,6 +19,7 @@ import releases
 from checkpoint_files import Checkpoint, write
 from commands import ROOT
 from dry_corpus import SEPARATE
+from foreign_form import modelopt
 from good import companions, ours, planned
 from keepmtp.quantize.plan.decide import Decisions
 from keepmtp.recipes.errors import RecipeError
@@ -29,7 +30,6 @@ from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.dry_load import GPU
 from keepmtp.validate.facts.findings import errors_of
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
-from modelopt_form import modelopt
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it

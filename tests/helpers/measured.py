@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import reports
+from data_files import put_json
 from evaluations import FILTERS, Answers, evaluation
-from headers import header
-from json_files import put_json
 from keepmtp.checkpoints.fact import Fact
 from keepmtp.checkpoints.identity import Identity, file_sha256, identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.results import Station, report_folder, write_result
 from keepmtp.validate.facts.served import counters
 from keepmtp.validate.measure.figures import finish
-from keepmtp.validate.measure.store import Answer, Samples, Sitting
+from keepmtp.validate.measure.store import Answer, AnswersHeader, Samples, Sitting
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
 
@@ -109,3 +109,20 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
         finish(samples, dict.fromkeys(FILTERS, right))
         sums[model.role] = {"sha256": model.sha256, "samples_sha256": file_sha256(path)}
     return evaluation(answers, **sums)
+
+
+def header(**changed: Any) -> AnswersHeader:
+    """Of three questions to the source, unless something else is said."""
+    return AnswersHeader(
+        **{
+            "role": "source",
+            "protocol": Evaluation(),
+            "dataset_sha256": "d",
+            "prompts_sha256": "p",
+            "num": 3,
+            "checkpoint_sha256": "c",
+            "vllm": "0.32.0",
+            "device": "CPU",
+            **changed,
+        }
+    )

@@ -1,5 +1,5 @@
 """Finished backbone passes over tiny checkpoints, and text that these models wrote, for tests of
-what comes behind.
+what comes behind; and functions that are looked at while they do what they did.
 """
 
 import json
@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from commands import ROOT
 from keepmtp.checkpoints.source import open_source
@@ -134,3 +136,17 @@ def results_of(plan: Plan, backbone: Backbone) -> PolicyResults:
     return PolicyResults(
         plan=plan, source=source, served=target(backbone, "served", reference=source)
     )
+
+
+def calls_of(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[tuple, Any]]:
+    """Arguments and result of each call from now on, of a function in a module or a class."""
+    calls: list[tuple[tuple, Any]] = []
+    original = getattr(owner, name)
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append((args, result))
+        return result
+
+    patch.setattr(owner, name, spied)
+    return calls

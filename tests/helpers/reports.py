@@ -9,6 +9,7 @@ from typing import Any
 
 from benches import bench_fact, cell
 from closenesses import closeness
+from data_files import table
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.protocol import Gates
@@ -32,7 +33,6 @@ from keepmtp.validate.report.check_data import calibration_fact, check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
-from tables import table
 
 MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"

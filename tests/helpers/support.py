@@ -17,8 +17,7 @@ from keepmtp.quantize.calibrate.model.skeleton import backbone_refusal
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import SUPPORT_FILE
-from releases import source_layout, write_checkpoint
-from shipped import shipped_recipes
+from releases import shipped_recipes, source_layout, write_checkpoint
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "tables" / "families.md"
 _HEAD = """\

@@ -6,7 +6,7 @@ same. gsm8k_platinum has gsm8k's form.
 
 import re
 
-from tables import table
+from data_files import table
 
 TASK_ROWS = table("helpers/task_rows")
 MMLU_PRO_SUBJECTS = TASK_ROWS["mmlu_pro"]["subjects"]

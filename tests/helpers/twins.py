@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from safetensors.torch import load_file, save_file
-from seeds import seeded
 from torch import Tensor
 
 
@@ -32,7 +31,7 @@ def broken(good: Path, folder: Path) -> Path:
 def noisy(good: Path, folder: Path, names: str, noise: Callable[[Tensor], Tensor]) -> Path:
     """A copy whose tensors of these names have noise on top, `noise` of a value as its deviation."""
     shutil.copytree(good, folder)
-    generator = seeded(0)
+    generator = torch.Generator().manual_seed(0)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name, tensor in tensors.items():

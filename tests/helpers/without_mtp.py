@@ -8,7 +8,7 @@ from copy import deepcopy
 
 import foreign_form
 from checkpoint_files import Checkpoint
-from tensors import Tensors
+from layouts import Tensors
 
 HIDDEN = 256
 WIDE = 512

@@ -1,22 +1,32 @@
-"""Values for checkpoints that have only headers, and single elements of them changed.
+"""Values for checkpoints that have only headers, single elements of them changed, what the tensors of
+a folder are, and folders that lost their MTP block.
 
 In: a folder from `checkpoint_files.write`. Out: the same folder; its scales, norms and weights are
 like a model's.
 """
 
 import random
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_files import Checkpoint
+from commands import GLM
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from data_files import put_json
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.safetensors_file import Entry
-from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES, typed
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
+from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.reading import is_scale
-from seeds import seeded
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 
 def opened(folder: Path) -> RuntimeView:
@@ -28,7 +38,7 @@ def opened(folder: Path) -> RuntimeView:
 def fill(folder: Path, seed: int = 0) -> RuntimeView:
     """Write plausible values into every tensor; scales of fused modules agree."""
     runtime = opened(folder)
-    generator = seeded(seed)
+    generator = torch.Generator().manual_seed(seed)
     for entry in runtime.source.entries.values():
         _write(folder, entry, _values(runtime, entry, generator))
     return runtime
@@ -92,3 +102,59 @@ def _common(runtime: RuntimeView, entry: Entry, leaf: str) -> float:
     place = runtime.placed.get(name)
     chance = random.Random(place.shares or name if place else name).uniform(1.0, 2.0)
     return chance * {"weight_scale_2": 1e-4, "input_scale": 1e-2}.get(leaf, 5000.0)
+
+
+Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+"""Dtype, shape and bytes by name."""
+
+
+def tensors_of(folder: Path) -> Tensors:
+    found = {}
+    for entry in open_source(folder).entries.values():
+        with open(folder / entry.file, "rb") as file:
+            file.seek(entry.start)
+            found[entry.name] = (entry.dtype, tuple(entry.shape), file.read(entry.num_bytes))
+    return found
+
+
+def without_block(checkpoint: Checkpoint) -> Checkpoint:
+    """Headers alone, without the tensors of the MTP block."""
+    view = find_view(checkpoint.config, "built")
+    checkpoint.tensors = {
+        name: spec for name, spec in checkpoint.tensors.items() if not view.is_mtp(name)
+    }
+    return checkpoint
+
+
+def drop_block(folder: Path, lost: Path) -> Path:
+    """A copy without the tensors of the MTP block, as most tools leave it."""
+    shutil.copytree(folder, lost)
+    opened = open_source(folder)
+    view = find_view(opened.config, folder)
+    kept = {name: entry.file for name, entry in opened.entries.items() if not view.is_mtp(name)}
+    for file in {entry.file for entry in opened.entries.values()}:
+        tensors = {name: value for name, value in load_file(lost / file).items() if name in kept}
+        (lost / file).unlink()
+        if tensors:
+            save_file(tensors, lost / file)
+    put_json(lost / INDEX, {"metadata": {}, "weight_map": kept})
+    return lost
+
+
+def decompressed(scheme: str, module: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A module's weight, BF16."""
+    args = QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())
+    leaves = (spec.suffix for spec in SCHEMES[scheme].weight_tensors(128, 128))
+    parts = {leaf: tensors[f"{module}.{leaf}"] for leaf in leaves}
+    compressor = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format)
+    return compressor.decompress(parts, args)["weight"].bfloat16()
+
+
+def fine_tune(folder: Path, *, has_block: bool) -> Path:
+    """The shipped model as training code writes it: its config.json promises the block in any
+    case.
+    """
+    tune = folder / "my-fine-tune"
+    if has_block:
+        return Path(shutil.copytree(GLM, tune))
+    return drop_block(GLM, tune)

@@ -16,7 +16,7 @@ from commands import ROOT, keepmtp
 from keepmtp.checkpoints.files import partial_path
 from killed import small_recipe
 from outputs import MODEL, digests, end, killed_again_and_again, start
-from survivors import until
+from processes import until
 
 
 @pytest.mark.few(1)

@@ -7,12 +7,11 @@ import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from keepmtp.quantize.pack.unit import mxfp4_as_nvfp4
 from keepmtp.recipes.schemes import SCHEMES
-from seeds import seeded
 
 
 def member(seed: int, low: int, high: int, rows: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of [rows, 256] weights, and their scales."""
-    generator = seeded(seed)
+    generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (rows, 128), dtype=torch.uint8, generator=generator)
     exponents = torch.randint(low, high + 1, (rows, 8), generator=generator)
     return packed, (exponents + 127).to(torch.uint8)

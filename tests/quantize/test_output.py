@@ -16,8 +16,7 @@ from pathlib import Path
 import outputs
 import pytest
 from commands import ROOT
-from forked import forked
-from json_files import json_of
+from data_files import json_of
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import open_source
@@ -31,6 +30,7 @@ from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.frozen import Advance
 from outputs import MODEL, SHARD_BYTES, digests, end, ended_at, overwrite, start
+from processes import forked
 from typer.testing import CliRunner
 
 ONE, OTHER = f"{MODEL}.w4a16-fp8", f"{MODEL}.fp8-dynamic"

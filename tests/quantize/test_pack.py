@@ -4,13 +4,12 @@ llm-compressor.
 
 import pytest
 import torch
-from json_files import put_json
+from data_files import put_json
 from keepmtp.checkpoints import values as values_module
 from keepmtp.quantize.pack.pack import e8m0_exponents, pack, power_of_two
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from safetensors.torch import load_file, save_file
-from seeds import seeded
 
 # MXFP4A8 packs as MXFP4 does and has no preset of its own in compressed-tensors.
 ALL = tuple(name for name in SCHEMES if name != "MXFP4A8")
@@ -33,7 +32,7 @@ def small_chunks(monkeypatch):
 
 def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torch.Tensor]:
     """BF16 weights [N, K] by the kind of trouble they make."""
-    rng = seeded(seed)
+    rng = torch.Generator().manual_seed(seed)
     n, k = shape
     groups = -(-k // 16)
     normal = torch.randn(shape, generator=rng)
@@ -140,7 +139,7 @@ def test_same_bytes_as_model_free_ptq(name, tmp_path):
         ("mlp.gate_proj", "mlp.up_proj"),
         ("mlp.down_proj",),
     )
-    rng = seeded(1)
+    rng = torch.Generator().manual_seed(1)
     # K stays a multiple of 128: with another one FP8_BLOCK ends in "non contiguous tensor" when the
     # peer saves.
     weights = {
@@ -184,7 +183,7 @@ def test_same_bytes_on_adversarial_values(name, small_chunks):
 @pytest.mark.parametrize("name", [name for name in ALL if name not in SAME_FOR_F32])
 def test_f32_weights_divide_by_the_bf16_scale_that_is_stored(name):
     """The peer stores F32 scales here; ours are those in BF16, and the codes belong to them."""
-    weight = torch.randn(48, 256, generator=seeded(3)) * 0.02
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(3)) * 0.02
     (ours,), (theirs,) = pack(SCHEMES[name], [weight]), peer_pack(name, [weight])
     assert theirs["weight_scale"].dtype == torch.float32
     scale = ours["weight_scale"]
@@ -199,14 +198,14 @@ def test_f32_weights_divide_by_the_bf16_scale_that_is_stored(name):
 @pytest.mark.parametrize("name", ALL)
 def test_equal_values_give_equal_bytes(name, small_chunks):
     """F16 counts as F32, and a weight that is not contiguous as its copy."""
-    weight = torch.randn(256, 40, generator=seeded(4)).mul(0.02).half().t()
+    weight = torch.randn(256, 40, generator=torch.Generator().manual_seed(4)).mul(0.02).half().t()
     stored = weight.bfloat16()
     for one, other in ((weight, weight.float()), (stored, stored.contiguous())):
         assert_same_bytes(pack(SCHEMES[name], [one])[0], pack(SCHEMES[name], [other])[0])
 
 
 def test_fused_group_of_two_dtypes():
-    rng = seeded(8)
+    rng = torch.Generator().manual_seed(8)
     group = [
         torch.randn(16, 128, generator=rng) * 0.02,
         torch.randn(16, 128, generator=rng).mul(0.01).bfloat16(),

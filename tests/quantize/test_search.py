@@ -3,7 +3,6 @@
 import pytest
 import torch
 import yaml
-from drafts import weights_of
 from keepmtp.checkpoints import values as values_module
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
@@ -13,8 +12,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES
-from seeds import seeded
-from writing import tiny, written
+from writing import tiny, weights_of, written
 
 SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def weights(shape: tuple[int, int] = (64, 512)) -> dict[str, torch.Tensor]:
     """BF16 weights [N, K] of several distributions."""
-    rng = seeded(0)
+    rng = torch.Generator().manual_seed(0)
     normal = torch.randn(shape, generator=rng)
     rows = torch.randn(shape[0], 1, generator=rng).mul(0.5).exp()
     found = {
@@ -88,7 +86,7 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
 
 def importance(width: int) -> torch.Tensor:
     """Some channels are a hundred times as loud as others."""
-    return torch.rand(width, generator=seeded(2)).mul(5).exp()
+    return torch.rand(width, generator=torch.Generator().manual_seed(2)).mul(5).exp()
 
 
 @pytest.mark.parametrize("name", SWEPT)
@@ -170,7 +168,7 @@ def test_chunks_and_batches_change_no_byte(name, monkeypatch):
 @pytest.mark.parametrize("name", SWEPT)
 def test_values_that_make_trouble_do_not_get_worse(name):
     """Zeros, subnormals, a single value in a row, huge ones, F32 and F16 weights."""
-    normal = torch.randn(16, 256, generator=seeded(1))
+    normal = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
     alone, zeros = torch.zeros_like(normal), torch.zeros_like(normal)
     alone[:, 3] = normal[:, 3]
     hard = [zeros, -zeros, alone, normal * 1e-39, normal * 1e-30, normal * 1e37]

@@ -6,8 +6,7 @@ import keepmtp.checkpoints.values as values_module
 import pytest
 import torch
 from calibrated import made_up, planned, saved
-from drafts import weights_of
-from json_files import json_of
+from data_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.unit import CPU, packed_groups
 from keepmtp.quantize.plan.configs import files_of
@@ -18,7 +17,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 from releases import source_layout, write_checkpoint
-from writing import tiny, written
+from writing import tiny, weights_of, written
 from written_values import poke
 
 

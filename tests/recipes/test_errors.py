@@ -1,8 +1,8 @@
 """A refusal's message: one sentence that shows a stranger's text and never obeys it."""
 
 import pytest
+from data_files import table
 from keepmtp.recipes.errors import MAX_GOT, CheckpointError, printable
-from tables import table
 
 HOSTILE = table("recipes/hostile_text")
 

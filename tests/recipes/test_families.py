@@ -21,7 +21,7 @@ import ask_vllm
 import pytest
 import releases
 import sglang_table
-import wrapped
+from data_files import table
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import (
@@ -39,10 +39,9 @@ from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models
 from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
 from keepmtp.recipes.schemes import num_bytes
 from keepmtp.recipes.yaml_file import load_shipped
-from layouts import MODELS, PUBLISHED
+from layouts import MODELS, PUBLISHED, Tensors
 from pydantic import TypeAdapter, ValidationError
-from tables import table
-from tensors import Tensors
+from real_releases import WRAPPED
 
 NAMES = load_shipped(Path(__file__).with_name("names.yaml"))
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -301,7 +300,7 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     """What the README says of vLLM's families: each name that vLLM compares with leads to a table,
     but for those with a reason.
     """
-    configs = [*MODELS.values(), *(make()[0] for make in wrapped.WRAPPED.values())]
+    configs = [*MODELS.values(), *(make()[0] for make in WRAPPED.values())]
     by_table = {*families()}
     for config in configs:
         by_table.update(config["architectures"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commands import captured
 from keepmtp.recipes.model_file import listed, model_files
-from shipped import shipped_recipes
+from releases import shipped_recipes
 
 
 def test_every_shipped_recipe_is_listed_as_it_is_read():

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import releases
 import yaml
+from data_files import table
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
@@ -34,8 +35,7 @@ from keepmtp.recipes.schema import (
     candidates_for,
 )
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
-from shipped import shipped_recipes
-from tables import table
+from releases import shipped_recipes
 
 HERE = Path(__file__).parent
 CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]

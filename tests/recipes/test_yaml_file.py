@@ -5,12 +5,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from json_files import put_json
+from data_files import cases, put_json, spelled, table
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, read_file, read_recipe
 from keepmtp.recipes.model_file import model_files
 from keepmtp.recipes.yaml_file import load_shipped, read_yaml
-from tables import cases, spelled, table
 
 REFUSED = table("recipes/test_yaml_file")["REFUSED"]
 

@@ -17,7 +17,6 @@ from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.quantize.calibrate.layers.work import LayerWork
 from layerwise import Skeleton
 from real_vllm import GLM, computed
-from seeds import seeded
 
 pytestmark = pytest.mark.vllm
 
@@ -71,7 +70,7 @@ save_file(made, sys.argv[2])
 def calibrated(scheme: str, *, is_common: bool) -> dict[str, torch.Tensor]:
     """Input scales of one layer's experts, one an expert or one for all: [E, 2] and [E]."""
     skeleton = Skeleton(GLM)
-    generator = seeded(0)
+    generator = torch.Generator().manual_seed(0)
     hidden = [torch.randn(1, 32, 256, generator=generator).bfloat16() for _ in range(2)]
     batches = skeleton.enter(1, [torch.ones(1, 32, dtype=torch.int64)] * 2, hidden)
     stem = "model.layers.1.mlp.experts"
@@ -97,7 +96,7 @@ def calibrated(scheme: str, *, is_common: bool) -> dict[str, torch.Tensor]:
 def both(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What is given to vLLM, and what it makes of it."""
     folder = tmp_path_factory.mktemp("activations")
-    tokens = torch.randn(64, 192, generator=seeded(1)).bfloat16()
+    tokens = torch.randn(64, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
     tokens[1] *= 4096
     tokens[2] = 0
     given = {"tokens": tokens}

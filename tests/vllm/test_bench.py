@@ -16,12 +16,12 @@ from uuid import uuid4
 
 import pytest
 from commands import KEEPMTP, ROOT
-from json_files import json_of
+from data_files import json_of
 from keepmtp.validate.measure.store import BenchHeader, read_lines
 from keepmtp.validate.report.report import verify
+from processes import MARK, marked, none_left, says, until
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from stub_vllm import stub_vllm
-from survivors import MARK, marked, none_left, says, until
 from wheel import stranger
 
 # Two loads, two repetitions.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import Checkpoint, lose, write
 from commands import keepmtp, refused
+from data_files import table
 from dry_corpus import broken_cases
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
@@ -20,7 +21,6 @@ from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.results import CheckData
 from keepmtp.validate.facts.vllm_env import find_vllm
 from releases import source_layout, target_of, write_checkpoint
-from tables import table
 
 pytestmark = pytest.mark.vllm
 

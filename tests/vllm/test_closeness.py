@@ -14,9 +14,7 @@ import pytest
 import torch
 import yaml
 from commands import keepmtp
-from decompressed import decompressed
-from drafts import weights_of
-from json_files import put_lines
+from data_files import put_lines
 from keepmtp import api
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
@@ -32,6 +30,8 @@ from keepmtp.validate.measure.store import (
 from keepmtp.validate.report.report import verify
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
 from safetensors.torch import load_file, save_file
+from writing import weights_of
+from written_values import decompressed
 
 HELD_OUT = 6
 LENGTH = 128

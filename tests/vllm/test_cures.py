@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import captured
-from drafts import filled, lively, plan_over, weights_of
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.mtp.mtp_block import draft_steps
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -22,9 +21,9 @@ from keepmtp.validate.measure import cures
 from keepmtp.validate.measure.server import ServerFailed, server_environment, serving
 from real_vllm import GLM, NEEDS_VLLM, PLUGIN, QUIET, VLLM_PYTHON, in_vllm
 from safetensors.torch import load_file, save_file
-from seeds import seeded
 from torch import Tensor, nn
 from wheel import UV, stranger
+from writing import filled, lively, plan_over, weights_of
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 
@@ -80,7 +79,9 @@ def in_modelopts_nvfp4(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name in re.findall(r"(\S+[012]\.self_attn\.[qkvo]_proj\.)weight", " ".join(tensors)):
         rows, columns = tensors[f"{name}weight"].shape
-        packed = torch.randint(0, 256, (rows, columns // 2), generator=seeded(0))
+        packed = torch.randint(
+            0, 256, (rows, columns // 2), generator=torch.Generator().manual_seed(0)
+        )
         tensors[f"{name}weight"] = packed.to(torch.uint8)
         tensors[f"{name}weight_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
         for leaf in ("weight_scale_2", "input_scale"):

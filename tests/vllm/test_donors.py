@@ -1,9 +1,8 @@
 """Groups of three builds put together, in vLLM's own classes: target and draft are filled."""
 
 import pytest
-from builds import MODELS, builds, changes
 from checkpoint_files import write
-from good import outputs_of
+from good import MODELS, builds, changes, outputs_of
 from keepmtp.pipeline import plan_for
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.validate.dryload.check_on import check_on

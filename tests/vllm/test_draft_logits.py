@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from asked import asked_values
 from commands import ROOT
+from data_files import cases, table
 from decorated_model import CONFIGURATION
-from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.model.skeleton import on_meta
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, draft_steps
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe
-from real_vllm import NEEDS_VLLM, in_vllm
+from real_vllm import NEEDS_VLLM, asked_values, in_vllm
 from safetensors.torch import load_file
-from tables import cases, table
 from torch import Tensor, nn
+from writing import changed, filled, lively, plan_over, weights_of
 
 TABLE = table("vllm/test_draft_logits")
 NUM_DRAFTS = 3

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from checkpoint_files import write
 from follow import cures_that_end, site_of
+from foreign_form import modelopt
 from good import ours
 from keepmtp.validate.dryload import check_on
 from keepmtp.validate.dryload.check_on import Case, load_with_cures, with_loads
 from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.facts.vllm_env import find_vllm
-from modelopt_form import modelopt
 
 CURE = "heads.k_exaone"
 pytestmark = pytest.mark.vllm

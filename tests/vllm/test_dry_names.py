@@ -1,5 +1,5 @@
 """Ground truth for names: what vLLM's target and draft ask their quantization config about, family
-by family; and types that share a family's table under other names (helpers/wrapped.py).
+by family; and types that share a family's table under other names (helpers/real_releases.py).
 
 The (prefix, layer, method) list is recorded while vLLM's own classes are constructed. A family file
 that drifts from vLLM fails here with the prefix; so does an ignore list that leaves vLLM another
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import releases
 from checkpoint_files import Checkpoint
+from data_files import json_of
 from dry_corpus import SEPARATE
 from good import outputs_of, plan_of, released
-from json_files import json_of
 from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import find_family, find_view
@@ -25,7 +25,7 @@ from keepmtp.validate.dryload.failures import known_defect
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.facts.dry_load import LoadAccount, Question
 from keepmtp.validate.facts.vllm_env import find_vllm
-from wrapped import WRAPPED, nemotron_omni
+from real_releases import WRAPPED, nemotron_omni
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
 MTP = ("bf16", SCHEME)

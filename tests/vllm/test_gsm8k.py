@@ -18,7 +18,7 @@ from uuid import uuid4
 import pytest
 import twins
 from commands import KEEPMTP, ROOT, captured
-from json_files import json_of, put_json, put_lines
+from data_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
@@ -30,9 +30,9 @@ from keepmtp.validate.measure.lm_eval_task import questions
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.report.report import verify
+from processes import MARK, marked
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source
-from shipped import made_of
-from survivors import MARK, marked
+from releases import made_of
 from task_rows import TASK_ROWS
 from wheel import stranger
 

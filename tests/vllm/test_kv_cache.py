@@ -16,7 +16,6 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import LoadAccount
 from real_vllm import HAS_AVX512, NO_AVX512, computed
-from seeds import seeded
 
 pytestmark = pytest.mark.vllm
 TWINS = ("glm-4.5-air", "qwen3.5-text", "mimo-v2.5", "exaone-4.5-33b")
@@ -109,7 +108,7 @@ def test_keys_and_values_have_the_codes_of_vllms_operator(tmp_path: Path):
 
     Loud ones are cut off at 448 scales.
     """
-    states = torch.randn(32, 2, 64, generator=seeded(0)).bfloat16()
+    states = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     states[3] *= 4096
     states[5] /= 512
     made = computed(ROUND, {"states": states}, tmp_path)

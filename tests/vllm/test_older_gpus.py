@@ -9,14 +9,14 @@ import re
 import foreign_form
 import pytest
 from checkpoint_files import Checkpoint
+from data_files import table
+from foreign_form import modelopt
 from good import cached, ours, outputs_of, released
 from keepmtp.recipes.conventions import FP8_CACHE
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.facts.dry_load import ROLES
-from modelopt_form import modelopt
-from tables import table
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.conventions import FP8_CACHE
@@ -22,7 +22,6 @@ from keepmtp.validate.measure.serve_check import Check, ServeCheck, serve
 from keepmtp.validate.report.gates import CHANCE, judge
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC
 from safetensors.torch import load_file, save_file
-from seeds import seeded
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -70,7 +69,7 @@ def plain(tmp_path_factory) -> Path:
     next_of[ENDS] = SIGN[0]
     next_of[SIGN] = torch.tensor([*SIGN[1:], SIGN[0]])
     # Tokens with one successor have one vector, which is the row of that successor in the head.
-    rows = torch.randn(512, 256, generator=seeded(0)).sign()
+    rows = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).sign()
     head = torch.zeros(512, 256)
     head[next_of] = rows[next_of]
 

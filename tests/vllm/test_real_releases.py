@@ -12,6 +12,7 @@ import foreign_form
 import pytest
 from broken import WITHOUT_MTP
 from checkpoint_files import Checkpoint, as_source, lose, write, write_single
+from foreign_form import mixed_in_two_files
 from good import outputs_of, released
 from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.checkpoints.source import Source
@@ -20,9 +21,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.facts.vllm_env import find_vllm
-from modelopt_form import mixed_in_two_files
-from real_release import published, real_release
-from real_releases import minimax_halves, nemotron_ultra, qwen38_fp8
+from real_releases import minimax_halves, nemotron_ultra, published, qwen38_fp8, real_release
 from releases import source_layout
 from without_mtp import SAID, llama
 

@@ -22,9 +22,9 @@ from keepmtp.validate.facts.findings import Finding, errors_of
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.texts import PROMPTS
 from keepmtp.validate.publish.upload import prepare
+from processes import until
 from real_vllm import GLM, NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, answers_of_source
 from safetensors.torch import load_file, save_file
-from survivors import until
 from wheel import stranger
 
 pytestmark = NEEDS_VLLM

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 from commands import KEEPMTP, ROOT, captured
-from json_files import json_of, put_json, put_lines
+from data_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Gates
@@ -23,10 +23,10 @@ from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import Check, serve
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
+from processes import MARK, none_left
 from readme import ACCEPTED
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
-from shipped import made_of
-from survivors import MARK, none_left
+from releases import made_of
 from twins import broken
 from wheel import stranger
 

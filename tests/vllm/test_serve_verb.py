@@ -9,8 +9,8 @@ import httpx
 import pytest
 from commands import free_port, started
 from keepmtp.validate.measure.texts import PROMPTS
+from processes import MARK, none_left, until
 from real_vllm import GLM, NEEDS_VLLM, VLLM_PYTHON
-from survivors import MARK, none_left, until
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.full]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import releases
 from checkpoint_files import write
-from documented import COMMANDS
 from good import outputs_of, plan_of, plan_of_recipe
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.frozen import Json
@@ -15,6 +14,7 @@ from keepmtp.recipes.tensor_parallel import SIZES, Split, why_not
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.facts.vllm_env import find_vllm
+from readme import COMMANDS
 
 pytestmark = pytest.mark.vllm
 RECIPES = (

@@ -7,10 +7,9 @@ the command.
 """
 
 import pytest
-from asked import asked_values
 from commands import ROOT
-from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, in_vllm
-from shipped import made_of
+from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
+from releases import made_of
 from twins import broken
 
 QUESTION = (

@@ -12,7 +12,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.configs import config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
-from shipped import shipped_recipes
+from releases import shipped_recipes
 from writing import tiny
 
 RECIPES = [recipe.name for recipe in shipped_recipes() if not recipe.model.startswith("tiny-")]

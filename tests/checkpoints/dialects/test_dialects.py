@@ -12,6 +12,7 @@ import foreign_form
 import pytest
 import releases
 from checkpoint_files import as_source
+from data_files import table
 from good import released
 from keepmtp.checkpoints.dialects.choose import read_dialect
 from keepmtp.checkpoints.dialects.dialect import Dialect, UnknownDialect
@@ -19,7 +20,6 @@ from keepmtp.checkpoints.dialects.modelopt import ModelOpt
 from keepmtp.checkpoints.dialects.runtime_view import Module, RuntimeView
 from keepmtp.recipes.families import find_family, find_view
 from real_vllm import ask
-from tables import table
 
 PEER = r"""
 import json, sys

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from data_files import table
 from foreign_form import SAID
 from keepmtp.checkpoints.dialects.autoround import read_autoround
 from keepmtp.checkpoints.dialects.dialect import PLAIN, UNKNOWN, VLLMModule
@@ -18,7 +19,6 @@ from keepmtp.checkpoints.dialects.quark import scheme_of
 from keepmtp.recipes.family import Renames, VLLMName
 from keepmtp.recipes.renamer import Renamer
 from real_vllm import ask
-from tables import table
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
 

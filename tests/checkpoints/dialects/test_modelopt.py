@@ -13,8 +13,8 @@ import releases
 import torch
 from calibrated import in_both_formats
 from checkpoint_files import as_source, ignoring, write
+from data_files import cases, json_of
 from good import ours, planned
-from json_files import json_of
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import stored_weights
@@ -24,7 +24,6 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
-from tables import cases
 from typer.testing import CliRunner
 
 PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOCK", "NVFP4A16")]

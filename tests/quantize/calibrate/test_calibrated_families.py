@@ -14,8 +14,7 @@ from gpu_runs import BLOCK, CPU, DATA, line
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.validate.check.check import check
-from releases import source_layout, write_checkpoint
-from shipped import shipped_recipes
+from releases import shipped_recipes, source_layout, write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from calibrated import made_up, planned, saved
 from commands import GLM, captured
-from drafts import weights_of
-from json_files import json_of
+from data_files import json_of
 from keepmtp.checkpoints.files import WORK
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.pack.pack import pack
@@ -24,7 +23,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
-from writing import written
+from writing import weights_of, written
 
 BIN = Path(sys.executable).parent
 

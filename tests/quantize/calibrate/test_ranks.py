@@ -17,15 +17,15 @@ import pytest
 import torch
 import yaml
 from commands import IN_F32, ROOT
-from json_files import json_of
+from data_files import json_of
 from keepmtp.quantize.run.processes import place_of_process
 from keepmtp.quantize.run.ranks import _device_of, _refuse_shared_gpu, joined
 from keepmtp.recipes.errors import RecipeError
 from killed import error, events, finished, small_recipe, start, statistics, summary
 from outputs import digests
 from passes import ALONE
+from processes import until
 from safetensors.torch import load_file
-from survivors import until
 
 BIN = Path(sys.executable).parent
 TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", IN_F32[-1])

@@ -9,6 +9,7 @@ from operator import itemgetter
 import pytest
 import torch
 from calibrated import made_up, planned, saved
+from data_files import table
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.run.statistics import (
@@ -22,7 +23,6 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
 from safetensors import SafetensorError
-from tables import table
 
 
 def test_what_was_written_is_read(tmp_path):

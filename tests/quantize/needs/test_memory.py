@@ -7,9 +7,11 @@ the states that wait in memory, which a GPU does not; above, the batch sizes tha
 would waste a GPU.
 """
 
+import weakref
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +26,45 @@ from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schema import MtpTuned, Recipe
-from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over, results_of
-from seeds import seeded
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LEAST, MOST = 0.8, 1.4
+
+
+class LiveBytes(TorchDispatchMode):
+    """How many bytes of tensors are alive, and how many were at most, while a context is entered.
+
+    It sees each tensor that an operator returns, and when its storage is freed. What a kernel takes
+    for itself and gives back before it returns is not seen.
+
+    State: the storages that are alive; `peak` is the most that they had together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and count what it returns."""
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self._count(leaf.untyped_storage())
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._sizes:
+            self._sizes[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
 
 
 def small_recipe(name: str, batch_size: int, length: int) -> Recipe:
@@ -45,7 +81,7 @@ def backbone_of(plan: Plan, folder: Path) -> Backbone:
     """The pass over random text."""
     calibration = plan.recipe.calibration
     shape = calibration.samples + calibration.held_out, calibration.sequence_length
-    ids = torch.randint(3, 300, shape, generator=seeded(0))
+    ids = torch.randint(3, 300, shape, generator=torch.Generator().manual_seed(0))
     calibrated, held_out = ids.split([calibration.samples, calibration.held_out])
     data = CalibrationData(ids=calibrated, held_out_ids=held_out, provenance={})
     return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)

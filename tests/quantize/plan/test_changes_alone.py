@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT, keepmtp, ran
+from data_files import json_of
 from hub import Hub, serving
-from json_files import json_of
 from keepmtp.checkpoints.source import INDEX
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan

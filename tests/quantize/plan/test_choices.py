@@ -7,7 +7,7 @@ import re
 from itertools import product
 
 import pytest
-from json_files import put_json
+from data_files import put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.pipeline import plan_before_measuring

@@ -22,11 +22,10 @@ from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import GateError, RecipeError
 from keepmtp.recipes.schema import validated
 from keepmtp.validate.check.check import check
-from live_tensors import tensors_of
 from outputs import digests
 from real_vllm import GLM
 from safetensors.torch import load_file, save_file
-from seeds import seeded
+from written_values import tensors_of
 
 
 def names_of(plan) -> list[str]:
@@ -125,7 +124,7 @@ def test_for_a_target_in_native_blocks(model, tmp_path):
     for shard in release.glob("*.safetensors"):
         numbers = {}
         for name, tensor in load_file(shard).items():
-            values = torch.rand(tensor.shape, generator=seeded(len(numbers)))
+            values = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(numbers)))
             numbers[name] = (values + 0.1).to(tensor.dtype)
         save_file(numbers, shard)
     plan, text = plan_for(str(release), draft_for=str(release), mtp="source")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from checkpoint_files import write
 from commands import ROOT, ran
+from data_files import json_of, put_json, table
 from good import cached, llmcompressor, ours, outputs_of, released
-from json_files import json_of, put_json
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.write.output import claim
@@ -18,12 +18,10 @@ from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.conventions import FORMATS, cache_scale_in
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.check.check import check
-from live_tensors import tensors_of
 from outputs import digests
 from safetensors.torch import load_file, save_file
-from tables import table
 from torch import Tensor
-from written_values import fill
+from written_values import fill, tensors_of
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
 REFUSED = table("quantize/plan/test_finished")["refused"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import releases
 from commands import captured
+from data_files import table
 from keepmtp.checkpoints.safetensors_file import total_bytes
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.configs import files_of
@@ -21,7 +22,6 @@ from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.plan.tensor_plan import outputs_of
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
-from tables import table
 
 FULL_SIZE = table("quantize/plan/test_fullsize")["FULL_SIZE"]
 

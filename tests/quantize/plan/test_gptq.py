@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from commands import ROOT
+from data_files import json_of, put_json
 from foreign_form import SAID
-from json_files import json_of, put_json
 from keepmtp.checkpoints.source import INDEX
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.validate.check.check import check
-from live_tensors import tensors_of
 from safetensors.torch import load_file, save_file
+from written_values import tensors_of
 
 TINY = ROOT / "models" / "tiny-glm4-moe"
 LEFT = r"model\.layers\.3\."

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_files import write
-from drafts import weights_of
+from data_files import json_of
 from good import released
-from json_files import json_of
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import num_slices
 from keepmtp.quantize.plan.plan import make_plan
@@ -19,7 +18,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 from releases import source_layout
-from writing import tiny, written
+from writing import tiny, weights_of, written
 
 # The tiny model's two kinds of attention: layers 0 (full), 1 and 2 (sliding), and the three MTP
 # layers (sliding).

@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import chain, product
 
 import pytest
+from data_files import cases
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.plan.tensor_plan import TensorPlan
@@ -13,7 +14,6 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS
 from releases import source_layout, write_checkpoint, write_shard
-from tables import cases
 from writing import recipe_with
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoint_files import as_source
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from drafts import weights_of
+from data_files import table
 from good import outputs_of, planned
 from heads import packed
 from keepmtp.checkpoints.source import open_source
@@ -19,8 +19,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schema import Recipe
 from pydantic import ValidationError
 from real_releases import TABLE
-from tables import table
-from writing import tiny, written
+from writing import tiny, weights_of, written
 
 CALIBRATION = table("helpers/good")["calibration"]
 

@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from data_files import table
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_before_measuring
 from keepmtp.quantize.write.refusals import refusals
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import shipped_path
 from keepmtp.recipes.schema import Calibration, MtpTuned, Texts
-from tables import table
 
 WRONG = table("quantize/plan/test_texts_here")["WRONG"]
 ROWS = [{"text": "four", "answer": "five"}] * 40

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from commands import ROOT, captured
 from keepmtp.quantize.run.child import Child, answer, environment
-from survivors import MARK, marked, none_left, only_child, outright, until
+from processes import MARK, marked, none_left, only_child, outright, until
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from broken_by import changed
-from checkpoint_files import lose, write
+from checkpoint_files import changed, lose, write
 from commands import keepmtp, keepmtp_without, ran, refused
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dequantize import dequantize
@@ -29,8 +28,7 @@ from keepmtp.validate.check.against import (
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values, with_values
 from keepmtp.validate.facts.findings import commands
-from seeds import seeded
-from shipped import made_of
+from releases import made_of
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -40,7 +38,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj"
 
 @pytest.fixture(scope="module")
 def weight():
-    return torch.randn(N, K, generator=seeded(0)).mul_(0.02).bfloat16()
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
 
 
 @pytest.fixture(scope="module")

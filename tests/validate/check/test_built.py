@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import Checkpoint, ignoring, write
+from foreign_form import mixed
 from good import llmcompressor, released
 from keepmtp.cli import main
-from modelopt_form import mixed
 from typer.testing import CliRunner
 
 

@@ -8,9 +8,21 @@ from functools import partial
 
 import pytest
 import releases
-from broken_by import changed, config, cut, indexed, quantization, rename, retype, tensor
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import as_source, lose, write
+from checkpoint_files import (
+    as_source,
+    changed,
+    config,
+    cut,
+    indexed,
+    lose,
+    quantization,
+    rename,
+    retype,
+    tensor,
+    write,
+)
+from foreign_form import LINEAR_ONLY, modelopt
 from good import ours, planned, released, with_scales
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects import choose
@@ -22,7 +34,6 @@ from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.runtimes.vllm import KNOWN, asked, holds
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check, examine
-from modelopt_form import LINEAR_ONLY, modelopt
 from without_mtp import llama
 
 PROJECTIONS = r"model\.layers\.\d+\.self_attn\..*_proj"

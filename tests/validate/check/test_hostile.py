@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from broken_by import changed, config, hf_quant_config, quantization, tensor
-from checkpoint_files import Change, write
+from checkpoint_files import Change, changed, config, hf_quant_config, quantization, tensor, write
 from commands import keepmtp
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects import patterns

@@ -5,7 +5,7 @@ import json
 import pytest
 from checkpoint_files import write
 from keepmtp.validate.check.check import check
-from real_release import FOLDER, NAMES, published, real_release
+from real_releases import FOLDER, NAMES, published, real_release
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from hub import TOKEN, Fault, Hub, serving
 from keepmtp.cli import main
 from keepmtp.validate.check.reading import chosen, joined
 from keepmtp.validate.check.values import check_values
-from shipped import made_of
+from releases import made_of
 from written_values import fill, opened, poke
 
 RELEASE = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"

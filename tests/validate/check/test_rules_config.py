@@ -2,10 +2,9 @@
 
 from functools import partial
 
-from broken_by import config, hf_quant_config, quantization
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import ignoring
-from modelopt_form import in_hf_quant_config, mixed, mixed_in_two_files
+from checkpoint_files import config, hf_quant_config, ignoring, quantization
+from foreign_form import in_hf_quant_config, mixed, mixed_in_two_files
 
 
 @rows(

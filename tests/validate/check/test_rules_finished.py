@@ -4,12 +4,11 @@ dry loads, and what its attention layers do without scales.
 
 from functools import partial
 
-from broken_by import quantization, tensor
 from broken_case import assert_found, case, rows
-from checkpoint_files import Checkpoint, lose, pack
+from checkpoint_files import Checkpoint, lose, pack, quantization, tensor
+from foreign_form import modelopt
 from good import ours, with_scales
 from heads import written
-from modelopt_form import modelopt
 
 SCALES = r".*\.[kv]_(proj\.[kv]_)?scale"
 CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}

@@ -4,16 +4,40 @@ import re
 from functools import partial
 
 import pytest
-from broken_by import changed, config, quantization, rename, reshape, retype, tensor
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import Change, Checkpoint, as_source, ignoring, lose, pack, write
-from foreign_form import SAID, autoround, autoround_mxfp4, awq, gptq, quark, quark_nvfp4, w4afp8
+from checkpoint_files import (
+    Change,
+    Checkpoint,
+    as_source,
+    changed,
+    config,
+    ignoring,
+    lose,
+    pack,
+    quantization,
+    rename,
+    reshape,
+    retype,
+    tensor,
+    write,
+)
+from foreign_form import (
+    SAID,
+    autoround,
+    autoround_mxfp4,
+    awq,
+    gptq,
+    mixed,
+    modelopt,
+    quark,
+    quark_nvfp4,
+    w4afp8,
+)
 from good import ours, outputs_of, plan_of_recipe, released
 from keepmtp.checkpoints.dialects.gptq import ACT_ORDER, read_gptq
 from keepmtp.recipes.renamer import Renamer
 from keepmtp.recipes.tensor_parallel import Split
 from keepmtp.validate.check.check import examine
-from modelopt_form import mixed, modelopt
 from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
 
 INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}

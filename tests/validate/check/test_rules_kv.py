@@ -2,11 +2,10 @@
 
 from functools import partial
 
-from broken_by import hf_quant_config, quantization, tensor
 from broken_case import assert_found, case, met, rows
-from checkpoint_files import lose
+from checkpoint_files import hf_quant_config, lose, quantization, tensor
+from foreign_form import modelopt
 from good import ours, with_scales
-from modelopt_form import modelopt
 
 GLM = partial(ours, "glm-4.7", "FP8_DYNAMIC")
 CACHE = {

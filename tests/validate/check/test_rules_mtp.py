@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from broken_by import config, elsewhere, rename, retype, tensor
 from broken_case import Case, assert_found, case, met, rows
-from checkpoint_files import as_source, lose, write
+from checkpoint_files import as_source, config, elsewhere, lose, rename, retype, tensor, write
 from good import ours, released
 from good_checkpoints import GOOD
 from keepmtp.cure.fix import proposed

@@ -2,9 +2,8 @@
 
 import pytest
 import releases
-from broken_by import reshape, tensor
 from broken_case import assert_found, case, rows
-from checkpoint_files import as_source
+from checkpoint_files import as_source, reshape, tensor
 from good import released
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.validate.check.check import check

@@ -5,9 +5,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from broken_by import changed, tensor
 from broken_case import Case, assert_all, case, rows
-from checkpoint_files import Change, Checkpoint, lose, write
+from checkpoint_files import Change, Checkpoint, changed, lose, tensor, write
 from good import with_scales
 from good_checkpoints import GOOD
 from keepmtp.validate.check.values import check_values

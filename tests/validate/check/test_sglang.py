@@ -10,6 +10,7 @@ import sglang_classes
 import sglang_table
 from checkpoint_files import Checkpoint, as_source, write
 from commands import keepmtp, ran, refused
+from data_files import table
 from good import ours, released
 from keepmtp.checkpoints.dialects.runtime_view import Module, RuntimeView
 from keepmtp.recipes.errors import KeepMTPError
@@ -17,7 +18,6 @@ from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.sglang.view import SglangView
 from keepmtp.validate.facts.findings import Finding
-from tables import table
 
 NOWHERE = Path("/nonexistent")
 # Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a

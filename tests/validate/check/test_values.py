@@ -12,7 +12,6 @@ from good_checkpoints import GOOD
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.reading import chosen, joined, summary
 from keepmtp.validate.check.values import check_values
-from seeds import seeded
 from written_values import fill, opened, overwrite
 
 NVFP4 = "glm nvfp4"
@@ -84,7 +83,9 @@ def test_a_file_that_got_shorter_is_refused(folder):
 def test_a_summary_is_what_the_values_say(dtype, torch_dtype):
     """Against plain arithmetic on the values, with infinities and NaN where the dtype has them."""
     torch_dtype = getattr(torch, torch_dtype)
-    values = (torch.randn(3_000_000, generator=seeded(1)) * 5).to(torch_dtype)
+    values = (torch.randn(3_000_000, generator=torch.Generator().manual_seed(1)) * 5).to(
+        torch_dtype
+    )
     bad = [2_100_000, 2_100_007, 2_999_999]
     values[bad] = math.nan
     found = summary(values.view(torch.uint8).split(2**20), dtype, is_scale=True)

@@ -7,9 +7,8 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from broken_by import config, quantization
 from broken_case import assert_found, met, rows
-from checkpoint_files import lose, write
+from checkpoint_files import config, lose, quantization, write
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app

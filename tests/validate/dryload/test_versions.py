@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import vllms
 from keepmtp.recipes.errors import KeepMTPError, RecipeError, VLLMError
 from keepmtp.recipes.runtimes.vllm import KNOWN
 from keepmtp.validate.dryload.versions import cache_folder, cached, had_vllms
+from real_vllm import CPU
 
-OWN = replace(vllms.CPU, python=Path(sys.executable))
+OWN = replace(CPU, python=Path(sys.executable))
 KILLED = """
 import os, sys, time
 from pathlib import Path

@@ -22,7 +22,7 @@ import pytest
 import reports
 from closenesses import closeness
 from commands import keepmtp
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.measured import exit_status
@@ -50,7 +50,7 @@ from keepmtp.validate.report.report import (
     text_of,
     verify,
 )
-from survivors import until
+from processes import until
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import torch
 from commands import ROOT
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
-from drafts import weights_of
-from json_files import json_of
+from data_files import json_of
 from keepmtp import api
 from keepmtp.checkpoints import files
 from keepmtp.checkpoints.identity import identify
@@ -21,8 +20,9 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
 from keepmtp.validate.measure.harness import Model, Setup, hosting
+from real_vllm import CPU, H100
 from safetensors.torch import save_file
-from vllms import CPU, H100
+from writing import weights_of
 
 MADE = {
     "mixed": ("tiny-glm4-moe", {}),

@@ -29,8 +29,8 @@ from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, read_lines
 from keepmtp.validate.measure.texts import HeldOut
 from numpy.typing import NDArray
+from real_vllm import H100
 from scipy.special import log_softmax, rel_entr
-from vllms import H100
 
 VOCABULARY = 512  # of tiny-glm4-moe
 TEXT = HeldOut(

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from json_files import put_lines
+from data_files import put_lines
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.measure.conversations import conversations, is_right, meets

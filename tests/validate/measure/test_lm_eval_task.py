@@ -16,6 +16,7 @@ import lm_eval.tasks
 import nltk
 import pytest
 import task_rows
+from data_files import table
 from hub import Fault, serving
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
@@ -24,7 +25,6 @@ from keepmtp.validate.facts.paired import one_sided, paired
 from keepmtp.validate.measure.lm_eval_task import Questions, Recorded, questions, scores
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from tables import table
 from task_rows import TASK_ROWS
 
 HERE = Path(__file__).parent

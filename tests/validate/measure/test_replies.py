@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from data_files import table
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.facts.served import Drafts, total
 from keepmtp.validate.measure import replies
@@ -20,7 +21,6 @@ from keepmtp.validate.measure import server as module
 from keepmtp.validate.measure.closeness import predictions, tokens_of
 from keepmtp.validate.measure.replies import read_counters, said_in_stream
 from keepmtp.validate.measure.server import Server
-from tables import table
 
 ODD = table("fuzz/odd")
 TABLE = table("validate/measure/test_replies")

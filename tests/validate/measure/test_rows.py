@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from checkpoint_files import write
 from commands import GLM
-from decompressed import decompressed
-from drafts import weights_of
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
@@ -18,10 +16,10 @@ from keepmtp.cure.convert import convert, plan_conversion
 from keepmtp.validate.check.against import matrices, relative_error
 from keepmtp.validate.facts.comparison import group_of
 from keepmtp.validate.measure.rows import read_rows, sampled_errors
-from shipped import made_of
+from releases import made_of
 from torch import cat, equal
-from writing import tiny
-from written_values import fill, opened, poke
+from writing import tiny, weights_of
+from written_values import decompressed, fill, opened, poke
 
 ALL = 10**9
 SCHEMES = [

@@ -6,7 +6,7 @@ import shutil
 import cards
 import pytest
 from commands import GLM, keepmtp
-from json_files import put_json
+from data_files import put_json
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.report.report import read_json, verify
 from stub_vllm import stub_vllm

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.measure.server import ServerFailed, _said, last_error, serving
+from processes import only_child
 from stub_vllm import stub_vllm
-from survivors import only_child
 
 WORKER = "(Worker pid=7) ERROR 11-21 09:17:21 [multiproc_executor.py:953] "
 ENGINE = "(EngineCore pid=6) ERROR 11-21 09:17:22 [core.py:1510] "

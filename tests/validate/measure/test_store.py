@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from headers import header
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.served import total
@@ -17,6 +16,7 @@ from keepmtp.validate.measure.store import (
     open_lines,
     read_lines,
 )
+from measured import header
 
 FILTER = "flexible-extract"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
 from commands import GLM
-from json_files import put_lines
+from data_files import put_lines
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
@@ -23,7 +23,7 @@ from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
 from keepmtp.validate.measure.tasks import work_of
-from vllms import H100
+from real_vllm import H100
 
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
 NUM = 30

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import measured
 import pytest
+from data_files import table
 from keepmtp.checkpoints.record import Record
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.measure.texts import HELD_OUT, PROMPTS, held_out, read_prompts, texts
-from tables import table
 
 LINES = table("validate/measure/refused_lines")
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

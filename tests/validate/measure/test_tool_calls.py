@@ -22,7 +22,7 @@ from keepmtp.validate.measure.harness import Host, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import Questions
 from keepmtp.validate.measure.server import Server, ServerFailed
 from keepmtp.validate.measure.tasks import by_server, refuse_model, work_of
-from vllms import H100
+from real_vllm import H100
 
 MODEL = Model(role="checkpoint", source=open_source(GLM), identity=identify(GLM))
 NUM = 20  # two of each row of our own

@@ -22,11 +22,11 @@ import faults
 import httpx
 import hub as loopback
 import pytest
-from forked import Ended
 from hub import TOKEN, Fault, Hub
 from keepmtp.cli import main
 from keepmtp.validate.publish import upload
 from keepmtp.validate.publish.upload import Parcel, prepare
+from processes import Ended
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),

@@ -20,6 +20,7 @@ import hub as loopback
 import measured
 import pytest
 from commands import captured, shell
+from data_files import cases, table
 from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
@@ -28,7 +29,6 @@ from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.upload import prepare
 from keepmtp.validate.report import card
 from keepmtp.validate.report.report import refresh
-from tables import cases, table
 from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"

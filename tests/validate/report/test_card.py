@@ -25,9 +25,9 @@ import reports
 import yaml
 from answering import answering
 from commands import captured, shell
+from data_files import json_of, printed
 from evaluations import Answers
 from huggingface_hub import ModelCard
-from json_files import json_of
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.checkpoints.safetensors_file import total_bytes
@@ -67,7 +67,6 @@ from keepmtp.validate.report.provenance import (
     sampling_of,
 )
 from markdown_it import MarkdownIt
-from printed import printed
 
 HOSTILE = (
     "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"

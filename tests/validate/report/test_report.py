@@ -13,8 +13,8 @@ import evaluations
 import measured
 import pytest
 import reports
+from data_files import json_of
 from evaluations import COPY, Answers, evaluation
-from json_files import json_of
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source

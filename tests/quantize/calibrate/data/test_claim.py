@@ -18,7 +18,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from killed import small_recipe
 from passes import ALONE, prepared
-from shipped import shipped_recipes
+from releases import shipped_recipes
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from commands import ROOT, captured
+from data_files import put_json, put_lines, spelled, table
 from hub import Fault, serving
-from json_files import put_json, put_lines
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate.data import data as module
 from keepmtp.quantize.calibrate.data import tokenize
@@ -24,7 +24,6 @@ from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration, Texts, TextsOfMix
-from tables import spelled, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

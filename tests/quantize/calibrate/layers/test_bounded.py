@@ -16,9 +16,7 @@ from keepmtp.quantize.calibrate.layers.layer import Calibrated
 from keepmtp.recipes.errors import CheckpointError
 from layerwise import GLM, Skeleton
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
-from passes import plan_over
-from seeds import seeded
-from spies import calls_of
+from passes import calls_of, plan_over
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +27,7 @@ def moe_layer(
     scheme: str = "W4A16", algorithm: str = "gptq", *, share: slice = slice(None), **options
 ) -> Calibrated:
     """A layer of four experts and a shared one, on a share of three batches."""
-    generator = seeded(0)
+    generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(3, 500, (2, 32), generator=generator) for _ in range(3)]
     hidden = [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(3)]
     skeleton = Skeleton(GLM)
@@ -211,7 +209,7 @@ def on_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     modules = [nn.Linear(8, 4) for _ in range(3)]
-    a, b, c, d = torch.randn(4, 2, 5, 8, generator=seeded(0))
+    a, b, c, d = torch.randn(4, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     found = hessians_of(modules)
     for number, value in zip((0, 1, 2), ([a, a, b], [c, c, d])[rank], strict=True):
         found.add(modules[number], (value,))

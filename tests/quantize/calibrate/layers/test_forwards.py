@@ -18,13 +18,12 @@ from keepmtp.recipes.schema import Recipe
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from passes import ALONE
-from seeds import seeded
 from torch import nn
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeExperts
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
-IDS = torch.randint(0, 512, (4, 32), generator=seeded(0))
+IDS = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(0))
 DATA = CalibrationData(ids=IDS, held_out_ids=IDS[:2], provenance={})
 
 
@@ -82,9 +81,9 @@ def test_experts_get_the_tokens_that_llmcompressors_forward_gives_them(all_token
     config = Glm4MoeConfig(hidden_size=16, moe_intermediate_size=8, n_routed_experts=6)
     experts = LinearExperts2D.get_linear_experts_cls(Glm4MoeExperts)(config)
     for value in experts.parameters():
-        nn.init.normal_(value, generator=seeded(1))
-    hidden = torch.randn(11, 16, generator=seeded(2))
-    weights, index = torch.rand(11, 5, generator=seeded(3)).topk(2)
+        nn.init.normal_(value, generator=torch.Generator().manual_seed(1))
+    hidden = torch.randn(11, 16, generator=torch.Generator().manual_seed(2))
+    weights, index = torch.rand(11, 5, generator=torch.Generator().manual_seed(3)).topk(2)
     results = []
     for context in (nullcontext(), adapted()):
         own = hidden.clone().requires_grad_(trains)

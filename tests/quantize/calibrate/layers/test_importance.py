@@ -21,7 +21,7 @@ from keepmtp.recipes.schema import validated
 from killed import finished, small_recipe, start
 from layerwise import GLM, Skeleton, outliers, token_ids
 from llmcompressor.observers import Observer
-from spies import calls_of
+from passes import calls_of
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 

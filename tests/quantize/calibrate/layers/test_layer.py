@@ -38,7 +38,6 @@ from layerwise import (
     token_ids,
     unpacked,
 )
-from seeds import seeded
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,7 +195,7 @@ class Toy(nn.Module):
         for name, inputs, outputs in SHAPES:
             setattr(self, name, nn.Linear(inputs, outputs, bias=False))
         self.clamped, self.leaks = clamped, leaks
-        generator = seeded(0)
+        generator = torch.Generator().manual_seed(0)
         for index, parameter in enumerate(self.parameters()):
             noise = torch.randn(parameter.shape, generator=generator).bfloat16()
             parameter.data = noise * (index + 1) / 100
@@ -225,7 +224,7 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
 
 
 def toy_batches(samples: int = 3) -> list[dict[str, Tensor]]:
-    generator = seeded(1)
+    generator = torch.Generator().manual_seed(1)
     return [
         {"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(samples)
     ]

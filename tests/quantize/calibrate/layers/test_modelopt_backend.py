@@ -8,7 +8,6 @@ rounding is that of its exporter, which rounds the weights that its users publis
 import pytest
 import torch
 from compressed_tensors.quantization.utils import generate_gparam
-from drafts import weights_of
 from keepmtp import api
 from keepmtp.checkpoints.record import read_record
 from keepmtp.checkpoints.source import open_source
@@ -19,6 +18,7 @@ from keepmtp.validate.check.check import check
 from killed import small_recipe
 from layerwise import GLM, QWEN, Skeleton, found_in, layerwise, tensors_of, token_ids, unpacked
 from torch import Tensor
+from writing import weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.hooks import hooked
 from keepmtp.recipes.schemes import SCHEMES
 from llmcompressor.observers import Observer
-from spies import calls_of
+from passes import calls_of
 from torch import Tensor, nn
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, saved
-from decompressed import decompressed
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers import served
 from keepmtp.quantize.calibrate.layers.served import serve_weights
@@ -28,6 +27,7 @@ from keepmtp.recipes.schemes import SCHEMES
 from passes import as_calibrated
 from releases import source_layout, write_checkpoint
 from writing import recipe_with, written
+from written_values import decompressed
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 

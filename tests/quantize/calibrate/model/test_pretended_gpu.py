@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from data_files import table
 from gpu_runs import both, family_run, in_a_child
 from keepmtp.quantize.calibrate.model import skeleton
 from killed import small_recipe
 from passes import prepared
-from shipped import shipped_recipes
-from tables import table
+from releases import shipped_recipes
 
 # One model of each family that transformers can build. The block of those without a draft stays
 # BF16.

@@ -28,8 +28,7 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from packaging.version import Version
 from passes import as_calibrated
-from releases import source_layout, write_checkpoint
-from shipped import shipped_recipes
+from releases import shipped_recipes, source_layout, write_checkpoint
 from torch import nn
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeExperts

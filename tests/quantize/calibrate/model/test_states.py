@@ -16,9 +16,8 @@ from keepmtp.quantize.needs import memory
 from keepmtp.quantize.needs.memory import free_host_bytes
 from keepmtp.recipes.errors import CheckpointError
 from passes import ALONE
-from seeds import seeded
 
-HIDDEN = torch.randn(11, 3, 4, generator=seeded(0)).bfloat16()
+HIDDEN = torch.randn(11, 3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
 INDICES = torch.arange(11 * 3 * 2).reshape(11, 3, 2)
 
 

@@ -4,8 +4,7 @@ by token, and how sure it is what is kept: against games whose true share is kno
 
 import pytest
 import torch
-from drafts import changed
-from json_files import json_of
+from data_files import json_of
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp.acceptance import (
     Acceptance,
@@ -22,9 +21,9 @@ from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, answered, even, plan_over, reading
 from scipy import stats
-from seeds import seeded
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from writing import changed
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
@@ -78,7 +77,9 @@ def test_the_shipped_blocks_draft_as_their_training_said(shipped):
     with pytest.raises(RecipeError, match=match):
         of_source(silent, block)
     assert of_source(backbone, block_of(backbone, hidden_first=True)).by_position(1)[0] < 0.5
-    torch.nn.init.normal_(block.projection.weight, std=0.02, generator=seeded(0))
+    torch.nn.init.normal_(
+        block.projection.weight, std=0.02, generator=torch.Generator().manual_seed(0)
+    )
     assert of_source(backbone, block).by_position(1)[0] < 0.5
 
 
@@ -169,7 +170,7 @@ def test_the_count_is_that_of_a_server_played_token_by_token(seed):
     """Random texts, choices and drafts over five tokens, one of which ends a text, so that
     everything happens.
     """
-    draw = seeded(seed)
+    draw = torch.Generator().manual_seed(seed)
     length = 400
     choices, ids = (torch.randint(0, 5, (length,), generator=draw) for _ in range(2))
     follows = torch.rand(length, generator=draw) < 0.85
@@ -213,7 +214,7 @@ def game(kept: float, *, slots: int, seed: int) -> tuple[Acceptance, Acceptance]
     Sequences are not equally hard, and the first has some drafts accepted where the second has
     none.
     """
-    draw = seeded(seed)
+    draw = torch.Generator().manual_seed(seed)
     shape = (16, slots // 16)
     share = (0.8 + 0.1 * torch.randn(16, 1, generator=draw)).clamp(0.3, 0.99)
     theirs = torch.rand(shape, generator=draw) < share

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafts import filled, lively, plan_over
 from keepmtp.quantize.calibrate.model.binding import linear_experts
 from keepmtp.quantize.calibrate.model.hooks import hooked
 from keepmtp.quantize.calibrate.mtp.mtp_block import (
@@ -22,9 +21,9 @@ from keepmtp.quantize.calibrate.mtp.mtp_block import (
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import families, find_view
 from releases import MODELS, source_layout, write_checkpoint
-from seeds import seeded
 from torch import Tensor, nn
 from transformers import AutoModel
+from writing import filled, lively, plan_over
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 
@@ -179,7 +178,7 @@ def test_no_slot_sees_what_comes_later(model, block_of):
     block = block_of(model)
     for name, value in (*block.named_parameters(), *block.named_buffers()):
         assert not value.is_meta, name
-    table = torch.randn(512, block.config.hidden_size, generator=seeded(1))
+    table = torch.randn(512, block.config.hidden_size, generator=torch.Generator().manual_seed(1))
     _, hidden = _inputs(block)
     later_ids = IDS.clone()
     later_hidden = hidden.clone()
@@ -197,7 +196,7 @@ def test_no_slot_sees_what_comes_later(model, block_of):
 
 
 def _inputs(block: MtpBlock) -> tuple[Tensor, Tensor]:
-    noise = seeded(0)
+    noise = torch.Generator().manual_seed(0)
     size = block.config.hidden_size
     length = IDS.shape[1]
     streams = 1

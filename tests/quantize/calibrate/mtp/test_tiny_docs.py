@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from json_files import json_of
+from data_files import json_of
 from keepmtp.quantize.calibrate.mtp.acceptance import acceptance, target
 from keepmtp.quantize.calibrate.mtp.mtp_policy import filled_blocks
 from passes import ROOT, finished, plan_over

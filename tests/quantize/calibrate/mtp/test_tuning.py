@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from drafts import weights_of
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.layers.forwards import released
@@ -27,10 +26,9 @@ from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import MtpTuned
-from passes import ROOT, answered, even, fresh, plan_over, results_of
+from passes import ROOT, answered, calls_of, even, fresh, plan_over, results_of
 from safetensors.torch import load_file, save_file
-from spies import calls_of
-from writing import recipe_with
+from writing import recipe_with, weights_of
 
 pytestmark = pytest.mark.usefixtures("in_f32")
 

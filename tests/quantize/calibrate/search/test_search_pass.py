@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from commands import GLM
-from json_files import json_of, put_json
+from data_files import json_of, put_json
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.quantize.calibrate.data.claim import search_fingerprint

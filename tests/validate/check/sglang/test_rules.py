@@ -2,12 +2,10 @@
 
 from functools import partial
 
-from broken_by import config, quantization
 from broken_case import assert_found, case, rows
-from checkpoint_files import lose
-from foreign_form import quark, w4afp8
+from checkpoint_files import config, lose, quantization
+from foreign_form import modelopt, quark, w4afp8
 from good import ours
-from modelopt_form import modelopt
 from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
 
 SGLANG = ["sglang"]
