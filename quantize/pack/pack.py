@@ -21,7 +21,7 @@ the rounding to BF16; the operations below follow its CPU path on any device.
 Source: compressed-tensors 0.19.0 quantization/utils/helpers.py (calculate_qparams,
 generate_gparam), quantization/utils/mxfp_utils.py, quantization/lifecycle/forward_helpers.py
 (_quantize on CPU) and compressors/*; llm-compressor 0.14.0.1 entrypoints/model_free and
-observers/min_max.py. tests/quantize/test_pack.py runs both side by side.
+observers/min_max.py. tests/quantize/pack/test_pack.py runs both side by side.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -19,7 +19,7 @@ code in its binade, and for codes at either end.
 Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator
 tries all 126 E4M3 scales) and of llm-compressor 0.14.0.1 (observers/mse.py and
 observers/imatrix.py). Both compute the error of each candidate for itself;
-tests/quantize/test_search.py compares the errors.
+tests/quantize/pack/test_search.py compares the errors.
 """
 
 from collections.abc import Callable, Sequence
