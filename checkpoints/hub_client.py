@@ -25,7 +25,7 @@ import httpcore
 import httpx
 from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils import parse_ratelimit_headers
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils._http import hf_request_event_hook
 
 from ..recipes.errors import KeepMTPError, RecipeError
 
@@ -37,10 +37,6 @@ of 300 seconds.
 """
 SILENCES = 3
 """So many answers in a row may be late. huggingface_hub asks again by itself where it uploads."""
-QUESTION_LIMITS = 10
-"""A question of several requests, such as a list of several pages, has so many times the seconds of
-one.
-"""
 AGAIN = "Run the same command again"
 _BYTES_PER_SECOND = 10_000
 """The slowest line that counts as one: an answer gets a second more for so many bytes."""
@@ -57,7 +53,6 @@ class Patience:
 
     Attributes:
         seconds: for one answer.
-        until: when the question that is asked now must be answered; None: it may go on.
         stopped: set by Ctrl-C. Every thread that sends or waits then ends at its next step.
         number: of the signal that stopped it; 0 for none.
         silences: answers that were late, since something arrived that had not arrived before.
@@ -65,7 +60,6 @@ class Patience:
 
     def __init__(self) -> None:
         self.seconds = DEFAULT_SECONDS
-        self.until: float | None = None
         self.stopped = threading.Event()
         self.number = 0
         self.silences = 0
@@ -79,10 +73,6 @@ class Patience:
             got=f"no whole answer within {self.seconds:g} s",
             cure=f"{AGAIN}. {SETTING} sets the seconds",
         )
-
-    def is_over(self) -> bool:
-        """Whether the question that is asked now should have been answered."""
-        return self.until is not None and time.monotonic() > self.until
 
     def refuse_stopped(self) -> None:
         """End a thread whose work nobody waits for any more.
@@ -179,15 +169,12 @@ def refuse_endpoint(endpoint: str) -> None:
 
 
 def _client() -> httpx.Client:
-    client = default_client_factory()
-    if _is_this_machine(httpx.URL(constants.ENDPOINT)):
+    client = httpx.Client(
+        event_hooks={"request": [hf_request_event_hook, _before], "response": [_after]},
+        follow_redirects=True,
         # A proxy of this machine is for other machines, and would read what plain http sends.
-        client.close()
-        client = httpx.Client(
-            event_hooks=client.event_hooks, follow_redirects=True, mounts={"http://": None}
-        )
-    for event, hook in (("request", _before), ("response", _after)):
-        client.event_hooks[event].append(hook)
+        trust_env=not _is_this_machine(httpx.URL(constants.ENDPOINT)),
+    )
     # httpx 0.28 has no argument for the backend of its pools, and httpcore 1.0 has.
     for transport in (client._transport, *client._mounts.values()):
         if (pool := getattr(transport, "_pool", None)) is not None:
@@ -198,8 +185,6 @@ def _client() -> httpx.Client:
 def _before(request: httpx.Request) -> None:
     """Before each request, also each one after a redirect."""
     PATIENCE.refuse_stopped()
-    if PATIENCE.is_over():
-        raise PATIENCE.silence()
     request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
     url = request.url
     hub = httpx.URL(constants.ENDPOINT)
@@ -214,7 +199,7 @@ def _after(response: httpx.Response) -> None:
     """
     after = response.headers.get("Retry-After", "").strip()
     if response.status_code not in BUSY:
-        if response.request.method == "PUT" and PATIENCE.until is None:
+        if response.request.method == "PUT":
             response.read()  # another part of an upload has arrived
             PATIENCE.silences = 0
     elif after.isdigit() and int(after) > LONGEST_WAIT_SECONDS:
@@ -255,7 +240,7 @@ def _failures() -> Iterator[None]:
         PATIENCE.refuse_stopped()
         if isinstance(error, httpcore.TimeoutException):
             PATIENCE.silences += 1
-            if PATIENCE.silences >= SILENCES or PATIENCE.is_over():
+            if PATIENCE.silences >= SILENCES:
                 raise PATIENCE.silence() from error
         raise
     PATIENCE.refuse_stopped()

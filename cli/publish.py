@@ -6,7 +6,6 @@ exactly those files.
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +22,7 @@ from .tables import ERR, answer, in_words, table, tell
 
 if TYPE_CHECKING:
     from ..validate.publish.hub import Hub, Remote
-    from ..validate.publish.upload import FileState, Parcel
+    from ..validate.publish.upload import Delivery
 
 
 def publish(
@@ -88,7 +87,7 @@ def publish(
     parcel = publishing.prepare(
         path, repo=repo, watch=bytes_bar("hashing"), reading=bytes_bar("reading values")
     )
-    found = {}
+    delivery = publishing.Delivery(parcel=parcel, repo=repo)
     there = "nothing was asked: no token"
     with stopped_by_signals():
         is_public = False
@@ -99,51 +98,52 @@ def publish(
             there = _there(before)
             tell(f"on the Hub  {there}")
             is_public = before is not None and not before.is_private
-            found = publishing.compared(parcel, before, made_from)
-        changed = publishing.to_send(parcel, found, made_from)
-        num_bytes = parcel.num_bytes(changed)
-        files = _files(parcel, found)
+            delivery = publishing.deliver(
+                parcel, repo, before, made_from=made_from, update=update or dry_run
+            )
+        files = _files(delivery)
         value = {"repo": repo, "files": files}
+        changed = [*parcel.files]
+        if delivery.made_from:
+            changed = delivery.missing
+        num_bytes = parcel.num_bytes(changed)
         if not token or dry_run:
             value |= {"there": there, "bytes": parcel.num_bytes(parcel.files)}
-            value["other_files"] = publishing.named(found, "other")
-            if made_from and found:
+            value["other_files"] = delivery.named("other")
+            if delivery.made_from:
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
             answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
             return
-        if not update and not made_from:
-            publishing.refuse_overwriting(repo, found)
         tell(f"to send     {len(changed)} files, {size_in_words(num_bytes)}")
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
             read = "so what is sent can be read on a branch before it is checked"
             _confirm(f"{repo} is public, {read}")
-        how = {"public": public, "update": update, "may_be_public": is_public}
-        verb, done = _sent(parcel, hub, repo, made_from, **how)
+        verb, done = _sent(delivery, hub, public=public)
     value |= {"url": url, **done}
     said = Text.assemble((verb, "green"), f" {_rest(value)}")
     answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
 
 
-def _sent(parcel: "Parcel", hub: "Hub", repo: str, made_from: str, **how: bool) -> tuple[str, Json]:
+def _sent(delivery: "Delivery", hub: "Hub", *, public: bool) -> tuple[str, Json]:
     """What is done with the files, and what comes of it."""
     from ..validate.publish import upload as publishing
 
-    if made_from:
+    value: Json = {}
+    if delivery.made_from:
         verb = "proposed"
-        done = publishing.propose(parcel, hub, repo, made_from=made_from)
-        value: Json = {"pull_request": done.pull_request}
+        done = publishing.propose(delivery, hub)
+        value["pull_request"] = done.pull_request
     else:
         verb = "published"
-        done = publishing.publish(parcel, hub, repo, **how)
-        value = {}
+        done = publishing.publish(delivery, hub, public=public)
     return verb, value | {
         "commit": done.commit,
         "private": done.is_private,
         "uploaded_bytes": done.num_bytes,
-        "kept_files": done.kept,
-        "other_files": done.others,
+        "kept_files": delivery.named("same"),
+        "other_files": delivery.named("other"),
         "verified": True,
     }
 
@@ -157,11 +157,11 @@ def _rest(value: Json) -> str:
     return in_words(without(value, "files"))
 
 
-def _files(parcel: "Parcel", found: "Mapping[str, FileState]") -> list[Json]:
+def _files(delivery: "Delivery") -> list[Json]:
     files = []
-    for name, local in parcel.files.items():
+    for name, local in delivery.parcel.files.items():
         file = {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
-        files.append(file | {"on_the_hub": found.get(name, "not asked")})
+        files.append(file | {"on_the_hub": delivery.states.get(name, "not asked")})
     return files
 
 

@@ -221,19 +221,6 @@ def test_a_deadline_is_a_number_of_seconds(monkeypatch, value):
         hub_client.install()
 
 
-def test_the_token_stays_with_the_hub(hasty, tmp_path):
-    """The same client, which the Hub's answer sends elsewhere: to a page, to a redirect's
-    target.
-    """
-    with loopback.serving(tmp_path / "other") as other:
-        other.faults = [Fault(".", status=418, times=9)]
-        hasty.faults = [Fault("resolve", status=307, headers={"Location": f"{other.endpoint}/cdn"})]
-        ask(f"{other.endpoint}/api/models")
-        ask(f"{hasty.endpoint}/{REPO}/resolve/main/a")
-        assert ask(f"{hasty.endpoint}/api/whoami-v2")["name"] == "me"
-    assert len(other.requests) == 2 and not other.authorizations
-
-
 def test_a_proxy_does_not_read_what_goes_to_this_machine(hasty, tmp_path, monkeypatch):
     with loopback.serving(tmp_path / "proxy") as proxy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -267,25 +254,3 @@ def test_a_long_answer_may_take_long(hasty):
     hasty.faults = [Fault("resolve", before=lambda: time.sleep(0.2))]
     got = get_session().get(f"{hasty.endpoint}/{REPO}/resolve/main/large")
     assert len(got.content) == 20_000
-
-
-def test_a_stop_ends_what_waits_in_other_threads(hasty):
-    end, ended = threading.Event(), []
-    hub_client.PATIENCE.seconds = 60
-    hasty.faults = [Fault("GET", before=bool, hold=end)]
-
-    def wait() -> None:
-        with pytest.raises(hub_client.HubError, match="nothing is sent after a stop"):
-            ask(f"{hasty.endpoint}/api/whoami-v2")
-        ended.append(time.monotonic())
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not hasty.requests:
-        time.sleep(0.01)
-    start = time.monotonic()
-    hub_client.PATIENCE.stop()
-    thread.join(10)
-    end.set()
-    hub_client.PATIENCE.stopped.clear()
-    assert ended and ended[0] - start < 2

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from data_files import table
@@ -186,12 +185,5 @@ def _statuses(step: str, fault: str) -> tuple[int, ...]:
 
 def holds(hub: Hub, wanted: Mapping[str, bytes]) -> bool:
     """The repository has these files, byte for byte, and no other."""
-    there = hub.repos[REPO].at("main")
-    return {*wanted, ".gitattributes"} == {*there} and all(
-        hub.read(REPO, name) == wanted[name] for name in wanted
-    )
-
-
-def contents(files: Mapping[str, Path]) -> dict[str, bytes]:
-    """Of files, by name."""
-    return {name: path.read_bytes() for name, path in files.items()}
+    there = hub.files(REPO)
+    return {**wanted, ".gitattributes": there[".gitattributes"]} == there

@@ -1,8 +1,8 @@
 """A Hub on loopback: repositories of models can be made, written to and read, datasets read, with
 faults on request.
 
-It speaks what huggingface_hub 1.33 and `datasets` ask with HF_HUB_DISABLE_XET=1: LFS in one piece
-or in parts, commits, branches, settings, trees, byte ranges. With Xet it gives hf_xet a folder of
+It speaks what huggingface_hub 1.33 and `datasets` ask with HF_HUB_DISABLE_XET=1: LFS in one piece,
+commits, branches, settings, trees, byte ranges. With Xet it gives hf_xet a folder of
 this machine to store chunks in.
 """
 
@@ -67,14 +67,12 @@ class Fault:
 
 @dataclass
 class Blob:
-    """A file of a commit: git's hash, and the SHA-256 of a large one; `path` of one whose bytes are
-    elsewhere.
-    """
+    """A file of a commit, whose bytes are at `path`: git's hash, and the SHA-256 of a large one."""
 
     oid: str
     size: int
+    path: Path
     sha256: str = ""
-    path: Path | None = None
 
 
 class Repo:
@@ -111,13 +109,10 @@ class Hub:
     Attributes:
         repos: by name, ORG/NAME, a dataset's with `datasets/` before it.
         writers: namespaces that TOKEN may write to.
-        part_bytes: larger files are sent in parts of this size.
         faults: taken in order.
         requests: "METHOD /path" of each, and the range where one was asked for.
         authorizations: what it was sent to know who asks.
-        put: body bytes that arrived for each large file, by SHA-256.
-        sent_by_xet: files that may come by Xet, by SHA-256; their chunks go to a folder here and
-            not through the Hub.
+        put: bytes that arrived by PUT, by the last part of the path: a large file's SHA-256.
         leads_elsewhere: a large file is asked for at another address, which the Hub answers with.
     """
 
@@ -125,12 +120,10 @@ class Hub:
         self.folder = folder
         self.repos: dict[str, Repo] = {}
         self.writers = ["me", "org"]
-        self.part_bytes = 1 << 40
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.authorizations: list[str] = []
         self.put: Counter[str] = Counter()
-        self.sent_by_xet: dict[str, Path] = {}
         self.endpoint = ""
         self.leads_elsewhere = False
         self.lock = threading.Lock()
@@ -154,12 +147,11 @@ class Hub:
         where they are.
         """
         repo = self.repos.setdefault(name, Repo(private=False))
-        found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
-        oids = {file: hashlib.sha1(file.encode()).hexdigest() for file in found}
-        blobs = {
-            file: Blob(oid=oids[file], size=path.stat().st_size, path=path)
-            for file, path in found.items()
-        }
+        blobs = {}
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                oid = hashlib.sha1(path.name.encode()).hexdigest()
+                blobs[path.name] = Blob(oid=oid, size=path.stat().st_size, path=path)
         return repo.add(blobs)
 
     def commit(self, name: str, files: Mapping[str, bytes]) -> str:
@@ -170,40 +162,36 @@ class Hub:
 
     def store(self, content: bytes, *, large: bool = False) -> Blob:
         """Keep bytes under their hash."""
-        sha256, size = hashlib.sha256(content).hexdigest(), len(content)
-        shown = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n" % (
-            sha256.encode(),
-            size,
-        )
-        git = shown if large else content
-        oid = hashlib.sha1(b"blob %d\0%b" % (len(git), git)).hexdigest()
-        (self.folder / (sha256 if large else oid)).write_bytes(content)
-        return Blob(oid=oid, size=size, sha256=sha256 if large else "")
+        sha256 = hashlib.sha256(content).hexdigest()
+        blob = Blob(oid="", size=len(content), path=self.folder / sha256)
+        git = content
+        if large:
+            blob.sha256 = sha256
+            words = "version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
+            git = (words % (sha256, blob.size)).encode()
+        blob.oid = hashlib.sha1(b"blob %d\0%b" % (len(git), git)).hexdigest()
+        blob.path.write_bytes(content)
+        return blob
 
-    def read(self, name: str, path: str) -> bytes:
-        """A file as it is now."""
-        blob = self.repos[name].at("main")[path]
-        return (self.folder / (blob.sha256 or blob.oid)).read_bytes()
+    def files(self, name: str) -> dict[str, bytes]:
+        """What a repository holds now."""
+        there = self.repos[name].at("main")
+        return {path: blob.path.read_bytes() for path, blob in there.items()}
 
-    def by_sha256(self, sha256: str) -> Path:
-        """The bytes of a large file; those of one that came by Xet are known from the file that was
-        sent.
-        """
-        return self.sent_by_xet.get(sha256, self.folder / sha256)
 
-    def spoil(self, name: str) -> None:
-        """The next upload of one file is stored with other bytes than were sent, as the Hub then
-        says itself.
-        """
-        self._spoilt = name
+def other_hash(name: str) -> dict[str, Any]:
+    """For a `Fault` of a listing: the Hub says that it has stored other bytes of one file."""
 
-    _spoilt = ""
+    def rewrite(body: bytes) -> bytes:
+        told = json.loads(body)
+        for entry in told["siblings"]:
+            if entry["rfilename"] == name:
+                entry["blobId"] = "0" * 40
+                if "lfs" in entry:
+                    entry["lfs"]["sha256"] = "0" * 64
+        return json.dumps(told).encode()
 
-    def stored(self, path: str, blob: Blob) -> Blob:
-        if path != self._spoilt:
-            return blob
-        content = self.by_sha256(blob.sha256).read_bytes()
-        return self.store(content[:-1] + bytes([content[-1] ^ 1]), large=True)
+    return {"times": 9, "spoils": "rewrite", "rewrite": rewrite}
 
 
 @contextmanager
@@ -252,20 +240,14 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.before()
             if fault and fault.hold:
                 fault.hold.wait(60)
-            if fault and fault.status and fault.body is not None:
-                return self._send(
-                    fault.status,
-                    fault.body,
-                    {"Content-Type": "application/json", **fault.headers},
-                )
             if fault and fault.status:
                 # a server may say what it was told
                 echo = f"sent with {self.headers.get('Authorization')}"
-                return self._say(
-                    fault.status,
-                    {"error": echo},
-                    {"X-HF-Warning": f"echo; {echo}", **fault.headers},
-                )
+                said = json.dumps({"error": echo}).encode()
+                if fault.body is not None:
+                    said = fault.body
+                headers = {"Content-Type": "application/json", "X-HF-Warning": f"echo; {echo}"}
+                return self._send(fault.status, said, headers | dict(fault.headers))
             self._answer(body)
         except (_Cut, ConnectionError):
             self.close_connection = True
@@ -285,16 +267,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self, fault: Fault | None) -> bytes:
         left = int(self.headers.get("Content-Length", 0))
         cut = fault is not None and fault.is_cut()
-        sha256 = (
-            self.path.split("/")[2]
-            if self.path.startswith("/lfs/") and self.command == "PUT"
-            else ""
-        )
         body = b""
         while left and (chunk := self.rfile.read(min(left, 1 << 16))):
             body += chunk
             left -= len(chunk)
-            self.hub.put[sha256] += len(chunk)
+            if self.command == "PUT":
+                self.hub.put[self.path.rpartition("/")[2]] += len(chunk)
             if cut and len(body) >= fault.after:
                 break
         if cut and fault.hold:
@@ -306,34 +284,22 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bytes) -> None:
         token = self._token()
         if token not in ("", TOKEN, READ_ONLY):
-            return self._say(
-                401,
-                {"error": "Invalid credentials in Authorization header"},
-                {"X-Error-Message": "Invalid credentials in Authorization header"},
-            )
+            return self._refuse(401, "Invalid credentials in Authorization header")
         for method, pattern, answer in _ROUTES:
             if self.command in method and (found := re.fullmatch(pattern, self.path)):
                 told = found.groupdict()
                 if "repo" in told:
                     repo = self.hub.repos.get(told["repo"])
                     if repo is None or (repo.private and not token):
-                        return self._say(
-                            404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
-                        )
+                        return self._refuse(404, "Repository not found", "RepoNotFound")
                     if "revision" in told and not repo.name(told["revision"] or "main"):
-                        return self._say(
-                            404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"}
-                        )
-                    is_write = answer in _WRITES
+                        return self._refuse(404, "Invalid rev id", "RevisionNotFound")
                     owner = told["repo"].split("/")[0]
-                    if is_write and (token != TOKEN or owner not in self.hub.writers):
-                        return self._say(403, {"error": "You have no write access"})
+                    may_write = token == TOKEN and owner in self.hub.writers
+                    if answer in _WRITES and not may_write:
+                        return self._refuse(403, "You have no write access")
                 return answer(self, body, **told)
-        self._say(
-            404,
-            {"error": f"no route for {self.command} {self.path}"},
-            {"X-Error-Code": "EntryNotFound"},
-        )
+        self._refuse(404, f"no route for {self.command} {self.path}", "EntryNotFound")
 
     def _token(self) -> str:
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -341,7 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _whoami(self, _: bytes) -> None:
         role = "read" if self._token() == READ_ONLY else "write"
         if not self._token():
-            return self._say(401, {"error": "Unauthorized"})
+            return self._refuse(401, "Unauthorized")
         auth = {"type": "access_token", "accessToken": {"displayName": "t", "role": role}}
         self._say(200, {"type": "user", "name": "me", "orgs": [{"name": "org"}], "auth": auth})
 
@@ -349,14 +315,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(body)
         name = f"{asked['organization']}/{asked['name']}"
         if asked["organization"] not in self.hub.writers:
-            return self._say(
-                403,
-                {
-                    "error": f"You don't have the rights to create a model under {name.split('/')[0]}"
-                },
-            )
+            return self._refuse(403, f"You may not create a model under {asked['organization']}")
         if name in self.hub.repos:
-            return self._say(409, {"error": "You already created this model repo"})
+            return self._refuse(409, "You already created this model repo")
         self.hub.add(name, private=asked.get("visibility") == "private")
         self._say(200, {"url": f"{self.hub.endpoint}/{name}", "name": name, "id": name})
 
@@ -368,154 +329,85 @@ class _Handler(BaseHTTPRequestHandler):
         commit = found.name(revision or "main")
         files = []
         for path, blob in found.at(commit).items():
-            large = {"sha256": blob.sha256, "size": blob.size, "pointerSize": 130}
-            lfs = {"lfs": large} if blob.sha256 else {}
-            files.append({"rfilename": path, "size": blob.size, "blobId": blob.oid, **lfs})
-        self._say(
-            200,
-            {
-                "id": repo,
-                "sha": commit,
-                "siblings": files,
-                "private": found.private,
-                "tags": [],
-                "downloads": 0,
-                "likes": 0,
-            },
-        )
+            file: dict[str, Any] = {"rfilename": path, "size": blob.size, "blobId": blob.oid}
+            if blob.sha256:
+                file["lfs"] = {"sha256": blob.sha256, "size": blob.size, "pointerSize": 130}
+            files.append(file)
+        told = {"id": repo, "sha": commit, "siblings": files, "private": found.private}
+        self._say(200, told | {"tags": [], "downloads": 0, "likes": 0})
 
     def _tree(self, _: bytes, *, repo: str, revision: str, below: str | None) -> None:
-        start = f"{below.strip('/')}/" if below and below.strip("/") else ""
-        files = {
-            path: blob
-            for path, blob in self.hub.repos[repo].at(revision).items()
-            if path.startswith(start)
-        }
-        folders: set[str] = set()
-        if "recursive=true" not in self.query.lower():
-            folders = {
-                start + path.removeprefix(start).partition("/")[0] for path in files
-            } - files.keys()
-            files = {
-                path: blob for path, blob in files.items() if "/" not in path.removeprefix(start)
-            }
-        listed = [
-            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
-            for path in sorted(folders)
-        ]
-        self._say(200, listed + [_entry(path, blob) for path, blob in files.items()])
+        start = f"{(below or '').strip('/')}/".lstrip("/")
+        listed = {}
+        for path, blob in self.hub.repos[repo].at(revision).items():
+            inner, slash, _ = path.removeprefix(start).partition("/")
+            if slash and "recursive=true" not in self.query.lower():
+                folder = {"type": "directory", "path": start + inner, "oid": "0" * 40, "size": 0}
+                listed[start + inner] = folder
+            else:
+                listed[path] = _entry(path, blob)
+        self._say(200, [entry for path, entry in listed.items() if path.startswith(start)])
 
     def _paths_info(self, body: bytes, *, repo: str, revision: str) -> None:
         there = self.hub.repos[repo].at(revision)
-        self._say(
-            200,
-            [
-                _entry(path, there[path])
-                for path in parse_qs(body.decode())["paths"]
-                if path in there
-            ],
-        )
+        paths = parse_qs(body.decode())["paths"]
+        self._say(200, [_entry(path, there[path]) for path in paths if path in there])
 
     def _xet_token(self, _: bytes, *, repo: str, revision: str) -> None:
         """Where hf_xet 1.8 stores chunks: a folder of this machine, which it writes to itself."""
-        where = {
-            "casUrl": f"local://{self.hub.folder / 'xet'}",
-            "accessToken": "xet",
-            "exp": 1 << 32,
-        }
+        place = f"local://{self.hub.folder / 'xet'}"
         headers = {
-            "X-Xet-Cas-Url": where["casUrl"],
+            "X-Xet-Cas-Url": place,
             "X-Xet-Access-Token": "xet",
             "X-Xet-Token-Expiration": f"{1 << 32}",
         }
-        self._say(200, where, headers)
+        self._say(200, {"casUrl": place, "accessToken": "xet", "exp": 1 << 32}, headers)
 
     def _branch(self, body: bytes, *, repo: str, branch: str) -> None:
         branches = self.hub.repos[repo].branches
         if self.command == "DELETE":
             del branches[branch]
         elif branch in branches:
-            return self._say(409, {"error": "Reference already exists"})
+            return self._refuse(409, "Reference already exists")
         else:
             branches[branch] = json.loads(body)["startingPoint"]
         self._say(200, {})
 
     def _preupload(self, body: bytes, *, repo: str, revision: str) -> None:
         there = self.hub.repos[repo].at(revision)
-        self._say(
-            200,
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
-                        "shouldIgnore": False,
-                        "oid": (there[file["path"]].sha256 or there[file["path"]].oid)
-                        if file["path"] in there
-                        else None,
-                    }
-                    for file in json.loads(body)["files"]
-                ]
-            },
-        )
+        files = []
+        for asked in json.loads(body)["files"]:
+            path = asked["path"]
+            file = {"path": path, "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+            if path.endswith(_LARGE):
+                file["uploadMode"] = "lfs"
+            if path in there:
+                file["oid"] = there[path].sha256 or there[path].oid
+            files.append(file)
+        self._say(200, {"files": files})
 
     def _batch(self, body: bytes, *, repo: str) -> None:
-        asked, verify = json.loads(body)["objects"], {"href": f"{self.hub.endpoint}/lfs-verify"}
-        self._say(
-            200,
-            {
-                "transfer": "basic",
-                "objects": [
-                    {"oid": file["oid"], "size": file["size"]}
-                    | (
-                        {}
-                        if (self.hub.folder / file["oid"]).exists()
-                        else {
-                            "actions": {
-                                "upload": self._upload_action(file["oid"], file["size"]),
-                                "verify": verify,
-                            }
-                        }
-                    )
-                    for file in asked
-                ],
-            },
-        )
+        objects = []
+        for asked in json.loads(body)["objects"]:
+            file = {"oid": asked["oid"], "size": asked["size"]}
+            if not (self.hub.folder / asked["oid"]).exists():
+                # A presigned URL: its query is a secret of its own.
+                href = f"{self.hub.endpoint}/lfs/{asked['oid']}?X-Amz-Signature=presigned"
+                verify = f"{self.hub.endpoint}/lfs-verify"
+                file["actions"] = {"upload": {"href": href}, "verify": {"href": verify}}
+            objects.append(file)
+        self._say(200, {"transfer": "basic", "objects": objects})
 
-    def _upload_action(self, oid: str, size: int) -> dict[str, Any]:
-        # A presigned URL: its query is a secret of its own.
-        href, secret = f"{self.hub.endpoint}/lfs/{oid}", "X-Amz-Signature=presigned"
-        if size <= self.hub.part_bytes:
-            return {"href": f"{href}?{secret}"}
-        count = -(-size // self.hub.part_bytes)
-        parts = {f"{number:05d}": f"{href}/{number}?{secret}" for number in range(1, count + 1)}
-        return {
-            "href": f"{href}/complete",
-            "header": {"chunk_size": str(self.hub.part_bytes), **parts},
-        }
-
-    def _put(self, body: bytes, *, oid: str, part: str | None) -> None:
-        if part is None:
-            self.hub.store(body, large=True)
-        else:
-            (self.hub.folder / f"{oid}.{part}").write_bytes(body)
-        self._say(200, {}, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
-
-    def _complete(self, body: bytes, *, oid: str) -> None:
-        parts = [
-            self.hub.folder / f"{oid}.{part['partNumber']}" for part in json.loads(body)["parts"]
-        ]
-        self.hub.store(b"".join(part.read_bytes() for part in parts), large=True)
+    def _put(self, body: bytes, *, oid: str) -> None:
+        self.hub.store(body, large=True)
         self._say(200, {})
 
     def _verify(self, body: bytes) -> None:
         asked = json.loads(body)
         stored = self.hub.folder / asked["oid"]
-        is_whole = stored.exists() and stored.stat().st_size == asked["size"]
-        self._say(
-            200 if is_whole else 422,
-            {} if is_whole else {"error": "size or hash of the object is another"},
-        )
+        if stored.exists() and stored.stat().st_size == asked["size"]:
+            return self._say(200, {})
+        self._refuse(422, "size or hash of the object is another")
 
     def _commit(self, body: bytes, *, repo: str, revision: str) -> None:
         found = self.hub.repos[repo]
@@ -529,21 +421,16 @@ class _Handler(BaseHTTPRequestHandler):
                     title = told["summary"]
                     head = found.name(revision)
                     if told.get("parentCommit", head) != head:
-                        return self._say(
-                            412,
-                            {"error": "A commit has happened since. Please refresh and try again."},
-                        )
+                        return self._refuse(412, "A commit has happened since. Please refresh.")
                 case "file":
                     files[told["path"]] = self.hub.store(base64.b64decode(told["content"]))
                 case "deletedFile":
                     del files[told["path"]]
                 case "lfsFile":
-                    content = self.hub.by_sha256(told["oid"]).read_bytes()
-                    files[told["path"]] = self.hub.stored(
-                        told["path"], self.hub.store(content, large=True)
-                    )
+                    content = (self.hub.folder / told["oid"]).read_bytes()
+                    files[told["path"]] = self.hub.store(content, large=True)
                 case other:
-                    return self._say(400, {"error": f"{other} is never sent by keepmtp"})
+                    return self._refuse(400, f"{other} is never sent by keepmtp")
         told = {"success": True, "commitUrl": f"{self.hub.endpoint}/{repo}"}
         if "create_pr=1" in self.query:
             number = sum(name.startswith("refs/pr/") for name in found.branches) + 1
@@ -571,7 +458,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.hub.repos[repo]
         blob = found.at(revision).get(file)
         if blob is None:
-            return self._say(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+            return self._refuse(404, "Entry not found", "EntryNotFound")
         wanted = self.headers.get("Range")
         headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": found.name(revision)}
         first, end = 0, blob.size - 1
@@ -581,7 +468,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{end}/{blob.size}"
         if self.command == "HEAD":
             return self._send(200, b"", headers | {"Content-Length": str(blob.size)})
-        with open(blob.path or self.hub.folder / (blob.sha256 or blob.oid), "rb") as content:
+        with open(blob.path, "rb") as content:
             content.seek(first)
             body = content.read(end + 1 - first)
         self._send(206 if wanted else 200, body, headers)
@@ -589,22 +476,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _lead(self, _: bytes, *, repo: str, revision: str, file: str) -> None:
         """A large file is elsewhere, as on the Hub, if `leads_elsewhere`."""
         if self.hub.leads_elsewhere and file.endswith(_LARGE):
-            self._send(
-                302,
-                b"",
-                {
-                    "Location": f"{self.hub.endpoint}/elsewhere/{repo}/{revision}/{file}?signed=secret"
-                },
-            )
+            place = f"{self.hub.endpoint}/elsewhere/{repo}/{revision}/{file}?signed=secret"
+            self._send(302, b"", {"Location": place})
         else:
             self._resolve(b"", repo=repo, revision=revision, file=file)
 
+    def _refuse(self, status: int, words: str, code: str = "") -> None:
+        self._say(status, {"error": words}, {"X-Error-Code": code, "X-Error-Message": words})
+
     def _say(self, status: int, told: object, headers: Mapping[str, str] | None = None) -> None:
-        self._send(
-            status,
-            json.dumps(told).encode(),
-            {"Content-Type": "application/json", **(headers or {})},
-        )
+        is_json = {"Content-Type": "application/json"}
+        self._send(status, json.dumps(told).encode(), is_json | {**(headers or {})})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         spoils = self.fault.spoils if self.fault else ""
@@ -635,10 +517,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     """A file of a listing."""
-    listed = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
-    return listed | (
-        {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {}
-    )
+    entry: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
+    if blob.sha256:
+        entry["lfs"] = {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}
+    return entry
 
 
 _WRITES = (
@@ -663,8 +545,7 @@ _ROUTES = (
     ("POST", rf"/api/models/{_REPO}/paths-info/{_AT}", _Handler._paths_info),
     ("POST DELETE", rf"/api/models/{_REPO}/branch/(?P<branch>[^/]+)", _Handler._branch),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler._batch),
-    ("PUT", r"/lfs/(?P<oid>\w{64})(/(?P<part>\d+))?", _Handler._put),
-    ("POST", r"/lfs/(?P<oid>\w{64})/complete", _Handler._complete),
+    ("PUT", r"/lfs/(?P<oid>\w{64})", _Handler._put),
     ("POST", r"/lfs-verify", _Handler._verify),
     ("GET HEAD", rf"/{_REPO}/resolve/{_AT}/(?P<file>.+)", _Handler._lead),
     ("GET HEAD", rf"/elsewhere/{_REPO}/{_AT}/(?P<file>.+)", _Handler._resolve),

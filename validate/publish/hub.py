@@ -11,12 +11,11 @@ KeyError, and a commit may be the number 7.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import CommitInfo, CommitOperationCopy, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -31,11 +30,11 @@ from ...checkpoints.hub_client import (
     BUSY,
     LONGEST_WAIT_SECONDS,
     PATIENCE,
-    QUESTION_LIMITS,
     HubError,
     seconds_to_wait,
 )
 from ...recipes.errors import KeepMTPError, first_fault
+from ...recipes.frozen import Json
 
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""
@@ -171,29 +170,46 @@ class Hub:
             lambda: self._api.create_branch(repo, branch=branch, revision=commit, exist_ok=True),
         )
 
-    def upload(self, repo: str, folder: Path, *, branch: str, parent: str, message: str) -> str:
-        """Send a folder's files on top of the commit `parent`; returns the commit that holds them.
+    def send(
+        self,
+        repo: str,
+        files: Mapping[str, Path | bytes],
+        *,
+        parent: str,
+        message: str,
+        branch: str = "",
+    ) -> tuple[str, str]:
+        """Send files in one commit on top of the commit `parent`; returns that commit, and the page
+        of its pull request where one was made.
 
         With hf_xet, huggingface_hub sends by Xet: what the Hub has of a file already is not sent
         again.
-        """
-        send = self._sending(repo, folder, parent, message)
-        return self._ask(repo, lambda: send(revision=branch).oid, is_long=True)
 
-    def propose(self, repo: str, folder: Path, *, parent: str, message: str) -> tuple[str, str]:
-        """Offer a folder's files, on top of the commit `parent`, as one commit of a pull request;
-        returns the commit and the page of the request.
+        Args:
+            repo: ORG/NAME.
+            files: by their path there.
+            parent: the newest commit.
+            message: the commit's.
+            branch: that gets the commit; "" for a pull request.
 
         Raises:
-            HubError: the Hub refuses. It is asked once: a second answer would be a second request.
+            HubError: the Hub refuses. For a request it is asked once: a second answer would be a
+                second request.
         """
-        send = self._sending(repo, folder, parent, message)
+        waits = WAITS_SECONDS
+        place: Json = {"revision": branch}
+        if not branch:
+            waits = ()
+            place = {"create_pr": True}
 
         def ask() -> tuple[str, str]:
-            made = send(create_pr=True)
+            added = [CommitOperationAdd(name, content) for name, content in files.items()]
+            made = self._api.create_commit(
+                repo, added, commit_message=message, parent_commit=parent, **place
+            )
             return made.oid, str(made.pr_url)
 
-        return self._ask(repo, ask, is_long=True, waits=())
+        return self._ask(repo, ask, waits=waits)
 
     def requests(self, repo: str, title: str) -> list[tuple[str, str]]:
         """The branches and pages of open pull requests that have this title."""
@@ -206,31 +222,13 @@ class Hub:
 
         return self._ask(repo, ask)
 
-    def _sending(
-        self, repo: str, folder: Path, parent: str, message: str
-    ) -> Callable[..., CommitInfo]:
-        return partial(
-            self._api.upload_folder,
-            repo_id=repo,
-            folder_path=folder,
-            parent_commit=parent,
-            commit_message=message,
-        )
-
     def merge(
-        self,
-        repo: str,
-        names: Sequence[str],
-        *,
-        branch: str,
-        commit: str,
-        parent: str,
-        message: str,
+        self, repo: str, names: Sequence[str], *, branch: str, at: Remote, parent: str, message: str
     ) -> None:
-        """Let the main branch have the files of a branch's commit, in one commit on top of
-        `parent`.
+        """Let the main branch have files of a branch, as they are at a commit of it, in one commit
+        on top of `parent`.
         """
-        copies = [CommitOperationCopy(name, name, src_revision=commit) for name in names]
+        copies = [CommitOperationCopy(name, name, src_revision=at.commit) for name in names]
         create = self._api.create_commit
         self._ask(repo, lambda: create(repo, copies, commit_message=message, parent_commit=parent))
         self._ask(repo, lambda: self._api.delete_branch(repo, branch=branch))
@@ -244,13 +242,11 @@ class Hub:
         repo: str,
         call: Callable[[], T],
         *,
-        is_long: bool = False,
         waits: Sequence[int] = WAITS_SECONDS,
     ) -> T:
         """The value of `call`, tried again while the fault is one that passes.
 
         Args:
-            is_long: it sends files, and may take as long as bytes arrive.
             waits: seconds before each other attempt.
         """
         # huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in
@@ -258,8 +254,6 @@ class Hub:
         # because a commit holds only what is missing.
         PATIENCE.silences = 0
         for wait in (*waits, None):
-            if not is_long:
-                PATIENCE.until = time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
             try:
                 return call()
             except _FAULTS as error:
@@ -289,8 +283,6 @@ class Hub:
                 if not passes or pause is None or pause > LONGEST_WAIT_SECONDS:
                     raise HubError(repo, rule, got=self._words(root), cure=cure) from error
                 self.watch(f"{repo}: {self._words(root)}; trying again in {pause} s")
-            finally:
-                PATIENCE.until = None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 

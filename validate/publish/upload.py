@@ -13,8 +13,8 @@ its own files.
 import hashlib
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from huggingface_hub.utils.sha import git_hash
 
 from ...checkpoints.companions import companions_among
 from ...checkpoints.dialects.runtime_view import RuntimeView
-from ...checkpoints.files import ScratchFolder, held
+from ...checkpoints.files import held
 from ...checkpoints.hub_client import HubError
 from ...checkpoints.identity import (
     Identity,
@@ -188,7 +188,45 @@ FileState = Literal["new", "same", "differs", "other"]
 """Of a file of the parcel, or of another one that the repository holds, which stays."""
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
+_ONE_RUN = "only one run may publish a checkpoint"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+@frozen
+class Delivery:
+    """What is sent, and what the repository holds before.
+
+    Attributes:
+        before: None where there is no repository, or nobody has asked.
+        made_from: the repository's commit that the checkpoint was made from, where what has changed
+            is proposed to it; else "".
+        states: of the files of both; none where nobody has asked.
+    """
+
+    parcel: Parcel
+    repo: str
+    before: Remote | None = None
+    made_from: str = ""
+    states: Mapping[str, FileState] = field(default_factory=dict)
+
+    def named(self, *states: FileState) -> list[str]:
+        """The files in one of these states."""
+        return named(self.states, *states)
+
+    @property
+    def missing(self) -> list[str]:
+        """The files that the repository lacks, or has otherwise."""
+        return self.named("new", "differs")
+
+    def contents(self) -> dict[str, Path | bytes]:
+        """The files that are missing there, by path: where they are here, or what is in them."""
+        contents: dict[str, Path | bytes] = {}
+        for name in self.missing:
+            local = self.parcel.files[name]
+            contents[name] = local.path.resolve()
+            if local.content is not None:
+                contents[name] = local.content
+        return contents
 
 
 @frozen
@@ -197,16 +235,12 @@ class Published:
 
     Attributes:
         commit: that was compared and checked.
-        kept: files that were there already.
-        others: files there that are not of the parcel.
         pull_request: the page of a request, where it is only proposed.
     """
 
     commit: str
     is_private: bool
     num_bytes: int
-    kept: list[str]
-    others: list[str]
     pull_request: str = ""
 
 
@@ -222,45 +256,6 @@ def check_name(repo: str) -> None:
             "must be ORG/NAME with letters, digits, and single - _ . between them",
             got=repr(repo),
             cure="Name it as on the Hub",
-        )
-
-
-def compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
-    """Compare a parcel with what the repository holds (None: there is no repository), by the files
-    of both.
-    """
-    states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
-    if remote is None:
-        return states
-    for name, blob in remote.files.items():
-        if name in parcel.files:
-            states[name] = "differs"
-            if _is_same(parcel.files[name], blob):
-                states[name] = "same"
-        elif name not in HUBS_OWN:
-            states[name] = "other"
-    return states
-
-
-def named(found: Mapping[str, FileState], *states: FileState) -> list[str]:
-    """The files in one of these states."""
-    return [name for name, state in found.items() if state in states]
-
-
-def refuse_overwriting(repo: str, found: Mapping[str, FileState]) -> None:
-    """Refuse a repository with files that are not ours.
-
-    Raises:
-        RecipeError: the repository holds other files, or other bytes under our names.
-    """
-    strange = [f"another {name}" for name in named(found, "differs")] + named(found, "other")
-    if strange:
-        raise RecipeError(
-            repo,
-            "must be empty or hold this checkpoint",
-            got=listed(strange),
-            cure="Take another --repo, or add --update: its history keeps what is replaced, and "
-            "nothing is deleted",
         )
 
 
@@ -281,41 +276,75 @@ def commit_to_change(folder: Path, repo: str, *, update: bool, public: bool = Fa
     return source.revision
 
 
-def propose(parcel: Parcel, hub: Hub, repo: str, *, made_from: str) -> Published:
-    """Offer what has changed to the repository that the checkpoint was made from, as one commit of
-    a pull request, and compare what arrived. An open request of the same files is not made again.
+def deliver(
+    parcel: Parcel, repo: str, before: Remote | None, *, made_from: str, update: bool
+) -> Delivery:
+    """What is sent to a repository that holds this now.
 
     Args:
         parcel: from `prepare`.
-        hub: signed in.
-        repo: holds everything that has not changed.
-        made_from: its commit that the checkpoint was made from.
+        repo: its name.
+        before: what it holds; None if there is no repository.
+        made_from: its commit that the checkpoint was made from, if the files are to be proposed.
+        update: files that differ may be replaced, and others be there.
 
     Raises:
-        RecipeError: the repository has moved on, or nothing has changed.
+        RecipeError: the repository holds other files, or other bytes under our names. Or it has
+            moved on since the checkpoint was made from it, would keep weights of before, or nothing
+            would change.
+    """
+    delivery = Delivery(
+        parcel=parcel,
+        repo=repo,
+        before=before,
+        made_from=made_from,
+        states=_compare(parcel, before),
+    )
+    if made_from:
+        if before is not None:
+            _refuse_to_propose(delivery, before)
+        return delivery
+    strange = [f"another {name}" for name in delivery.named("differs")] + delivery.named("other")
+    if strange and not update:
+        raise RecipeError(
+            repo,
+            "must be empty or hold this checkpoint",
+            got=listed(strange),
+            cure="Take another --repo, or add --update: its history keeps what is replaced, and "
+            "nothing is deleted",
+        )
+    return delivery
+
+
+def named(states: Mapping[str, FileState], *wanted: FileState) -> list[str]:
+    """The files in one of these states."""
+    return [name for name, state in states.items() if state in wanted]
+
+
+def propose(delivery: Delivery, hub: Hub) -> Published:
+    """Offer what has changed to the repository that the checkpoint was made from, as one commit of
+    a pull request, and compare what arrived. An open request of the same files is not made again.
+
+    Raises:
         GateError: what the request holds is not what was sent.
         HubError: the Hub refuses, or does not answer.
     """
-    before = _must_be_there(hub, repo)
-    found = refuse_other_commit(parcel, before, made_from)
-    missing = named(found, "new", "differs")
-    others = named(found, "other")
+    parcel = delivery.parcel
+    repo = delivery.repo
+    before = delivery.before or _must_be_there(hub, repo)
     variant = card.recorded(parcel.folder).recipe.variant
-    message = f"{variant}: {len(missing)} files, by keepmtp {parcel.report.keepmtp}"
+    message = f"{variant}: {len(delivery.missing)} files, by keepmtp {parcel.report.keepmtp}"
     num_bytes = 0
     commit, page = _proposed(parcel, hub, repo, message)
     if not page:
-        num_bytes = parcel.num_bytes(missing)
-        with _linked(parcel, missing) as folder:
-            commit, page = hub.propose(repo, folder, parent=made_from, message=message)
-    verify(parcel, _must_be_there(hub, repo, commit), others=others)
+        num_bytes = parcel.num_bytes(delivery.missing)
+        with held(parcel.folder.resolve(), _ONE_RUN):
+            commit, page = hub.send(
+                repo, delivery.contents(), parent=delivery.made_from, message=message
+            )
+    _verify(delivery, _must_be_there(hub, repo, commit))
     return Published(
-        commit=commit,
-        is_private=before.is_private,
-        num_bytes=num_bytes,
-        kept=named(found, "same"),
-        others=others,
-        pull_request=page,
+        commit=commit, is_private=before.is_private, num_bytes=num_bytes, pull_request=page
     )
 
 
@@ -325,120 +354,64 @@ def _proposed(parcel: Parcel, hub: Hub, repo: str, title: str) -> tuple[str, str
     """
     for branch, page in hub.requests(repo, title):
         there = hub.look(repo, revision=branch)
-        if there is not None and not named(compare(parcel, there), "new", "differs"):
+        if there is not None and not named(_compare(parcel, there), "new", "differs"):
             return there.commit, page
     return "", ""
 
 
-def compared(parcel: Parcel, there: Remote | None, made_from: str) -> dict[str, FileState]:
-    """`compare`, or `refuse_other_commit` where the parcel was made from what is there."""
-    if made_from and there is not None:
-        return refuse_other_commit(parcel, there, made_from)
-    return compare(parcel, there)
-
-
-def to_send(parcel: Parcel, found: Mapping[str, FileState], made_from: str) -> list[str]:
-    """The files that would be sent: all of a parcel, or what has changed since it was made."""
-    if made_from:
-        return named(found, "new", "differs")
-    return list(parcel.files)
-
-
-def refuse_other_commit(parcel: Parcel, there: Remote, made_from: str) -> dict[str, FileState]:
-    """What would change in a repository, if it is as it was when the checkpoint was made from it.
-
-    Raises:
-        RecipeError: it has moved on, would keep weights of before, or nothing would change.
-    """
-    found = compare(parcel, there)
-    if not named(found, "new", "differs"):  # its owner may have taken it
+def _refuse_to_propose(delivery: Delivery, there: Remote) -> None:
+    if not delivery.missing:  # its owner may have taken it
         raise RecipeError(
             there.repo, "must lack something", got="every byte", cure="Nothing is left to do"
         )
-    if there.commit != made_from:
+    if there.commit != delivery.made_from:
         raise RecipeError(
             there.repo,
-            f"must be at commit {made_from}, which the checkpoint was made from",
+            f"must be at commit {delivery.made_from}, which the checkpoint was made from",
             got=f"commit {there.commit}",
             cure="Make the checkpoint again from what it holds now",
         )
     # Once they are deleted, the repository has moved on.
-    cure = "Publish it to a repository of its own"
-    _refuse_other_weights(there.repo, named(found, "other"), cure=cure)
-    return found
+    _refuse_other_weights(delivery, cure="Publish it to a repository of its own")
 
 
-def _refuse_other_weights(
-    repo: str, others: Sequence[str], *, cure: str = "Delete them there first"
-) -> None:
-    strange = [name for name in others if name.endswith(_WEIGHTS)]
+def _refuse_other_weights(delivery: Delivery, *, cure: str) -> None:
+    strange = [name for name in delivery.named("other") if name.endswith(_WEIGHTS)]
     if strange:
         raise RecipeError(
-            repo,
+            delivery.repo,
             "must hold no weights of another checkpoint: a server would read them",
             got=listed(strange),
             cure=cure,
         )
 
 
-@contextmanager
-def _linked(parcel: Parcel, names: Sequence[str]) -> Iterator[Path]:
-    """One folder with exactly these files: links to those of the checkpoint, and the card's own."""
-    with (
-        held(parcel.folder.resolve(), "only one run may publish a checkpoint"),
-        ScratchFolder("keepmtp-publish-") as folder,
-    ):
-        for name in names:
-            path = folder / name
-            local = parcel.files[name]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if local.content is None:
-                path.symlink_to(local.path.resolve())
-            else:
-                path.write_bytes(local.content)
-        yield folder
-
-
-def publish(
-    parcel: Parcel,
-    hub: Hub,
-    repo: str,
-    *,
-    public: bool = False,
-    update: bool = False,
-    may_be_public: bool = False,
-) -> Published:
-    """Send the parcel, compare and check it there, and then make it public or let the main branch
-    have it.
-
-    Files that the repository has already are not sent again.
+def publish(delivery: Delivery, hub: Hub, *, public: bool = False) -> Published:
+    """Send the files that are missing, compare and check them there, and then make the repository
+    public or let its main branch have them.
 
     Args:
-        parcel: from `prepare`.
+        delivery: from `deliver`. If there is no repository, it is made, and private.
         hub: signed in.
-        repo: if there is none, it is made, and private.
         public: let everybody read it in the end.
-        update: replace files that differ.
-        may_be_public: the repository was a public one before.
 
     Raises:
-        RecipeError: it holds something else, other weights too, or everybody may read it.
+        RecipeError: it holds weights of another checkpoint, or everybody may read a new one.
         GateError: what it holds is not what was sent.
         HubError: the Hub refuses, or does not answer, or somebody else writes to it.
     """
-    if hub.look(repo) is None:
+    repo = delivery.repo
+    parcel = delivery.parcel
+    before = delivery.before
+    if before is None:
         hub.create(repo)
-    before = _must_be_there(hub, repo)
-    if not before.is_private and not may_be_public:
-        raise RecipeError(
-            repo, "must be private until it is checked", got="a public one", cure="Make it private"
-        )
-    found = compare(parcel, before)
-    if not update:
-        refuse_overwriting(repo, found)
-    missing = named(found, "new", "differs")
-    others = named(found, "other")
-    _refuse_other_weights(repo, others)
+        before = _must_be_there(hub, repo)
+        if not before.is_private:
+            rule = "must be private until it is checked"
+            raise RecipeError(repo, rule, got="a public one", cure="Make it private")
+        delivery = deliver(parcel, repo, before, made_from="", update=False)
+    _refuse_other_weights(delivery, cure="Delete them there first")
+    missing = delivery.missing
     message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
     branch = "main"
     commit = before.commit
@@ -448,20 +421,19 @@ def publish(
             branch = f"keepmtp-{parcel.identity.sha256[:12]}-{commit[:12]}"
             hub.create_branch(repo, branch, commit=commit)
             commit = _must_be_there(hub, repo, branch).commit
-        with _linked(parcel, missing) as folder:
-            commit = hub.upload(repo, folder, branch=branch, parent=commit, message=message)
-    there = _must_be_there(hub, repo, commit)
+        with held(parcel.folder.resolve(), _ONE_RUN):
+            files = delivery.contents()
+            commit, _ = hub.send(repo, files, branch=branch, parent=commit, message=message)
+    there = _must_be_there(hub, repo, branch)
     # A file's time of change proves nothing: what the Hub has received is compared with the
     # report's hashes before anybody else can read it. Bytes with these hashes are those that were
     # loaded and served, so nothing is loaded there once more.
     try:
-        verify(parcel, there, others=others)
-        if branch == "main":
-            _refuse_other_head(hub, there, AGAIN)
-        else:
-            hub.merge(
-                repo, missing, branch=branch, commit=commit, parent=before.commit, message=message
-            )
+        _refuse_other_head(there, commit, cure=AGAIN)
+        _verify(delivery, there)
+        if branch != "main":
+            parent = before.commit
+            hub.merge(repo, missing, branch=branch, at=there, parent=parent, message=message)
     except (GateError, HubError) as error:
         state = "is public, as it was"
         if before.is_private:
@@ -469,15 +441,13 @@ def publish(
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
     if branch != "main":
         there = _must_be_there(hub, repo)
-        verify(parcel, there, others=others)
+        _verify(delivery, there)
     if public and there.is_private:
         _make_public(hub, there)
     return Published(
         commit=there.commit,
         is_private=there.is_private and not public,
         num_bytes=parcel.num_bytes(missing),
-        kept=named(found, "same"),
-        others=others,
     )
 
 
@@ -494,25 +464,24 @@ def _must_be_there(hub: Hub, repo: str, revision: str | None = None) -> Remote:
     return remote
 
 
-def _refuse_other_head(hub: Hub, checked: Remote, cure: str) -> Remote:
-    """The repository as it is now, if its newest commit is the one that was checked."""
-    now = _must_be_there(hub, checked.repo)
-    if now.commit != checked.commit:
+def _refuse_other_head(now: Remote, commit: str, *, cure: str) -> None:
+    """Refuse a branch whose newest commit is not the one that was made or checked."""
+    if now.commit != commit:
         raise HubError(
-            checked.repo,
+            now.repo,
             "nobody else may write to it meanwhile",
-            got=f"commit {now.commit} after {checked.commit}",
+            got=f"commit {now.commit} after {commit}",
             cure=cure,
         )
-    return now
 
 
 def _make_public(hub: Hub, checked: Remote) -> None:
     """Let everybody read a repository; private again, if it is another one by then."""
     hub.set_visibility(checked.repo, is_private=False)
-    cure = "Look at what was written, and run the same command again"
+    cure = "It is private again. Look at what was written, and run the same command again"
     try:
-        now = _refuse_other_head(hub, checked, f"It is private again. {cure}")
+        now = _must_be_there(hub, checked.repo)
+        _refuse_other_head(now, checked.commit, cure=cure)
     except HubError:
         hub.set_visibility(checked.repo, is_private=True)
         raise
@@ -522,22 +491,17 @@ def _make_public(hub: Hub, checked: Remote) -> None:
         )
 
 
-def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> None:
+def _verify(delivery: Delivery, remote: Remote) -> None:
     """Compare a commit with the parcel, file by file: sizes, SHA-256 of large files, git's hash of
-    small ones.
-
-    The Hub computes both hashes from what it received.
-
-    Args:
-        others: files that were there before, and may be.
+    small ones. The Hub computes both hashes from what it received.
 
     Raises:
         GateError: names the files that are missing, differ, or should not be there.
     """
-    found = compare(parcel, remote)
+    found = _compare(delivery.parcel, remote)
     wrong = [f"{name} is not there" for name in named(found, "new")]
     wrong += [f"{name} has another size or hash there" for name in named(found, "differs")]
-    strange = set(named(found, "other")) - set(others)
+    strange = set(named(found, "other")) - set(delivery.named("other"))
     wrong += [f"{name} is there, which was not sent" for name in sorted(strange)]
     if wrong:
         raise GateError(
@@ -546,6 +510,23 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
             got=listed(wrong),
             cure="Run the same command with --update to send them again",
         )
+
+
+def _compare(parcel: Parcel, remote: Remote | None) -> dict[str, FileState]:
+    """Compare a parcel with what the repository holds (None: there is no repository), by the files
+    of both.
+    """
+    states: dict[str, FileState] = dict.fromkeys(parcel.files, "new")
+    if remote is None:
+        return states
+    for name, blob in remote.files.items():
+        if name in parcel.files:
+            states[name] = "differs"
+            if _is_same(parcel.files[name], blob):
+                states[name] = "same"
+        elif name not in HUBS_OWN:
+            states[name] = "other"
+    return states
 
 
 def _is_same(local: LocalFile, there: Blob) -> bool:

@@ -22,7 +22,7 @@ import faults
 import httpx
 import hub as loopback
 import pytest
-from hub import TOKEN, Fault, Hub
+from hub import TOKEN, Fault, Hub, other_hash
 from keepmtp.cli import main
 from keepmtp.validate.publish import upload
 from keepmtp.validate.publish.upload import Parcel, prepare
@@ -47,7 +47,7 @@ def parcel(tmp_path_factory) -> Parcel:
 
 @pytest.fixture(scope="module")
 def contents(parcel) -> dict[str, bytes]:
-    return faults.contents({name: file.path for name, file in parcel.files.items()})
+    return {name: file.path.read_bytes() for name, file in parcel.files.items()}
 
 
 @pytest.fixture
@@ -209,17 +209,7 @@ def test_a_shard_that_changes_is_never_public(case, own, contents, step):
 @pytest.mark.parametrize("name", ["README.md", "config.json", faults.SHARD])
 def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
     """The Hub's list of the commit has another hash of it."""
-
-    def other_hash(body: bytes) -> bytes:
-        told = json.loads(body)
-        for entry in told["siblings"]:
-            if entry["rfilename"] == name:
-                entry["blobId"] = "0" * 40
-                if "lfs" in entry:
-                    entry["lfs"]["sha256"] = "0" * 64
-        return json.dumps(told).encode()
-
-    faults.put(case, "look at the commit", times=9, spoils="rewrite", rewrite=other_hash)
+    faults.put(case, "look at the commit", **other_hash(name))
     ended = published(
         case, parcel, code=1, says=f"must hold the bytes that were sent; got {name} has another"
     )
