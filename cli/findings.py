@@ -27,9 +27,8 @@ from ..recipes.errors import printable, shortened
 from ..recipes.extras import missing
 from ..recipes.frozen import Json
 from ..recipes.runtimes import Runtime
-from ..recipes.runtimes.sglang import VERSION
 from ..validate.check.built import BuiltGroup, groups_of
-from ..validate.check.check import Checked
+from ..validate.check.check import SERVERS, Checked
 from ..validate.facts import dry_load
 from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
 from ..validate.facts.findings import CheckpointFacts, CuredBy, Finding, commands
@@ -173,8 +172,8 @@ def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
         if any(finding.rule == "family" for finding in data.findings):
             verdict = ("check passed in part", "green")
     if tuple(servers) != ("vllm",):
-        names = {"vllm": f"vLLM {data.judged_by}", "sglang": f"SGLang {VERSION} (not run)"}
-        words += f"; judged for {', '.join(names[server] for server in servers)}"
+        names = [SERVERS[server].format(data.judged_by) for server in servers]
+        words += f"; judged for {', '.join(names)}"
     unjudged = data.facts.num_unjudged
     if unjudged:
         words += f"; {counted(unjudged, 'module')} of the vision tower: not judged without --gpu"

@@ -30,7 +30,6 @@ from ..recipes.errors import printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
 from ..recipes.model_file import find_path
-from ..recipes.runtimes.sglang import VERSION
 from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..recipes.schemes import SCHEMES
@@ -333,7 +332,7 @@ def plan_json(plan: Plan) -> Json:
         "needs_calibration": plan.needs_calibration,
         "groups": plan_rows(plan),
         "quantization_config": config.value,
-        "sglang": {"version": VERSION, "obstacles": list(config.obstacles)},
+        **config.other_servers,
         "calibration": will_do_json(plan),
     }
     if other is not None:

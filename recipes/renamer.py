@@ -31,11 +31,12 @@ class Renamer:
     mapper.
 
     `mtp_offset` is what the draft's class adds to the layer of `mtp.` entries after that;
-    compressed-tensors' paths are spared.
+    compressed-tensors' paths are spared. `of_regexes`: regular expressions are mapped as well.
     """
 
     renames: Renames | None = None
     mtp_offset: int = 0
+    of_regexes: bool = False
 
     def name(self, entry: str) -> str:
         """One name: mapped, then renumbered."""
@@ -62,8 +63,9 @@ class Renamer:
         return None
 
     def path(self, entry: str) -> str:
-        """compressed-tensors renames paths, but no regexes and no class names."""
-        if "." not in entry or entry.startswith("re:"):
+        """compressed-tensors renames paths, but no class names, and in vLLM no regexes."""
+        is_regex = entry.startswith("re:")
+        if "." not in entry or (is_regex and not self.of_regexes):
             return entry
         return self._mapped(entry)
 

@@ -15,6 +15,7 @@ ROOMS = (
     "recipes",
     "checkpoints",
     "checkpoints.dialects",
+    "checkpoints.sglang",
     "quantize.plan",
     "quantize.run",
     "quantize.needs",

@@ -1,8 +1,8 @@
 """Which dialect a checkpoint's quantization config is written in.
 
-In: config.json, and hf_quant_config.json if there is one. Out: a `Dialect` as a version of vLLM, or
-SGLang, reads it, with one question, `resolve(module, shards=..., kind=...)`: what is built for a
-module, and which entry decided.
+In: config.json, and hf_quant_config.json if there is one. Out: a `Dialect` as a version of vLLM
+reads it, with one question, `resolve(module, shards=..., kind=...)`: what is built for a module,
+and which entry decided.
 
 Easy to get wrong: where the config is.
 """
@@ -12,27 +12,25 @@ from types import MappingProxyType
 
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part
-from ...recipes.family_view import FamilyView
 from ...recipes.renamer import Renamer, family_of, renamer
-from ...recipes.runtimes.sglang import entry_renames, sglang_model
 from ...recipes.runtimes.vllm import NEWEST, asked, minor
 from ..companions import HF_QUANT_CONFIG
 from ..stored import FLOATS
 from .autoround import read_autoround
 from .compressed_tensors import read_compressed_tensors
 from .dialect import ConfigEntry, Dialect, UnknownDialect
-from .fp8 import read_fp8, read_sglang_fp8
+from .fp8 import read_fp8
 from .given import Raw
 from .gptq import read_awq, read_gptq
-from .matching import OneAnswer, plain, raises
-from .modelopt import read_modelopt, read_sglang_modelopt
+from .matching import OneAnswer, plain
+from .modelopt import read_modelopt
 from .quark import read_quark
 
 # Names that vLLM reads as another one.
 ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
 _LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
-_NO_METHOD = "quantization_config without quant_method"
+NO_METHOD = "quantization_config without quant_method"
 _NO_TENSORS: Mapping[HFName, str] = MappingProxyType({})
 # Of the dialects as vLLM reads them, the one that is not there alone has one answer for all.
 Unquantized = OneAnswer
@@ -108,31 +106,7 @@ def _read(
         if isinstance(listed, list | dict):
             words = [word for word in listed if isinstance(word, str)]
             entries += [ConfigEntry(key, word, (word,)) for word in words]
-    return UnknownDialect(method or _NO_METHOD, entries=tuple(entries))
-
-
-def read_sglang_dialect(raw: Raw, view: FamilyView, part: Part) -> Dialect:
-    """A quantization config as SGLang's class of a part reads it.
-
-    Raises:
-        CheckpointError: a key has another type than is read, or an entry is no regular expression.
-    """
-    method = method_of(raw)
-    if not method and ("quant_algo" in raw or "quantization" in raw):
-        method = "modelopt"
-    if sglang_model(view.config).own_config and "modelopt_quant_config" not in raw:
-        error = "KeyError: 'modelopt_quant_config', the only form that its class reads"
-        return OneAnswer(method, raises(error))
-    rename = entry_renames(view, part, method)
-    if method == "compressed-tensors":
-        return read_compressed_tensors(raw, rename, "sglang")
-    if method == "fp8":
-        return read_sglang_fp8(raw, view.config)
-    if method == "quark":
-        return read_quark(raw, rename, "sglang")
-    if method.startswith("modelopt"):
-        return read_sglang_modelopt(raw, rename)
-    return UnknownDialect(method or _NO_METHOD)
+    return UnknownDialect(method or NO_METHOD, entries=tuple(entries))
 
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:

@@ -1,51 +1,38 @@
-"""`quant_method: compressed-tensors`: what vLLM and SGLang build for a module, and the config that
-keepmtp writes.
+"""`quant_method: compressed-tensors`: what vLLM builds for a module, and the config that keepmtp
+writes.
 
-In: quantization_config. Out: a `CompressedTensors` as one of the servers reads it. And the way
-back: the named modules of a plan or of a finished checkpoint -> `config_groups` whose targets cover
-exactly the quantized modules, and an `ignore` list that covers exactly the others.
+In: quantization_config. Out: a `CompressedTensors` as vLLM reads it. And the way back: the named
+modules of a plan or of a finished checkpoint -> `config_groups` whose targets cover exactly the
+quantized modules, and an `ignore` list that covers exactly the others.
 
-Easy to get wrong: a module that no target matches is plain in vLLM, without a message, and SGLang
-raises on it. And every module has several names: the fused one, those of its shards, the routed
-experts' projections (w1 or gate_proj, by vLLM's version), and the name on disk.
+Easy to get wrong: a module that no target matches is plain, without a message. And every module has
+several names: the fused one, those of its shards, the routed experts' projections (w1 or gate_proj,
+by vLLM's version), and the name on disk.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
-compressed_tensors_moe/compressed_tensors_moe.py, quantization/utils/config_utils.py; SGLang 0.5.23
-layers/quantization/compressed_tensors and the files in recipes/runtimes/sglang.py; of the keys:
+compressed_tensors_moe/compressed_tensors_moe.py, quantization/utils/config_utils.py; of the keys:
 compressed-tensors 0.19.0 quantization/quant_config.py. Compared with the real functions by
-tests/checkpoints/dialects/test_dialects.py and tests/validate/check/test_sglang.py.
+tests/checkpoints/dialects/test_dialects.py.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...recipes.family import VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer
-from ...recipes.runtimes import Runtime
-from ...recipes.runtimes.sglang import sglang_model
 from ...recipes.schemes import SCHEMES
 from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
-from .matching import (
-    ENCODED,
-    MXFP4,
-    SCHEMES_DIFFER,
-    OneAnswer,
-    left_out,
-    plain,
-    raises,
-    registers,
-)
-from .modules import NamedModule, Spellings, concrete, regexes
+from .matching import ENCODED, MXFP4, SCHEMES_DIFFER, left_out, plain, raises, registers
+from .modules import NamedModule, Spellings, regexes
 from .patterns import Entries, equal_or_regex
-from .sglang import no_draft, sglang_asks, unnamed
 
-_EXPERTS: Mapping[Runtime, str] = {"vllm": "RoutedExperts", "sglang": "FusedMoE"}
+_EXPERTS = "RoutedExperts"
 _PROJECTIONS_DIFFER = (
     "ValueError: All MoE projections need to have same quantization scheme but found multiple"
 )
@@ -57,20 +44,10 @@ _FP8_FORMATS = ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pa
 _NO_ORDER = (
     "ValueError: Compressed-tensors group/dynamic activation ordering is no longer supported"
 )
-_NO_CLASS = "it has no class for these weights and inputs"
-# SGLang's classes by the last part of a module's name.
-_CLASSES = {
-    "qkv_proj": "QKVParallelLinear",
-    "gate_up_proj": "MergedColumnParallelLinear",
-    **dict.fromkeys(("o_proj", "down_proj", "out_proj", "wo_b"), "RowParallelLinear"),
-}
-# SGLang's files that make an obstacle.
-_CONFIG = "layers/quantization/compressed_tensors/compressed_tensors.py"
-_WEIGHTS = "models/deepseek_common/deepseek_weight_loader.py"
 _Arguments = dict[str, Any]
 # What each target means after renaming, in their order.
 _Builds = Mapping[str, Resolution]
-ByScheme = dict[str, set[Spellings]]
+ByScheme = Mapping[str, Set[Spellings]]
 """Spellings by scheme, "" for plain."""
 
 
@@ -82,8 +59,8 @@ class CompressedTensors(NamedTuple):
         builds: of each target, for linear modules.
         expert_builds: the same for routed experts.
         schemes: keepmtp's word for each target's group; "" where it has none.
-        all_experts: what a server builds of routed experts, whatever the entries say; None where
-            they decide.
+        all_experts: what vLLM builds of routed experts, whatever the entries say; None where they
+            decide.
     """
 
     ignore: Entries
@@ -93,7 +70,6 @@ class CompressedTensors(NamedTuple):
     schemes: Mapping[str, str]
     rename: Renamer
     entries: tuple[ConfigEntry, ...]
-    runtime: Runtime
     all_experts: VLLMModule | None
     name: str = "compressed-tensors"
 
@@ -119,17 +95,7 @@ class CompressedTensors(NamedTuple):
                 leaves = answer.built.leaves - {"weight_zero_point"}
                 return answer._replace(built=answer.built._replace(leaves=leaves))
             return raises(_NO_ROWS, answer.entry)
-        if kind == "linear" or self.runtime == "vllm":
-            class_name = _class_of(self.runtime, module, shards, kind)
-            return self._scheme(module, shards, class_name, self.builds)
-        ignored = self._ignored(module, ())
-        if ignored is not None:
-            return ignored
-        # A head is plain in SGLang unless a target names it.
-        for target in self.builds:
-            if _ends_in(Entries([target]), module):
-                return _answer(self.builds, target)
-        return plain()
+        return self._scheme(module, shards, _class_of(module, shards, kind), self.builds)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name, or `re:` from the start."""
@@ -138,11 +104,11 @@ class CompressedTensors(NamedTuple):
     def _experts(self, projections: Sequence[str]) -> Resolution:
         if self.all_experts is not None:
             return Resolution(self.all_experts)
-        # Both servers ask about the three projections of expert 0, and vLLM takes the last answer.
+        # It asks about the three projections of expert 0, and takes the last answer.
         last = plain()
         answers = []
         for name in projections:
-            last = self._scheme(name, (), _EXPERTS[self.runtime], self.expert_builds)
+            last = self._scheme(name, (), _EXPERTS, self.expert_builds)
             if last.error:
                 return last
             answers.append(last)
@@ -162,18 +128,13 @@ class CompressedTensors(NamedTuple):
             target = self._target_of_parts(shards)
             of_class = self.targets.first_for_class(class_name)
             # A target `Linear` also reaches experts, but no head.
-            if class_name in _EXPERTS.values() and "Linear" in builds:
+            if class_name == _EXPERTS and "Linear" in builds:
                 of_class = of_class or "Linear"
-            # vLLM looks for the parts before it looks for the class, SGLang after it.
-            if target is None or (self.runtime == "sglang" and of_class is not None):
+            if target is None:
                 target = of_class
-        if target is not None:
-            return _answer(builds, target)
-        if self.runtime == "vllm":
+        if target is None:
             return plain()
-        config = "the compressed-tensors config."
-        error = f"ValueError: Unable to find matching target for {name} in {config}"
-        return raises(error, "", "target")
+        return builds[target]._replace(entry=target)
 
     def _target_of_parts(self, shards: Sequence[str]) -> str | None:
         """The target of the first part, where each part has one."""
@@ -184,30 +145,18 @@ class CompressedTensors(NamedTuple):
 
     def _ignored(self, name: str, shards: Sequence[str]) -> Resolution | None:
         """`should_ignore_layer`."""
-        error = SCHEMES_DIFFER.format(name)
-        if self.runtime == "vllm":
-            # First the fused name, then its shards, of which all or none must be named.
-            hit = self.ignore.first
-            return left_out((name,), hit, "") or left_out(shards, hit, error)
-        # SGLang asks about the parts, unless the list has the fused name word for word.
-        if not shards or name in self.ignore.written:
-            shards = (name,)
-        return left_out(shards, partial(_ends_in, self.ignore), error)
+        # First the fused name, then its shards, of which all or none must be named.
+        hit = self.ignore.first
+        return left_out((name,), hit, "") or left_out(shards, hit, SCHEMES_DIFFER.format(name))
 
 
-def read_compressed_tensors(
-    raw: Raw, rename: Renamer, runtime: Runtime = "vllm", *, rerouted: str = ""
-) -> CompressedTensors | OneAnswer:
-    """The config as a server reads it, entries renamed; `rerouted` is the family's
-    `rerouted_format`.
+def read_compressed_tensors(raw: Raw, rename: Renamer, *, rerouted: str = "") -> CompressedTensors:
+    """The config as vLLM reads it, entries renamed; `rerouted` is the family's `rerouted_format`.
 
     Raises:
         CheckpointError: a key has another type than is read, or an entry is no regular expression.
     """
     given = read_given(CompressedTensorsGiven, raw)
-    is_vllm = runtime == "vllm"
-    built = _built_by_vllm if is_vllm else _built_by_sglang
-    renamed = rename.path if is_vllm else rename.name
     linear = dict[str, Resolution]()
     experts = dict[str, Resolution]()
     schemes = dict[str, str]()
@@ -215,39 +164,29 @@ def read_compressed_tensors(
     all_experts = None
     if given.format and given.format == rerouted:
         all_experts = MXFP4._replace(scales=ENCODED)
-    elif not is_vllm and "mxfp4" in (given.format or ""):
-        all_experts = MXFP4
-    for key, group in (given.config_groups or {}).items():
+    for group in (given.config_groups or {}).values():
         targets = group.targets or ()
-        weights = _filled(group.weights)
-        if is_vllm and len(targets) == 1 and targets[0].endswith("Attention"):
+        if len(targets) == 1 and targets[0].endswith("Attention"):
             continue  # KV-cache quantization; vLLM skips it
-        if not is_vllm and weights is None:
-            where = f"config_groups.{key}.weights"
-            error = f"ValidationError: SGLang reads {where}, which is not there"
-            return OneAnswer("compressed-tensors", raises(error))
-        is_of_all = not {"Linear", "FusedMoE"}.isdisjoint(targets)
-        if not is_vllm and is_of_all and _registered(weights, None) == MXFP4:
-            all_experts = MXFP4
-        of_linear = built(group, given.format, is_experts=False)
-        of_experts = built(group, given.format, is_experts=True)
-        if is_vllm and group.weights and group.weights.is_reordered:
+        of_linear = _built(group, given.format, is_experts=False)
+        of_experts = _built(group, given.format, is_experts=True)
+        if group.weights and group.weights.is_reordered:
             of_linear = of_linear._replace(error=_NO_ORDER, refusal="order")
             of_experts = of_experts._replace(error=_NO_ORDER, refusal="order")
         for target in targets:
-            read = renamed(target)
+            read = rename.path(target)
             entries.append(ConfigEntry("targets", target, (read,)))
             linear[read] = of_linear
             experts[read] = of_experts
             schemes[read] = _scheme_of(group)
-    ignored = [ConfigEntry("ignore", entry, (renamed(entry),)) for entry in given.ignore or ()]
+    ignored = [ConfigEntry("ignore", entry, (rename.path(entry),)) for entry in given.ignore or ()]
     ignore = Entries(entry.read[0] for entry in ignored)
     targets = Entries(linear)
     targets.refuse_wrong()
     ignore.refuse_wrong()
     entries += ignored
     return CompressedTensors(
-        ignore, targets, linear, experts, schemes, rename, tuple(entries), runtime, all_experts
+        ignore, targets, linear, experts, schemes, rename, tuple(entries), all_experts
     )
 
 
@@ -255,21 +194,16 @@ def _scheme_of(group: GivenGroup) -> str:
     """The scheme whose arguments a group has; "" for none, as with an order of channels."""
     if group.weights is not None and group.weights.is_reordered:
         return ""
-    given = [_filled(group.weights), _filled(group.input_activations)]
+    given = [filled(group.weights), filled(group.input_activations)]
     for name, scheme in SCHEMES.items():
         weights = GivenArguments.model_validate(scheme.weights)
         inputs = GivenArguments.model_validate(scheme.inputs or {})
-        if given == [_filled(weights), _filled(inputs)]:
+        if given == [filled(weights), filled(inputs)]:
             return name
     return ""
 
 
-def _answer(builds: _Builds, target: str) -> Resolution:
-    """What a module becomes that this target matches."""
-    return builds[target]._replace(entry=target)
-
-
-def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:
+def registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMModule:
     """The parameters of a config group's scheme; both servers name them as compressed-tensors
     does.
     """
@@ -312,13 +246,13 @@ def _registered(weights: _Arguments | None, inputs: _Arguments | None) -> VLLMMo
     return UNKNOWN
 
 
-def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resolution:
+def _built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resolution:
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception
     it raises.
     """
-    weights = _filled(group.weights)
-    inputs = _filled(group.input_activations)
-    built = _registered(weights, inputs)
+    weights = filled(group.weights)
+    inputs = filled(group.input_activations)
+    built = registered(weights, inputs)
     format_ = group.format or format_
     is_of_nvfp4 = inputs is None or (inputs["num_bits"], inputs["strategy"]) == (4, "tensor_group")
     if built.form == "nvfp4" and not is_of_nvfp4:
@@ -346,62 +280,7 @@ def _built_by_vllm(group: GivenGroup, format_: str | None, *, is_experts: bool) 
     return raises(f"{error} (input_activations: null)", refusal="inputs")
 
 
-def _built_by_sglang(group: GivenGroup, format_: str | None, *, is_experts: bool) -> Resolution:
-    """`_get_scheme_from_parts` and `get_moe_scheme`, with schemes/: what a config group builds, or
-    why it raises.
-    """
-    own = group.format or format_
-    weights = _filled(group.weights) or {}
-    has_inputs = own in (*_FP8_FORMATS, _PACKED)
-    inputs = _filled(group.input_activations) if has_inputs else None
-    built = _registered(weights, inputs)
-    is_packed = format_ == _PACKED
-    if built.form == "int_packed" and is_experts and not is_packed:
-        return raises(
-            "it takes integers of routed experts only where all of the config is pack-quantized"
-        )
-    if built.form == "int_packed":
-        if own == _PACKED and built.bits in (4, 8):
-            return Resolution(built)
-        return raises(_NO_CLASS)
-    if is_experts and is_packed and inputs:
-        kind = (weights["type"], weights["num_bits"], inputs["num_bits"])
-        if kind == ("int", 4, 8):
-            return Resolution(UNKNOWN)
-    has_class = _has_class(built, weights, inputs, is_experts=is_experts)
-    if has_class and (has_inputs or is_experts):
-        return Resolution(built)
-    return raises(_NO_CLASS)
-
-
-def _has_class(
-    built: VLLMModule, weights: _Arguments, inputs: _Arguments | None, *, is_experts: bool
-) -> bool:
-    """Whether SGLang has a class for weights of this form and their inputs."""
-    if not weights["symmetric"]:
-        return False
-    if built.form == "nvfp4":
-        return inputs is None or (_registered(inputs, None).form == "nvfp4" and inputs["symmetric"])
-    of_inputs = ""
-    is_dynamic = False
-    if inputs:
-        of_inputs = inputs["strategy"]
-        is_dynamic = bool(inputs["dynamic"])
-    if built.form == "int8":
-        kinds = (("tensor", False), ("token", True))
-        return not is_experts and (of_inputs, is_dynamic) in kinds
-    if weights["dynamic"] or (is_experts and inputs is None):
-        return False
-    if built.form == "fp8_block":
-        is_symmetric = inputs is not None and inputs["symmetric"]
-        return is_dynamic or (of_inputs == "tensor" and is_symmetric)
-    if built.form not in ("fp8_tensor", "fp8_channel"):
-        return False
-    pairs = (("tensor", "tensor"), ("channel", "token"))
-    return not is_experts or (weights["strategy"], of_inputs) in pairs
-
-
-def _filled(given: GivenArguments | None) -> _Arguments | None:
+def filled(given: GivenArguments | None) -> _Arguments | None:
     """compressed-tensors' QuantizationArgs with its defaults filled in."""
     if given is None or not given.model_fields_set:
         return None
@@ -424,26 +303,11 @@ def _filled(given: GivenArguments | None) -> _Arguments | None:
     return filled
 
 
-def _ends_in(entries: Entries, name: str) -> str | None:
-    """SGLang's `check_equal_or_regex_match`: an entry that is no expression may also be the end of
-    a name.
-    """
-    entry = entries.first(name)
-    end = name
-    while entry is None and "." in end:
-        _, _, end = end.partition(".")
-        if entries.has(end):
-            return end
-    return entry
-
-
-def _class_of(runtime: Runtime, module: str, shards: Sequence[str], kind: Kind) -> str:
+def _class_of(module: str, shards: Sequence[str], kind: Kind) -> str:
     """The class that targets such as `Linear` are compared with."""
     last = module.rpartition(".")[2]
     if kind == "head":
         return "ParallelLMHead"
-    if runtime == "sglang":
-        return _CLASSES.get(last, "ColumnParallelLinear")
     if last.endswith(("qkv", "qkv_proj")):
         return "QKVParallelLinear"
     if shards:
@@ -455,15 +319,16 @@ def _class_of(runtime: Runtime, module: str, shards: Sequence[str], kind: Kind) 
 
 
 def compressed_tensors_config(
-    view: FamilyView, modules: Iterable[NamedModule]
-) -> tuple[Json, list[str]]:
-    """The value of config.json's `quantization_config`, and what stands against SGLang."""
+    view: FamilyView, modules: Iterable[NamedModule], also: ByScheme = MappingProxyType({})
+) -> Json:
+    """The value of config.json's `quantization_config`; `also` are further spellings of the
+    modules.
+    """
     modules = list(modules)
-    by_scheme: ByScheme = defaultdict(set)
+    by_scheme: dict[str, set[Spellings]] = defaultdict(set)
     for module in modules:
         by_scheme[module.scheme].add(module.spelled)
-    added, obstacles = added_names(view, modules)
-    for scheme, spelled in added.items():
+    for scheme, spelled in also.items():
         by_scheme[scheme] |= spelled
     ignored = by_scheme.pop("", set())
     # transformers 5.17 (integrations/compressed_tensors.get_experts_scheme) takes the first group
@@ -484,7 +349,7 @@ def compressed_tensors_config(
     ignore = regexes(ignored)
     for disk, runtime, _ in view.layout.opaque:
         ignore.append(f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})")
-    config = {
+    return {
         "quant_method": "compressed-tensors",
         "format": formats.pop(),
         "quantization_status": "compressed",
@@ -493,61 +358,3 @@ def compressed_tensors_config(
         "kv_cache_scheme": None,
         **view.family.config_extras,
     }
-    return config, obstacles
-
-
-# --- SGLang ---------------------------------------------------------------------------------------
-
-
-def added_names(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[ByScheme, list[str]]:
-    """The spellings that only SGLang asks about, by scheme; or what stands against it, and nothing
-    is added.
-    """
-    obstacle = no_draft(view)
-    if obstacle:
-        return {}, [obstacle]
-    known = [module for module in modules if module.place.is_known]
-    model = sglang_model(view.config)
-    a_layer = re.escape(model.layers).replace(r"\{i\}", r"\d+")
-    has_layers = any(module.place.part == "backbone" for module in known)
-    # Such a draft gets that layer's scheme: an entry for it would change what vLLM reads.
-    if not has_layers and re.fullmatch(a_layer, model.draft or ""):
-        return {}, [f"it gives the MTP layer the names of a decoder layer ({model.file})"]
-    spelled_by_vllm = {name for module in known for name in concrete(module.spelled)}
-    asked, clashes = sglang_asks(view, known)
-    obstacles = [*dict.fromkeys([*clashes, *unnamed(view, known), *_without_kernel(known)])]
-    # A plain draft needs entries as much as a quantized one: SGLang raises for a module that no
-    # entry names.
-    added: ByScheme = defaultdict(set)
-    for name, module, spelled in asked:
-        if name not in spelled_by_vllm and not obstacles:
-            added[module.scheme].add(spelled)
-    return added, obstacles
-
-
-def _without_kernel(modules: Iterable[NamedModule]) -> Iterator[str]:
-    """Schemes that SGLang has no class for, of experts, of linears, or of what it absorbs into
-    attention.
-    """
-    modules = list(modules)
-    is_mixed = len({SCHEMES[module.scheme].format for module in modules if module.scheme}) > 1
-    for module in modules:
-        place = module.place
-        scheme = module.scheme
-        if scheme.startswith("MXFP4"):
-            yield f"it has no class for {scheme} in a config of mixed precision ({_CONFIG})"
-        elif scheme == "W8A8" and place.role == "experts":
-            yield f"it has experts in W8A8 for NPUs only ({_CONFIG})"
-        elif is_mixed and scheme.startswith(("W4A16", "W8A16")) and place.role == "experts":
-            yield (
-                f"it takes experts in {scheme} only where all of the checkpoint is "
-                f"pack-quantized ({_CONFIG})"
-            )
-        elif place.module.endswith(".kv_b_proj"):
-            if "4" in scheme or scheme == "W8A16":
-                what = "an unpacked weight"
-            elif scheme == "FP8_BLOCK":
-                what = "its blocks' size from the target Linear alone"
-            else:
-                continue
-            yield f"it reads {what} for kv_b_proj, which is in {scheme} ({_WEIGHTS})"

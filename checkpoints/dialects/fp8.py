@@ -1,15 +1,13 @@
-"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM and SGLang build for
-a module.
+"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM builds for a module.
 
-In: quantization_config and config.json. Out: an `Fp8` as one of the servers reads it.
+In: quantization_config and config.json. Out: an `Fp8` as vLLM reads it.
 
 Easy to get wrong: DeepSeek-V4 has a class of its own (`Family.fp8_class`), whose routed experts
 have another form than the config says.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4
-as well), models/deepseek_v4/nvidia/{model,mtp}.py for the names; SGLang 0.5.23
-layers/quantization/fp8.py (Fp8Config). Compared with the real functions by
-tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
+as well), models/deepseek_v4/nvidia/{model,mtp}.py for the names. Compared with the real functions
+by tests/checkpoints/dialects/test_dialects.py.
 """
 
 import re
@@ -23,10 +21,9 @@ from ...recipes.family_view import language_config
 from ...recipes.forms import E8M0
 from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer, family_of
-from ...recipes.runtimes import Runtime
-from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
-from .matching import ENCODED, OneAnswer, plain, raises, registers, skipped
+from .matching import ENCODED, plain, registers, skipped
 from .modelopt import inverse_blocks, modelopt_built
 from .modules import NamedModule, concrete
 
@@ -72,7 +69,6 @@ class Fp8(NamedTuple):
     entries: tuple[ConfigEntry, ...] = ()
     keeps_mxfp4: tuple[str, ...] = ()
     num_layers: int = 0
-    runtime: Runtime = "vllm"
     name: str = "fp8"
 
     # Whole names.
@@ -89,7 +85,7 @@ class Fp8(NamedTuple):
         if kind == "experts":
             shards = ()
         # vLLM's list has whole names, never patterns.
-        answer = skipped(self.runtime, module, shards, self.ignored)
+        answer = skipped(module, shards, self.ignored)
         if answer is not None:
             return answer
         if kind == "linear":
@@ -107,7 +103,7 @@ class Fp8(NamedTuple):
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whole name; for experts every entry that contains it."""
-        return skipped("vllm", name, (), entry.read) is not None
+        return skipped(name, (), entry.read) is not None
 
 
 def has_blocks(dialect: Dialect) -> bool:
@@ -158,33 +154,8 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 
 
-def read_sglang_fp8(raw: Raw, config: Raw) -> Fp8 | OneAnswer:
-    """The config as SGLang reads it; DeepSeek-V4's experts may be MXFP4.
-
-    Raises:
-        CheckpointError: a key has another type than is read.
-    """
-    given = read_given(Fp8Given, raw)
-    if given.activation_scheme not in ("static", "dynamic"):
-        error = f"ValueError: Unsupported activation scheme {given.activation_scheme}"
-        return OneAnswer("fp8", raises(error))
-    if given.weight_block_size and given.activation_scheme != "dynamic":
-        error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
-        return OneAnswer("fp8", raises(error))
-    listed = given.ignored_layers
-    if listed is None:
-        listed = given.modules_to_not_convert or ()
-    # Each counts with and without `model.` before it.
-    bare = [entry.removeprefix("model.") for entry in listed]
-    ignored = [*bare, *(f"model.{entry}" for entry in bare)]
-    own_class = _own_class(config)
-    linear = _built(given, own_class)
-    experts = UNKNOWN if own_class else linear
-    return Fp8(ignored=tuple(ignored), linear=linear, experts=experts, runtime="sglang")
-
-
 def _own_class(config: Raw) -> str:
-    """The servers' class for this model's FP8; "" for the usual one."""
+    """The class for this model's FP8; "" for the usual one."""
     family = family_of(config)
     return family.fp8_class if family is not None else ""
 

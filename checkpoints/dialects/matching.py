@@ -1,14 +1,12 @@
-"""How vLLM and SGLang compare names with the lists of a quantization config, and the answers that
-follow.
+"""How vLLM compares names with the lists of a quantization config, and the answers that follow.
 
 In: names, and entries that `recipes/renamer.py` has rewritten. Out: a `Resolution`, or None where
 no entry names them.
 
-Easy to get wrong: vLLM's lists here are whole names, and SGLang compares parts between dots.
+Easy to get wrong: lists here are whole names.
 
-Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py;
-SGLang 0.5.23 layers/quantization/utils.py (is_layer_skipped). Compared with the real functions by
-tests/checkpoints/dialects/test_dialects.py and test_sglang.py.
+Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py.
+Compared with the real functions by tests/checkpoints/dialects/test_dialects.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,9 +14,6 @@ from functools import partial
 from typing import Any
 
 from ...recipes.forms import E8M0, FLOATS, FP8
-from ...recipes.renamer import Renamer
-from ...recipes.runtimes import Runtime
-from ...recipes.runtimes.sglang import entry_below
 from ..stored import Form
 from .dialect import PLAIN, UNKNOWN, FixedAnswer, Refusal, Resolution, VLLMModule
 
@@ -57,16 +52,6 @@ class OneAnswer(FixedAnswer):
     """No quantization config, one that the server raises on, or that it drops."""
 
 
-def read_by_sglang(entries: Iterable[str], rename: Renamer) -> tuple[str, ...]:
-    """A list as SGLang's class rewrites it: an entry for the language model also counts without its
-    prefix.
-    """
-    found = [rename.name(entry) for entry in entries]
-    if rename.renames is not None:
-        found += [entry.removeprefix("language_model.") for entry in found]
-    return tuple(dict.fromkeys(found))
-
-
 def lacks(needed: Mapping[str, object]) -> str:
     """What vLLM raises where one of the keys that it wants is absent; "" where none is."""
     absent = [key for key, value in needed.items() if value is None]
@@ -95,28 +80,17 @@ def left_out(
     return plain(hits[0])
 
 
-def skipped(
-    runtime: Runtime, module: str, shards: Sequence[str], entries: Sequence[str]
-) -> Resolution | None:
-    """The server's `is_layer_skipped`; routed experts have no shards there."""
-    error = SHARDS_DIFFER.format(module)
-    last = module.rpartition(".")[2]
-    if runtime == "sglang" and not shards:
-        shards = [module.replace(last, part) for part in FUSED.get(last, ())]
-    is_experts = not shards and "experts" in module
-    if is_experts:
+def skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> Resolution | None:
+    """vLLM's `is_layer_skipped`; routed experts have no shards there."""
+    if not shards and "experts" in module:
         for entry in entries:
             if "experts" in entry and module in entry:
                 return plain(entry)
-    if runtime == "sglang":
-        # `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` all below it, and
-        # nothing of layer 10.
-        return left_out(shards or (module,), partial(entry_below, entries), error)
-    if not is_experts and module in entries:
+        return None
+    if module in entries:
         return plain(module)
     # Of the parts a list must name all or none.
-    named = partial(_whole, entries)
-    return left_out(shards, named, error)
+    return left_out(shards, partial(_whole, entries), SHARDS_DIFFER.format(module))
 
 
 def _whole(entries: Sequence[str], name: str) -> str | None:

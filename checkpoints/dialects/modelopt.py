@@ -1,25 +1,22 @@
-"""`quant_method: modelopt` and hf_quant_config.json: what vLLM and SGLang build for a module, and
-the config that keepmtp writes.
+"""`quant_method: modelopt` and hf_quant_config.json: what vLLM builds for a module, and the config
+that keepmtp writes.
 
-In: the quantization config. Out: a `ModelOpt` as one of the servers reads it; or, of algorithms
-that it does not load, an `UnknownDialect` for vLLM and one exception for SGLang. And the way back:
-the named modules of a checkpoint -> one algorithm, or MIXED_PRECISION with an algorithm for each
-module, and the names of what stays plain.
+In: the quantization config. Out: a `ModelOpt` as vLLM reads it; or, of algorithms that it does not
+load, an `UnknownDialect`. And the way back: the named modules of a checkpoint -> one algorithm, or
+MIXED_PRECISION with an algorithm for each module, and the names of what stays plain.
 
 Easy to get wrong: vLLM compares an entry as a whole name, then as a part of one, then as a glob,
 and its mapper rewrites entries before that. What is written must name exactly the plain modules
-after it all, for both servers.
+after it all.
 
 Source: vLLM 0.32.0 quantization/modelopt.py (ModelOptQuantConfigBase.from_config and
 is_layer_excluded, ModelOptMixedPrecisionConfig._resolve_quant_algo), model_loader/weight_utils.py
-for the producer's name; SGLang 0.5.23 configs/model_config.py (_parse_modelopt_quant_config),
-layers/quantization/modelopt_quant.py and layers/quantization/utils.py (is_layer_skipped). Compared
-with the real functions by tests/checkpoints/dialects/test_dialects.py and
-tests/validate/check/test_sglang.py.
+for the producer's name. Compared with the real functions by
+tests/checkpoints/dialects/test_dialects.py.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -32,14 +29,6 @@ from ...recipes.family import VLLMName
 from ...recipes.family_view import FamilyView
 from ...recipes.frozen import Json
 from ...recipes.renamer import Renamer, renamer
-from ...recipes.runtimes import Runtime
-from ...recipes.runtimes.sglang import (
-    container,
-    excluding_entry,
-    is_excluded,
-    sglang_model,
-    sglang_stem,
-)
 from ...recipes.runtimes.vllm import holds
 from .dialect import (
     PLAIN,
@@ -52,35 +41,24 @@ from .dialect import (
     VLLMModule,
 )
 from .given import ModelOptGiven, ModelOptInner, Raw, read_given
-from .matching import FUSED, OneAnswer, plain, raises, read_by_sglang, registers, skipped
-from .modules import NamedModule, RuntimeModule, concrete, runtime_modules
-from .sglang import no_draft, sglang_asks, unnamed
+from .matching import FUSED, plain, raises, registers, skipped
+from .modules import NamedModule, RuntimeModule, runtime_modules
 
-_MIXED = "MIXED_PRECISION"
+MIXED = "MIXED_PRECISION"
 _BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
-_FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
-_OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *_FOUR_BITS, "MXFP8")
-ALGORITHMS = (*_OF_MODULES, _MIXED)
-# SGLang's files that make an obstacle.
-_CONFIG = "layers/quantization/modelopt_quant.py"
-_METHODS = "configs/model_config.py"
+FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
+_OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", *FOUR_BITS, "MXFP8")
+ALGORITHMS = (*_OF_MODULES, MIXED)
 _CODECS = ("IQ2_XS", "IQ2_XXS", "Q8_0")
 # What one algorithm of all modules, or one of a module in MIXED_PRECISION, is for others than
 # linear modules of vLLM.
 # Blocks there have the scale of native FP8, which linear modules of vLLM have not.
 _OF_ONE = {"FP8_PER_CHANNEL_PER_TOKEN": "FP8", "FP8_PB_WO": "FP8"}
-_OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
-# Prefixes that a server tries in the place of others as it looks for a module in quantized_layers.
-_ALIKE: Mapping[Runtime, Mapping[str, tuple[str, ...]]] = {
-    "vllm": {
-        "language_model.model.": ("model.language_model.",),
-        "model.language_model.": ("language_model.model.",),
-    },
-    "sglang": {
-        "language_model.model.": ("model.language_model.",),
-        "model.language_model.": ("language_model.model.", "model."),
-        "model.": ("model.language_model.",),
-    },
+OF_MIXED = {**dict.fromkeys(_BLOCKS, "inverse blocks"), "FP8_PER_CHANNEL_PER_TOKEN": "plain"}
+# Prefixes that vLLM tries in the place of others as it looks for a module in quantized_layers.
+_ALIKE = {
+    "language_model.model.": "model.language_model.",
+    "model.language_model.": "language_model.model.",
 }
 
 
@@ -93,10 +71,10 @@ class ModelOpt:
         exclude: entries after renaming.
         quantized_layers: module -> quant_algo, for MIXED_PRECISION.
         group_size: of NVFP4.
-        name: the server's name for its reader.
         codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
             know.
         rename: the mapper of the class that reads it.
+        looks_above: routed experts without an entry get the first one of their parent.
     """
 
     algorithm: str
@@ -105,10 +83,10 @@ class ModelOpt:
     group_size: int
     entries: tuple[ConfigEntry, ...]
     block: int = 128
-    runtime: Runtime = "vllm"
     name: str = "modelopt"
     codecs: tuple[str, ...] = ()
     rename: Renamer
+    looks_above: bool = True
 
     # Whole names, parts of names and globs.
     exceptions = Exceptions(
@@ -136,21 +114,18 @@ class ModelOpt:
         """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for
         MIXED_PRECISION.
         """
-        is_vllm = self.runtime == "vllm"
         is_experts = kind == "experts"
         if is_experts:
             shards = ()
-        if is_vllm or not is_experts:
-            answer = skipped(self.runtime, module, shards, self.exclude)
-            if answer is not None:
-                return answer
+        answer = skipped(module, shards, self.exclude)
+        if answer is not None:
+            return answer
         # Heads too: what no entry excludes is quantized.
-        excluding = _excluded_by_vllm if is_vllm else excluding_entry
-        pattern = excluding(self.exclude, module)
+        pattern = _excluding(self.exclude, module)
         if pattern is not None:
             return plain(pattern)
         algorithm = self.algorithm
-        if algorithm != _MIXED:
+        if algorithm != MIXED:
             if is_experts:
                 # vLLM's have one FP8 method, with one scale a tensor, whatever the algorithm is.
                 algorithm = _OF_ONE.get(algorithm, algorithm)
@@ -161,48 +136,48 @@ class ModelOpt:
             return raises(error, entry, "algorithms")
         if not entry:
             return plain()
-        if is_experts or not is_vllm:
-            algorithm = _OF_MIXED.get(algorithm, algorithm)
+        if is_experts:
+            algorithm = OF_MIXED.get(algorithm, algorithm)
         built = modelopt_built(algorithm, self.group_size, self.block)
-        is_known = is_vllm and (is_experts or algorithm in self.codecs)
+        is_known = is_experts or algorithm in self.codecs
         if built == UNKNOWN and not is_known:
             built = PLAIN
         return Resolution(built, entry)
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
-        """As `resolve` does in vLLM, with this entry only."""
-        skips = skipped("vllm", name, (), entry.read)
-        return skips is not None or _excluded_by_vllm(entry.read, name) is not None
+        """As `resolve` does, with this entry only."""
+        skips = skipped(name, (), entry.read)
+        return skips is not None or _excluding(entry.read, name) is not None
 
     def _named(self, module: str, shards: Sequence[str]) -> tuple[str, str | None]:
         """The entry of quantized_layers for a module, "" for none, and its algorithm: None where
         shards differ.
         """
         layers = self.quantized_layers
-        spellings = _spellings(self.runtime, module)
+        spellings = _spellings(module)
         for name in spellings:
             if name in layers:
                 return name, layers[name]
-        if self.runtime == "vllm" and not shards:
+        if not shards:
             parent, _, last = module.rpartition(".")
             shards = [f"{parent}.{part}" for part in FUSED.get(last, ())]
         named = list[str]()
         for shard in shards:
-            for name in _spellings(self.runtime, shard):
+            for name in _spellings(shard):
                 if name in layers:
                     named.append(name)
         if named:
             are_equal = len({layers[name] for name in named}) == 1
             return named[0], layers[named[0]] if are_equal else None
-        if self.runtime == "vllm" and module.endswith(".experts"):
+        if module.endswith(".experts") and self.looks_above:
             spellings = (*spellings, module.removesuffix(".experts"))
         for name in spellings:
-            if name in self._first_below:
-                return self._first_below[name]
+            if name in self._below:
+                return self._below[name]
         return "", ""
 
     @cached_property
-    def _first_below(self) -> Mapping[str, tuple[str, str]]:
+    def _below(self) -> Mapping[str, tuple[str, str]]:
         """The first of quantized_layers below each module, with its algorithm: a list may have an
         entry an expert.
         """
@@ -263,59 +238,6 @@ def read_modelopt(
     )
 
 
-def read_sglang_modelopt(raw: Raw, rename: Renamer) -> ModelOpt | OneAnswer:
-    """The config as SGLang reads it: that of config.json, or `quantization` of
-    hf_quant_config.json.
-
-    Raises:
-        CheckpointError: a key has another type than is read, or an entry is no glob.
-    """
-    given = read_given(ModelOptGiven, raw)
-    holder = given.quantization or given
-    algorithm = holder.quant_algo or ""
-    layers = _layers(holder, rename)
-    listed = holder.ignore
-    if given.quantization or listed is None:
-        listed = holder.exclude_modules
-    name = "modelopt"
-    error = ""
-    sizes = _block_sizes(holder)
-    # It has one reader for FP8, one for NVFP4 and one for both; without an NVFP4 layer it takes
-    # MIXED_PRECISION for W4AFP8, which is another thing.
-    if algorithm == _MIXED and {*_FOUR_BITS}.isdisjoint(layers.values()):
-        name = "w4afp8"
-        error = "ValueError: MIXED_PRECISION without an NVFP4 layer is read as W4AFP8"
-    elif algorithm == _MIXED:
-        name = "modelopt_mixed"
-        if len(sizes) > 1:
-            error = "ValueError: all block-FP8 layers must use one group_size"
-    elif algorithm == "FP8":
-        name = "modelopt_fp8"
-    elif "FP4" in algorithm:
-        name = "modelopt_fp4"
-        algorithm = algorithm.replace("NVFP4_AWQ", "NVFP4")
-        if algorithm not in _FOUR_BITS:
-            error = f"ValueError: ModelOpt currently only supports {_FOUR_BITS}"
-    else:
-        error = (
-            "ValueError: ModelOptFp8Config only supports regular FP8 quantization, but found "
-            f"{algorithm!r}"
-        )
-    if error:
-        return OneAnswer(name, raises(error))
-    return ModelOpt(
-        algorithm=algorithm,
-        exclude=read_by_sglang(listed or (), rename),
-        quantized_layers=layers,
-        group_size=holder.group_size or 16,
-        entries=(),
-        block=min(sizes, default=128),
-        runtime="sglang",
-        name=name,
-        rename=rename,
-    )
-
-
 def reads_other_file(raw: Raw) -> bool:
     """Whether vLLM reads hf_quant_config.json, its exclusions too, in place of config.json's
     quantization_config.
@@ -323,7 +245,7 @@ def reads_other_file(raw: Raw) -> bool:
     vLLM 0.32.0 model_loader/weight_utils.py, get_quant_config.
     """
     given = read_given(ModelOptGiven, raw)
-    return (given.quantization or given).quant_algo == _MIXED and "quantized_layers" not in raw
+    return (given.quantization or given).quant_algo == MIXED and "quantized_layers" not in raw
 
 
 @cache
@@ -362,7 +284,7 @@ def algorithm_of(form: str) -> str:
 def layer_row(algorithm: str) -> Json:
     """What MIXED_PRECISION's table says of a module."""
     row: Json = {"quant_algo": algorithm}
-    if algorithm in _FOUR_BITS:
+    if algorithm in FOUR_BITS:
         row["group_size"] = 16
     return row
 
@@ -387,7 +309,7 @@ def _block_sizes(holder: ModelOptInner) -> set[int]:
     return {row.group_size or 128 for row in rows if row.quant_algo in _BLOCKS}
 
 
-def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
+def _excluding(entries: Sequence[str], module: str) -> str | None:
     """The first entry that excludes a module by substring or glob; an empty entry excludes
     everything.
     """
@@ -399,23 +321,22 @@ def _excluded_by_vllm(entries: Sequence[str], module: str) -> str | None:
     return next((entry for entry in entries if fnmatch(module, entry)), None)
 
 
-def _spellings(runtime: Runtime, name: str) -> tuple[str, ...]:
-    """The names by which a server looks for a module in quantized_layers."""
+def _spellings(name: str) -> tuple[str, ...]:
+    """The names by which vLLM looks for a module in quantized_layers."""
     found = [name]
     if name.endswith(".lm_head"):
         found.append("lm_head")
-    for prefix, others in _ALIKE[runtime].items():
+    for prefix, other in _ALIKE.items():
         if name.startswith(prefix):
-            found += [other + name.removeprefix(prefix) for other in others]
-            break
+            found.append(other + name.removeprefix(prefix))
     return tuple(dict.fromkeys(found))
 
 
 # --- what is written ------------------------------------------------------------------------------
 
 
-def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[Json, list[str]]:
-    """The value of config.json's `quantization_config`, and what stands against SGLang.
+def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> Json:
+    """The value of config.json's `quantization_config`.
 
     Args:
         view: the family's names.
@@ -425,7 +346,6 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[J
         RecipeError: several algorithms, and vLLM's mapper turns every spelling of a module into
             another name.
     """
-    modules = list(modules)
     fused = runtime_modules(modules)
     schemes = {module.scheme for module in fused if module.scheme}
     mixed = [module for module in fused if module.scheme in MIXED_FOR_EXPERTS]
@@ -439,14 +359,14 @@ def modelopt_config(view: FamilyView, modules: Iterable[NamedModule]) -> tuple[J
     if schemes & {"NVFP4", "NVFP4A16"}:
         config["group_size"] = 16
     if is_mixed:
-        config["quant_algo"] = _MIXED
+        config["quant_algo"] = MIXED
         config["quantized_layers"] = names.quantized_layers(fused)
-    config |= {
+    return {
+        **config,
         "ignore": names.excluded(fused),
         "kv_cache_scheme": None,
         **view.family.config_extras,
     }
-    return config, _add_for_sglang(view, modules, config)
 
 
 def hf_quant_config(config: Raw) -> Json:
@@ -568,135 +488,5 @@ class _Names:
         return [*dict.fromkeys(entries)]
 
 
-# --- SGLang ---------------------------------------------------------------------------------------
-
-
-def _add_for_sglang(view: FamilyView, modules: Iterable[NamedModule], config: Json) -> list[str]:
-    """Add to a config in modelopt's dialect what SGLang asks about; or what stands against it,
-    half a sentence each with SGLang's file, and nothing is added.
-    """
-    obstacle = no_draft(view)
-    if obstacle:
-        return [obstacle]
-    method = _method(config)
-    if not method:
-        return [f"it has no method for {config['quant_algo']} without NVFP4 ({_METHODS})"]
-    model = sglang_model(view.config)
-    known = [module for module in modules if module.place.is_known]
-    quantized = [module for module in known if module.scheme]
-    # Under one NVFP4 algorithm most of its drafts are plain whatever the config says, and need no
-    # entry but for the draft's head.
-    is_draft_plain = method in model.plain_under
-    asked = known
-    if is_draft_plain:
-        asked = [module for module in known if module.place.part != "mtp"]
-    names, clashes = sglang_asks(view, asked, container)
-    listed = config.get("quantized_layers")
-    ignore = config["ignore"]
-    plain_names = [name for name, module, _ in names if not module.scheme]
-    rows = dict[str, Json]()
-    for name, module, _ in names:
-        if module.scheme and listed is not None and name not in listed:
-            rows[name] = layer_row(OF_SCHEMES[module.scheme])
-    if not any(module.place.role == "head" for module in quantized):
-        plain_names += filter(None, (model.head, model.draft_head))
-    plain_names = [name for name in plain_names if not is_excluded(name, ignore)]
-    entries = [*dict.fromkeys(_as_entries(view, asked, plain_names))]
-    obstacles = [*clashes, *unnamed(view, known), *_without_method(quantized)]
-    obstacles += _harm_of(entries, quantized)
-    for name, module, _ in names:
-        if module.scheme and is_excluded(name, [*ignore, *entries]):
-            obstacles.append(
-                f"an entry for a plain module excludes {name} too, which is in {module.scheme} "
-                f"({_CONFIG})"
-            )
-    # vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo): to
-    # it a row that begins with a dot is of a module below the one with an empty prefix.
-    for name in rows:
-        if name.startswith("."):
-            obstacles.append(
-                f"it asks for {name}, and vLLM would quantize its draft's head by such a row "
-                f"({_CONFIG})"
-            )
-            break
-    if method == "modelopt_fp4":  # where all is NVFP4
-        for module in quantized:
-            place = module.place
-            is_in_draft = place.part == "mtp" and is_draft_plain
-            if is_in_draft or place.runtime.endswith(model.plain_in_fp4):
-                what = f"{place.module} is in {module.scheme}"
-                says = f"it builds the module plain where all is NVFP4, and {what} ({model.file})"
-                obstacles.append(says)
-    if not obstacles:
-        ignore += entries
-        if listed is not None:
-            listed |= rows
-    return [*dict.fromkeys(obstacles)]
-
-
-def _harm_of(entries: Iterable[str], quantized: Iterable[NamedModule]) -> Iterator[str]:
-    """Entries for SGLang's draft that would exclude a quantized module in vLLM."""
-    # A draft that SGLang builds without a prefix asks for `self_attn.qkv_proj`, which to vLLM is a
-    # part of the names of every layer.
-    names = list[str]()
-    for module in quantized:
-        names += concrete(module.spelled)
-    for entry in entries:
-        for name in names:
-            if entry.removesuffix("*") in name:
-                yield f"an entry {entry} for its draft would exclude {name} in vLLM"
-                break
-
-
 def _is_part(word: str, names: Iterable[str]) -> bool:
     return any(word in name for name in names)
-
-
-def _method(config: Raw) -> str:
-    """SGLang's name of the quantization method; "" where it has none, or takes it for another."""
-    algorithm = config["quant_algo"]
-    if algorithm == _MIXED:
-        algorithms = {row["quant_algo"] for row in config["quantized_layers"].values()}
-        return "" if algorithms.isdisjoint(_FOUR_BITS) else "modelopt_mixed"
-    if "NVFP4" in algorithm:
-        return "modelopt_fp4"
-    if algorithm == "FP8":
-        return "modelopt_fp8"
-    return ""
-
-
-def _as_entries(
-    view: FamilyView, asked: list[NamedModule], plain_names: list[str]
-) -> Iterator[str]:
-    """The entries for plain names: a draft that is plain as a whole is one glob."""
-    stems = set[str | None]()
-    is_draft_plain = True
-    for module in asked:
-        place = module.place
-        if place.part == "mtp" and place.layer is not None:
-            stems.add(sglang_stem(view, "mtp", place.layer))
-            is_draft_plain &= not module.scheme
-    globs = list[str]()
-    for stem in sorted(filter(None, stems)):
-        is_own = not re.match(r"model\.layers\.\d", stem)
-        if is_draft_plain and is_own and any(name.startswith(stem) for name in plain_names):
-            globs.append(stem)
-            yield f"{stem}*"
-    for name in plain_names:
-        if not name.startswith(tuple(globs)):
-            yield name
-
-
-def _without_method(modules: list[NamedModule]) -> Iterator[str]:
-    for module in modules:
-        scheme = module.scheme
-        place = module.place
-        if scheme == "FP8_DYNAMIC":
-            yield f"it has no class for {OF_SCHEMES[scheme]} ({_CONFIG})"
-        elif scheme == "FP8_BLOCK" and place.role != "experts":
-            yield (
-                f"it reads the scales of {OF_SCHEMES[scheme]} from weight_scale_inv alone "
-                f"({_CONFIG})"
-            )
-        elif scheme.startswith("NVFP4") and place.module.endswith(".kv_b_proj"):
-            yield f"it reads an unpacked weight for kv_b_proj, which is in {scheme} ({_CONFIG})"

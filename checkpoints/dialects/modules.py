@@ -16,7 +16,6 @@ from typing import Protocol
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView, Place
 from ...recipes.frozen import frozen
-from ...recipes.runtimes.sglang import table_paths
 
 
 class Matrix(Protocol):
@@ -122,6 +121,21 @@ def spell(view: FamilyView, place: Place) -> Spellings:
         return Spellings(tuple(map(re.escape, stems)), None, paths)
     cut = dict.fromkeys(without_number(stem, place.layer) for stem in stems)
     return Spellings(tuple(cut), place.layer, paths)
+
+
+def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
+    """A module's spellings below its block's stem in the family's table: shard, fused, projections
+    of experts.
+    """
+    row = place.row
+    if row.stacked:
+        return row.unstacked
+    if "{e}" in row.path:
+        return (row.path, *row.aliases)
+    paths = [row.path]
+    if row.runtime:
+        paths.append(place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0)))
+    return tuple(dict.fromkeys([*paths, *row.aliases]))
 
 
 def without_number(stem: str, layer: int) -> str:

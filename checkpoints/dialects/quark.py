@@ -1,16 +1,13 @@
-"""`quant_method: quark`: what vLLM and SGLang build for a module.
+"""`quant_method: quark`: what vLLM builds for a module.
 
-In: quantization_config. Out: a `Quark` as one of the servers reads it.
+In: quantization_config. Out: a `Quark` as vLLM reads it.
 
 Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start, so a glob excludes
-nothing. What nothing excludes has the scheme of its layer. SGLang's draft classes look at the list
-before it is read (validate/check/sglang/view.py).
+nothing. What nothing excludes has the scheme of its layer.
 
 Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
 (get_moe_method_target), quark/{utils,schemes}, utils/ocp_mx_utils.py,
-quantization/utils/config_utils.py; SGLang 0.5.23 layers/quantization/quark/{quark,utils}.py.
-Compared with the real functions by tests/checkpoints/dialects and tests/validate/check/
-test_sglang.py.
+quantization/utils/config_utils.py. Compared with the real functions by tests/checkpoints/dialects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,18 +16,10 @@ from typing import NamedTuple
 
 from ...recipes.family import VLLMName
 from ...recipes.renamer import Renamer
-from ...recipes.runtimes import Runtime
 from ..stored import Form
 from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
-from .matching import (
-    SCHEMES_DIFFER,
-    left_out,
-    plain,
-    raises,
-    read_by_sglang,
-    registers,
-)
+from .matching import SCHEMES_DIFFER, left_out, plain, raises, registers
 from .patterns import Entries, equal_or_regex
 
 _NO_EXPORT = (
@@ -44,11 +33,6 @@ _TWO = ("weight", "weight_scale")
 _ONE_FP8_SCALE = ("fp8_e4m3", "per_tensor", False)
 _MX_DTYPES = ("fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3")
 _MX_FORMS: Mapping[str | None, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
-# Modules that SGLang knows to be fused although no class says so.
-_FUSED = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
 
 
 class Quark(NamedTuple):
@@ -68,11 +52,10 @@ class Quark(NamedTuple):
     layers: Mapping[str, QuarkLayer]
     usual: QuarkLayer
     rename: Renamer
-    entries: tuple[ConfigEntry, ...] = ()
-    pack_method: str = "reorder"
-    error: str = ""
-    error_unless_excluded: str = ""
-    runtime: Runtime = "vllm"
+    entries: tuple[ConfigEntry, ...]
+    pack_method: str
+    error: str
+    error_unless_excluded: str
     name: str = "quark"
 
     # Whole names, and expressions.
@@ -89,7 +72,6 @@ class Quark(NamedTuple):
         if kind == "head":
             return plain()
         is_experts = kind == "experts"
-        last = module.rpartition(".")[2]
         parts: Sequence[str] = shards
         if is_experts:
             parts = ()
@@ -97,8 +79,6 @@ class Quark(NamedTuple):
             for entry in self.exclude.written:
                 if entry == module or entry.startswith(f"{module}."):
                     return plain(entry)
-        if self.runtime == "sglang" and last in _FUSED:
-            parts = [module.replace(last, part) for part in _FUSED[last]]
         for names in ((module,), parts):
             answer = left_out(names, self.exclude.first, SCHEMES_DIFFER.format(module))
             if answer is not None:
@@ -110,11 +90,7 @@ class Quark(NamedTuple):
         for name in names[1:]:
             if self.layer_of(name)[1] != layer:
                 return raises(SCHEMES_DIFFER.format(module), entry, "shards")
-        is_vllm = self.runtime == "vllm"
-        built = scheme_of(layer, self.pack_method, is_experts=is_experts and is_vllm)
-        if not is_vllm:
-            # SGLang's schemes are those of linear modules; what it raises is not known.
-            return Resolution(UNKNOWN if isinstance(built, str) else built)
+        built = scheme_of(layer, self.pack_method, is_experts=is_experts)
         if isinstance(built, str):
             return raises(built, entry)
         if is_experts and built.form == "mxfp4":
@@ -132,22 +108,19 @@ class Quark(NamedTuple):
         """The pattern that decides a name, "" for none, and what holds there."""
         for pattern, layer in self.layers.items():
             is_part = name in pattern and "*" not in pattern
-            if self.runtime == "sglang":
-                is_part = name.endswith(".experts") and pattern.startswith(f"{name}.")
             if is_part or fnmatch(name, pattern):
                 return pattern, layer
         return "", self.usual
 
 
-def read_quark(raw: Raw, rename: Renamer, runtime: Runtime = "vllm") -> Quark:
-    """The config as a server reads it, entries renamed.
+def read_quark(raw: Raw, rename: Renamer) -> Quark:
+    """The config as vLLM reads it, entries renamed.
 
     Raises:
         CheckpointError: a key has another type than is read, or an entry is no regular expression.
     """
     given = read_given(QuarkGiven, raw)
     export = given.export or QuarkExport()
-    listed = given.exclude or ()
     group = export.kv_cache_group or ()
     layers = dict[str, QuarkLayer]()
     for name, layer in (given.layer_quant_config or {}).items():
@@ -157,17 +130,18 @@ def read_quark(raw: Raw, rename: Renamer, runtime: Runtime = "vllm") -> Quark:
             layer = layer.model_copy(update={"output_tensors": None})
         layers[rename.name(name)] = layer
     usual = given.global_quant_config or QuarkLayer()
+    listed = given.exclude or ()
     entries = [ConfigEntry("exclude", entry, (rename.name(entry),)) for entry in listed]
-    found = Quark(Entries(entry.read[0] for entry in entries), layers, usual, rename)
-    if runtime == "sglang":
-        found = found._replace(exclude=Entries(read_by_sglang(listed, rename)), runtime=runtime)
-    else:
-        found = found._replace(
-            entries=tuple(entries),
-            pack_method=export.pack_method or "",
-            error=_NO_EXPORT if given.export is None else "",
-            error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",
-        )
+    found = Quark(
+        Entries(entry.read[0] for entry in entries),
+        layers,
+        usual,
+        rename,
+        tuple(entries),
+        pack_method=export.pack_method or "",
+        error=_NO_EXPORT if given.export is None else "",
+        error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",
+    )
     found.exclude.refuse_wrong()
     return found
 

@@ -1,70 +1,41 @@
 """The one writer of quantization configs, of a release's plan as of a finished checkpoint's.
 
-In: matrices, each with its place and its scheme, and a dialect. Out: the `quantization_config` of
-config.json for vLLM and, where nothing stands against it, for SGLang; config.json with it; and what
-modelopt's readers look for next to it.
+In: named modules, each with its place and its scheme, and a dialect. Out: the `quantization_config`
+of config.json for vLLM; config.json with it; and what modelopt's readers look for next to it.
 """
 
 from collections.abc import Iterable
 
 from ...recipes.conventions import Format
 from ...recipes.family_view import FamilyView
-from ...recipes.frozen import Json, Raw, frozen, without
-from ...recipes.runtimes.sglang import VERSION
+from ...recipes.frozen import Json, Raw, without
 from ..companions import HF_QUANT_CONFIG
 from .compressed_tensors import compressed_tensors_config
 from .fp8 import fp8_config
 from .modelopt import hf_quant_config, modelopt_config
-from .modules import Matrix, named_modules
-
-
-@frozen
-class QuantizationConfig:
-    """What a config.json says of how the checkpoint is quantized.
-
-    Attributes:
-        value: of its `quantization_config`.
-        obstacles: why SGLang cannot serve the checkpoint with its MTP block, half a sentence each,
-            with SGLang's file; () where it resolves every module.
-    """
-
-    value: Json
-    obstacles: tuple[str, ...]
-
-    @property
-    def line(self) -> str:
-        """SGLang's verdict in one line, for the plan."""
-        for first in self.obstacles:
-            return f"not SGLang {VERSION}: {first}"
-        return f"SGLang {VERSION} too"
+from .modules import NamedModule
 
 
 def quantization_config(
-    view: FamilyView,
-    matrices: Iterable[Matrix],
-    *,
-    format: Format,
-    cache: Raw | None,
-) -> QuantizationConfig:
-    """The quantization config of these matrices.
+    view: FamilyView, modules: Iterable[NamedModule], *, format: Format, cache: Raw | None
+) -> Json:
+    """The quantization config of these modules.
 
     Args:
         view: the family's names.
-        matrices: all that vLLM may ask about, plain ones with the scheme "".
+        modules: all that vLLM may ask about, plain ones with the scheme "".
         format: the dialect.
         cache: the value of `kv_cache_scheme`; None for a cache that is not quantized.
 
     Raises:
         RecipeError: see `modelopt_config`.
     """
-    modules = named_modules(view, matrices)
     if format == "fp8":
-        return QuantizationConfig(value=fp8_config(modules), obstacles=())
+        return fp8_config(modules)
     written = compressed_tensors_config
     if format == "modelopt":
         written = modelopt_config
-    value, obstacles = written(view, modules)
-    return QuantizationConfig(value=value | {"kv_cache_scheme": cache}, obstacles=tuple(obstacles))
+    return written(view, modules) | {"kv_cache_scheme": cache}
 
 
 def config_files(config: Raw, quantization: Raw, view: FamilyView) -> dict[str, Json]:

@@ -5,15 +5,42 @@ quantization config in the dialect that the recipe's `format` names. `checkpoint
 the writing, for a plan as for a finished checkpoint.
 """
 
-from dataclasses import replace
-
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
-from ...checkpoints.dialects.written import QuantizationConfig, config_files, quantization_config
+from ...checkpoints.dialects.written import config_files, quantization_config
+from ...checkpoints.sglang import VERSION
+from ...checkpoints.sglang.entries import with_entries
 from ...recipes.conventions import FP8_CACHE
-from ...recipes.frozen import Json, without
+from ...recipes.frozen import Json, frozen, without
 from .plan import Plan
 from .tables import TABLE_WORDS
 from .tensor_plan import TensorPlan
+
+
+@frozen
+class QuantizationConfig:
+    """What a config.json says of how the checkpoint is quantized.
+
+    Attributes:
+        value: of its `quantization_config`: for vLLM and, where nothing stands against it, for
+            SGLang.
+        obstacles: why SGLang cannot serve the checkpoint with its MTP block, half a sentence each,
+            with SGLang's file; () where it resolves every module.
+    """
+
+    value: Json
+    obstacles: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """SGLang's verdict in one line, for the plan."""
+        for first in self.obstacles:
+            return f"not SGLang {VERSION}: {first}"
+        return f"SGLang {VERSION} too"
+
+    @property
+    def other_servers(self) -> Json:
+        """For machines: every other server than vLLM, and what stands against it."""
+        return {"sglang": {"version": VERSION, "obstacles": list(self.obstacles)}}
 
 
 def matrices_of(plan: Plan) -> list[TensorPlan]:
@@ -45,12 +72,12 @@ def config_of(plan: Plan) -> QuantizationConfig:
     cache = plan.recipe.kv_cache and dict(FP8_CACHE)
     if cache is None and plan.served is not None:
         cache = plan.served.kv_cache_scheme
-    matrices = matrices_of(plan)
-    made = quantization_config(plan.view, matrices, format=plan.recipe.format, cache=cache)
+    modules = named_modules(plan.view, matrices_of(plan))
+    value = quantization_config(plan.view, modules, format=plan.recipe.format, cache=cache)
+    value, obstacles = with_entries(plan.view, modules, value)
     if "U8" in _tables_of(plan):
-        says = "models/qwen4_exp.py has no n-gram table in NVFP4"
-        made = replace(made, obstacles=(says, *made.obstacles))
-    return made
+        obstacles = ("models/qwen4_exp.py has no n-gram table in NVFP4", *obstacles)
+    return QuantizationConfig(value=value, obstacles=obstacles)
 
 
 def _tables_of(plan: Plan) -> set[str]:

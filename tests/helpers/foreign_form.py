@@ -232,7 +232,7 @@ def said(plan: Plan) -> dict[str, Any]:
     view = plan.view
     if len(schemes) == 1:  # also where vLLM needs the algorithm of each module
         view = replace(view, family=replace(view.family, modelopt_by_module=False))
-    config, _ = modelopt_config(view, named_modules(view, matrices_of(plan)))
+    config = modelopt_config(view, named_modules(view, matrices_of(plan)))
     if len(schemes) == 1:
         config.pop("quantized_layers", None)
         config["quant_algo"] = ALGORITHMS[schemes.pop()]

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import good
 import releases
+from keepmtp.checkpoints.sglang import VERSION
+from keepmtp.checkpoints.sglang.names import sglang_spelling
 from keepmtp.quantize.plan.configs import config_of
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.family_view import FamilyView, Place
-from keepmtp.recipes.runtimes.sglang import VERSION, sglang_spelling
 from keepmtp.recipes.schemes import SCHEMES
 
 DOCS = Path(__file__).parents[2] / "docs" / "tables" / "sglang.md"
@@ -84,7 +85,7 @@ def text() -> str:
             "were read, its"
         ),
         "classes constructed without weights, and its own matching functions asked",
-        "(tests/quantize/test_sglang_fit.py).",
+        "(tests/checkpoints/test_sglang.py).",
     ]
     reasons: dict[str, int] = {}
     for format, pairs in PAIRS.items():

@@ -20,7 +20,6 @@ from pathlib import Path
 import ask_vllm
 import pytest
 import releases
-import sglang_table
 from data_files import table
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
@@ -35,7 +34,6 @@ from keepmtp.recipes.family import Family, HFName
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.recipes.frozen import without
 from keepmtp.recipes.runtimes import vllm
-from keepmtp.recipes.runtimes.sglang import sglang_model, sglang_models
 from keepmtp.recipes.runtimes.vllm import KNOWN, NEWEST, asked, holds
 from keepmtp.recipes.schemes import num_bytes
 from keepmtp.recipes.yaml_file import load_shipped
@@ -437,44 +435,6 @@ def test_a_wrong_name_is_noticed(tmp_path):
     config, tensors = releases.source_layout("hy4-preview")
     wrong = {name.replace("linear_gate", "gate"): spec for name, spec in tensors.items()}
     assert any("gate_proj" in name for name in amiss(tmp_path, config, wrong)["missing_keys"])
-
-
-# --- SGLang: names that its own classes were seen to construct -------------------------------------
-
-
-def asked_by_sglang(model: str) -> dict[str, str]:
-    """SGLang's name for each module of the draft -> the module on disk."""
-    view, tensors = view_of(model)
-    modules = {}
-    for tensor in tensors:
-        place = view.place(HFName(tensor))
-        if place is not None and place.part == "mtp":
-            modules |= dict.fromkeys(sglang_table.names(view, place), place.module)
-    return modules
-
-
-@pytest.mark.parametrize("model", NAMES["sglang"])
-def test_names_of_a_draft_are_those_that_sglang_constructs(model):
-    missing = set(NAMES["sglang"][model].split()) - set(asked_by_sglang(model))
-    # Copies of the head are no tensors of these releases, and the head has one name in both parts.
-    assert not missing - {"model.shared_head.head", "lm_head"}
-
-
-def test_plain_glue_is_never_asked_about():
-    glues = {"deepseek-r1": "eh_proj", "mimo-7b": "input_proj", "qwen3.5-27b": "fc"}
-    for model, glue in glues.items():
-        assert not [name for name in asked_by_sglang(model) if name.endswith(glue)]
-
-
-def test_every_release_has_an_entry_or_no_class():
-    for model, config in MODELS.items():
-        assert config["architectures"][0] in sglang_models(), model
-
-
-def test_a_model_without_a_draft_says_why():
-    assert sglang_model({"architectures": ["NoneForCausalLM"]}).no_draft
-    for architecture, model in sglang_models().items():
-        assert (model.draft is None) == bool(model.no_draft), architecture
 
 
 def test_a_family_whose_releases_call_tools_in_several_forms_names_no_parser():

@@ -3,7 +3,7 @@ headers alone.
 
 In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound
 or Quark; and the
-servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a `CheckData`. Only JSON
+servers that are to load it: vLLM, and SGLang if named. Out: a `CheckData`. Only JSON
 files and safetensors headers are downloaded, and neither server is needed.
 
 Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where the
@@ -46,7 +46,8 @@ from ..facts.findings import (
 )
 from ..facts.results import CheckData
 from . import rules_config, rules_finished, rules_forms, rules_kv, rules_mtp, rules_shapes
-from .sglang.rules import judge as judge_for_sglang
+from .rules_sglang import SGLANG
+from .rules_sglang import judge as judge_for_sglang
 
 Rule = Callable[[RuntimeView], Objections]
 RULES: tuple[Rule, ...] = (
@@ -70,6 +71,8 @@ RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {
     "vllm": RULES,
     "sglang": (judge_for_sglang,),
 }
+SERVERS: Mapping[Runtime, str] = {"vllm": "vLLM {}", "sglang": f"{SGLANG} (not run)"}
+"""What they are called, with vLLM's version to be filled in."""
 
 
 class Checked(NamedTuple):

@@ -6,8 +6,8 @@ import random
 import re
 
 import pytest
-from keepmtp.checkpoints.dialects.compressed_tensors import added_names
 from keepmtp.checkpoints.dialects.modules import concrete, named_modules, number_regex
+from keepmtp.checkpoints.sglang.entries import added_names
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.configs import config_of, matrices_of, modules_of
 from keepmtp.quantize.plan.plan import Plan, make_plan

@@ -159,4 +159,4 @@ def test_the_plan_is_shown_in_its_dialect(tmp_path):
         "ignore  model.layers.3.*",
     ):
         assert f"\n  {line}\n" in shown.stdout
-    assert "vLLM 0.33, not SGLang 0.5.23: it reads the scales of FP8_PB_WO from" in shown.stdout
+    assert "vLLM 0.33, not SGLang 0.5.23: it reads from weight_scale_inv alone" in shown.stdout

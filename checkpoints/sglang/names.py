@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: the names under which it asks the quantization config, model by model.
+"""The names under which it asks the quantization config, model by model.
 
 In: a family's view of one config.json, and a module's place in it. Out: the names under which
 SGLang constructs the module in its target and in its draft, with a quantization config; and why its
@@ -20,18 +20,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..errors import CheckpointError, shortened
-from ..family import Part, Renames
-from ..family_view import FamilyView, Place
-from ..frozen import Raw, without
-from ..renamer import Renamer
-from ..yaml_file import load_shipped
+from ...recipes.family import Part, Renames
+from ...recipes.family_view import FamilyView, Place
+from ...recipes.frozen import Raw
+from ...recipes.renamer import Renamer
+from ...recipes.yaml_file import load_shipped
+from ..dialects.modules import table_paths
 
-VERSION = "0.5.23"
 Packed = Mapping[str, Sequence[str]]
 _NONE: Raw = MappingProxyType({})
-# Parts of latent attention's projections, which name those of every layer in modelopt's lists.
-_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 DECODER = "model.decoder."
 SHARED_HEAD = "model.shared_head.head"
 
@@ -116,13 +113,8 @@ _EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 @cache
 def sglang_models() -> Mapping[str, SglangModel]:
     """The table, by the first architecture of config.json."""
-    found: dict[str, SglangModel] = {}
-    for architecture, row in load_shipped(Path(__file__).with_suffix(".yaml")).items():
-        for key, value in row.items():
-            if isinstance(value, list):
-                row[key] = tuple(value)
-        found[architecture] = SglangModel(**row)
-    return found
+    rows = load_shipped(Path(__file__).with_suffix(".yaml"))
+    return {architecture: SglangModel(**row) for architecture, row in rows.items()}
 
 
 def sglang_model(config: Raw) -> SglangModel:
@@ -137,16 +129,11 @@ def sglang_model(config: Raw) -> SglangModel:
 
 
 def packed_modules(view: FamilyView, part: Part) -> Packed:
-    """What the class of a part says of its fused modules; latent attention without low rank fuses
-    nothing.
-    """
+    """What the class of a part says of its fused modules."""
     model = sglang_model(view.config)
-    packed = model.packed
     if part == "mtp" and model.draft_packed is not None:
-        packed = model.draft_packed
-    if view.text_config.get("q_lora_rank", 0) is not None:
-        return packed
-    return without(packed, "fused_qkv_a_proj_with_mqa")
+        return model.draft_packed
+    return model.packed
 
 
 def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
@@ -169,7 +156,7 @@ def entry_renames(view: FamilyView, part: Part, method: str) -> Renamer:
             prefixes[old[1:]] = new
         else:
             substrings[old] = new
-    return Renamer(renames=Renames(substrings=substrings, prefixes=prefixes))
+    return Renamer(renames=Renames(substrings=substrings, prefixes=prefixes), of_regexes=True)
 
 
 def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
@@ -216,13 +203,13 @@ def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...
     return stem, tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
 
 
-def sglang_module(view: FamilyView, place: Place) -> str | None:
-    """The prefix of the module that SGLang constructs, fused where its parts share one; None where
-    it never asks.
+def sglang_module(view: FamilyView, place: Place) -> str:
+    """The prefix of the module that SGLang constructs, fused where its parts share one; "" where it
+    never asks.
     """
     stem, paths = sglang_spelling(view, place)
     if not paths:
-        return None
+        return ""
     if place.role == "experts":
         return container(stem + paths[0].replace("{e}", "0"))
     path = place.row.path
@@ -237,62 +224,6 @@ def container(name: str) -> str:
     name as it is.
     """
     return re.sub(r"(experts)\.0\.(?:gate|up|down)_proj$", r"\1", name)
-
-
-def entry_below(entries: Sequence[str], name: str) -> str | None:
-    """`is_layer_skipped` of FP8 and modelopt: the entry whose parts between dots are in the name.
-
-    So `mlp.gate` does not reach `mlp.gate_up_proj`, but `model.layers.1` reaches all below it and
-    nothing of layer 10.
-    """
-    dotted = f".{name.rstrip('.')}."
-    return next((entry for entry in entries if f".{entry.rstrip('.')}." in dotted), None)
-
-
-def excluding_entry(entries: Sequence[str], name: str) -> str | None:
-    """modelopt's `is_layer_excluded`: a glob for the whole name, or for one part of it between
-    dots.
-
-    Raises:
-        CheckpointError: an entry is none that SGLang can make a regular expression of.
-    """
-    short = name.removeprefix("language_model.")
-    parts = {name, short, *name.split(".")}
-    for entry in entries:
-        tail = entry.rpartition(".")[2]
-        is_latent = tail in _LATENT and tail in name.rpartition(".")[2]
-        if is_latent or any(map(_glob(entry).fullmatch, parts)):
-            return entry
-    return None
-
-
-def is_excluded(name: str, entries: Sequence[str]) -> bool:
-    """Whether SGLang leaves a module plain by a list of modelopt's; errors as `excluding_entry`."""
-    return entry_below(entries, name) is not None or excluding_entry(entries, name) is not None
-
-
-@cache
-def _glob(entry: str) -> re.Pattern[str]:
-    try:
-        return re.compile(entry.replace(".", r"\.").replace("*", ".*"))
-    except (re.error, OverflowError, RecursionError) as error:
-        rule = "must be a glob that SGLang can make a regular expression of, or SGLang raises"
-        raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
-
-
-def table_paths(view: FamilyView, place: Place) -> tuple[str, ...]:
-    """A module's spellings below its block's stem in the family's table: shard, fused, projections
-    of experts.
-    """
-    row = place.row
-    if row.stacked:
-        return row.unstacked
-    if "{e}" in row.path:
-        return (row.path, *row.aliases)
-    paths = [row.path]
-    if row.runtime:
-        paths.append(place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0)))
-    return tuple(dict.fromkeys([*paths, *row.aliases]))
 
 
 def _renamed(model: SglangModel, part: Part, path: str) -> str:

@@ -1,9 +1,12 @@
 """Rules on what SGLang does: each finding in its words."""
 
+import json
 from functools import partial
 
+import pytest
 from broken_case import assert_found, case, rows
-from checkpoint_files import config, lose, quantization
+from checkpoint_files import config, lose, quantization, write
+from commands import keepmtp, ran, refused
 from foreign_form import modelopt, quark, w4afp8
 from good import ours
 from real_releases import TABLE, qwen38_fp8, qwen38_nvfp4
@@ -135,7 +138,7 @@ def test_judge(case, tmp_path):
         says="SGLang raises",
     ),
 )
-def test_stored_form_is_what_is_built(case, tmp_path):
+def test_unresolved(case, tmp_path):
     assert_found(case, tmp_path, runtimes=SGLANG)
 
 
@@ -295,7 +298,7 @@ def test_misbuilt_where_vllm_builds_it(case, tmp_path):
         count=3,
     ),
 )
-def test_absorbed_weight_is_read(case, tmp_path):
+def test_stored_form_is_what_is_built(case, tmp_path):
     assert_found(case, tmp_path, runtimes=SGLANG)
 
 
@@ -308,14 +311,15 @@ def test_table_is_looked_up(case, tmp_path):
     assert_found(case, tmp_path, runtimes=SGLANG, about=["sglang-table"])
 
 
-@rows(
-    "sglang-kv-cache",
-    case(
-        "SGLang ignores a cache scheme",
-        partial(ours, "glm-4.7", "FP8_DYNAMIC"),
-        quantization("kv_cache_scheme", {"type": "float", "num_bits": 8, "strategy": "channel"}),
-        severity="warning",
-    ),
-)
-def test_cache_scheme_is_read(case, tmp_path):
-    assert_found(case, tmp_path, runtimes=SGLANG)
+@pytest.mark.full
+def test_the_command_names_the_server(tmp_path):
+    folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt"))
+    (line,) = ran(f"check {folder} --runtime sglang --json", status=1).splitlines()
+    printed = json.loads(line)
+    assert not printed["ok"]
+    assert {finding["runtime"] for finding in printed["findings"]} == {"sglang"}
+    assert printed["runtimes"] == ["sglang"]
+    both = keepmtp(f"check {folder} --runtime vllm --runtime sglang")
+    assert both.stdout.rstrip().endswith("; judged for vLLM 0.33.0, SGLang 0.5.23 (not run)")
+    assert "judged for" not in ran(f"check {folder}"), "vLLM takes it"
+    refused(f"check {folder} --runtime tgi", says="--runtime: must be one of vllm, sglang")
