@@ -3,13 +3,13 @@
 import io
 
 import pytest
-from benches import bench_fact
 from commands import ROOT, assert_shows, ran
 from data_files import cases
 from keepmtp.cli.bench import numbers
 from keepmtp.cli.measured import benched as shown
 from keepmtp.recipes.errors import RecipeError
 from rich.console import Console
+from stations import bench_fact
 
 NO_NUMBERS = " a 1.. 4..1 -1 1;2 0 1..1000000 99999999"
 

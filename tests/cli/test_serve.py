@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-import benches
 import httpx
 import pytest
+import stations
 from checkpoint_files import write
 from commands import GLM, free_port, ran, refused, started
 from data_files import json_of
@@ -196,7 +196,7 @@ def measured(tmp_path) -> Path:
         os.utime(path, (10**9, 10**9))  # long ago, so that hashes are kept
     evidence = report_folder(folder)
     identity = identify(folder, cache=evidence)
-    bench = benches.bench_fact(with_source=False)
+    bench = stations.bench_fact(with_source=False)
     own = bench.checkpoint.model_copy(update={"path": str(folder), "sha256": identity.sha256})
     bench = bench.model_copy(update={"checkpoint": own})
     write_result(evidence, "bench", bench, checkpoint=identity, vllm="0.32.0")

@@ -15,12 +15,11 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-import benches
-import closenesses
 import cures
 import measured
 import releases
 import reports
+import stations
 from broken import BROKEN
 from checkpoint_files import write
 from good_checkpoints import GOOD
@@ -124,9 +123,9 @@ def _measured(path: Path) -> Path:
     path.mkdir()
     evidence = measured.measured(path / "NAME")
     identity = identify(path / "NAME", cache=evidence)
-    bench = benches.bench_fact(with_source=False, sha256=identity.sha256)
+    bench = stations.bench_fact(with_source=False, sha256=identity.sha256)
     write_result(evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM)
-    found = closenesses.closeness(evidence, checkpoint=identity.sha256)
+    found = stations.closeness(evidence, checkpoint=identity.sha256)
     write_result(evidence, "closeness", found, checkpoint=identity, vllm=reports.VLLM)
     refresh(evidence)
     return path

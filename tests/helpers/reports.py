@@ -7,8 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benches import bench_fact, cell
-from closenesses import closeness
 from data_files import table
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import Source, open_source
@@ -33,6 +31,7 @@ from keepmtp.validate.report.check_data import calibration_fact, check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from pydantic import BaseModel
+from stations import bench_fact, cell, closeness
 
 MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"

@@ -9,7 +9,7 @@ text is what vLLM wrote.
 from pathlib import Path
 
 import pytest
-import twins
+import written_values
 from keepmtp.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.plan.plan import Plan, make_plan
@@ -37,7 +37,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.full, pytest.mark.usefixtures("in_f32")]
 def noisy(source: Path, out: Path, deviations: float) -> Path:
     """A copy whose block's projection has noise on top, in standard deviations of its weights."""
     names = r"(eh_proj|mtp\.fc)\.weight$"
-    return twins.noisy(source, out, names, lambda value: deviations * value.std())
+    return written_values.noisy(source, out, names, lambda value: deviations * value.std())
 
 
 @pytest.fixture(scope="module")

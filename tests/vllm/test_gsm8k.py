@@ -16,7 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-import twins
+import written_values
 from commands import KEEPMTP, ROOT, captured
 from data_files import json_of, put_json, put_lines
 from keepmtp.checkpoints.identity import identify
@@ -92,7 +92,9 @@ def spoilt(made: Path, twin: Path) -> Path:
     """The same checkpoint with noise in the scales of its routed experts: it loads, and it answers
     fluently.
     """
-    return twins.noisy(made, twin, r"\.experts\..*weight_scale$", lambda value: NOISE * value)
+    return written_values.noisy(
+        made, twin, r"\.experts\..*weight_scale$", lambda value: NOISE * value
+    )
 
 
 def reasons(found: dict) -> dict[str, dict]:

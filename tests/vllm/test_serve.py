@@ -27,8 +27,8 @@ from processes import MARK, none_left
 from readme import ACCEPTED
 from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
 from releases import made_of
-from twins import broken
 from wheel import stranger
+from written_values import broken
 
 # PyTorch's CPU build multiplies in FP8 by oneDNN's reference code, 0.2 s a token: few tokens, one
 # thread.

@@ -10,7 +10,7 @@ import pytest
 from commands import ROOT
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
 from releases import made_of
-from twins import broken
+from written_values import broken
 
 QUESTION = (
     "Question: {0} has {2} {1}. {0} buys {3} more {1}. How many {1} does {0} have now?\nAnswer:"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import twins
+import written_values
 from commands import ROOT
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
@@ -53,7 +53,9 @@ def out(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def drafted(out) -> EvaluationFact:
     """The release against a twin whose MTP block is noise, with MTP on and off."""
-    twin = twins.noisy(TOOLS, out / "draft", r"layers\.2\..*proj", lambda value: 4 * value.std())
+    twin = written_values.noisy(
+        TOOLS, out / "draft", r"layers\.2\..*proj", lambda value: 4 * value.std()
+    )
     return evaluated(twin, out, has_plain=True)
 
 
@@ -87,7 +89,7 @@ def test_a_target_that_is_broken_in_other_scripts_alone_is_found(drafted, out):
     tokens = json.loads((TOOLS / "tokenizer.json").read_text())["model"]["vocab"]
     others = [number for token, number in tokens.items() if not ASCII.issuperset(token)]
     assert len(others) > 200
-    twin = twins.zeroed(TOOLS, out / "scripts", "lm_head.weight", others)
+    twin = written_values.zeroed(TOOLS, out / "scripts", "lm_head.weight", others)
     # Without the server with prefix caching: the other one's answers are the same.
     protocol = ASKED.model_copy(update={"prefix_caching": False})
     fact = evaluated(twin, out, has_plain=False, protocol=protocol)

@@ -15,12 +15,11 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-import benches
 import cards
 import measured
 import pytest
 import reports
-from closenesses import closeness
+import stations
 from commands import keepmtp
 from data_files import json_of, put_json
 from keepmtp.checkpoints.identity import file_sha256, identify
@@ -51,6 +50,7 @@ from keepmtp.validate.report.report import (
     verify,
 )
 from processes import until
+from stations import closeness
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def made(tmp_path_factory) -> Path:
     """All stations have run, and report.json is made of them."""
     evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
     identity = identify(checkpoint_folder(evidence), cache=evidence)
-    bench = benches.bench_fact(sha256=identity.sha256)
+    bench = stations.bench_fact(sha256=identity.sha256)
     measured.write(evidence, "bench", bench, identity)
     near = closeness(evidence, checkpoint=identity.sha256)
     measured.write(evidence, "closeness", near, identity)

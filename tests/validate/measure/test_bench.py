@@ -1,7 +1,6 @@
 """What is asked for a speed matrix, what is measured already, and which k it recommends."""
 
 import pytest
-from benches import FLASH, bench_fact, benched, cell, repetition
 from commands import GLM
 from keepmtp.checkpoints.files import held
 from keepmtp.checkpoints.identity import identify
@@ -14,6 +13,7 @@ from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import BenchFile, Measured, Sitting
 from keepmtp.validate.measure.texts import read_prompts
 from pydantic import ValidationError
+from stations import FLASH, bench_fact, benched, cell, repetition
 from stub_vllm import stub_vllm
 
 

@@ -15,13 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import benches
 import cards
-import closenesses
 import evaluations
 import measured
 import pytest
 import reports
+import stations
 import yaml
 from answering import answering
 from commands import captured, shell
@@ -143,7 +142,7 @@ def test_a_card_with_every_part(made, tmp_path):
         split="train",
         column="text",
     )
-    record, bench = read_record(made / RECORD), benches.bench_fact()
+    record, bench = read_record(made / RECORD), stations.bench_fact()
     recipe = record.recipe.model_copy(update={"whole": {**record.recipe.whole, "kv_cache": "FP8"}})
     calibration = reports.calibrated().calibration
     assert calibration
@@ -159,7 +158,7 @@ def test_a_card_with_every_part(made, tmp_path):
         "serve": serve,
         "evaluation": evaluated,
         "bench": bench,
-        "closeness": closenesses.closeness(tmp_path),
+        "closeness": stations.closeness(tmp_path),
     }
     gates = Gates(min_speedup=1.2, max_divergence=0.02, max_flips=0.03)
     judgement = judge(gates=gates, check=data, **parts)
@@ -300,7 +299,7 @@ def test_limitations_follow_from_what_was_measured(kind, changed, says, made):
 
 def speed_card(made: Path, *, with_source: bool = True, device: str = "GPU", **own: object) -> str:
     """With a speed matrix; `own` are changes of the checkpoint's."""
-    found = benches.bench_fact(with_source=with_source)
+    found = stations.bench_fact(with_source=with_source)
     changed = {
         "checkpoint": found.checkpoint.model_copy(update=own),
         "environment": found.environment | {"device": device},
@@ -309,7 +308,7 @@ def speed_card(made: Path, *, with_source: bool = True, device: str = "GPU", **o
 
 
 def test_where_drafting_is_slower_the_serve_line_does_not_draft(made):
-    text = speed_card(made, cells=benches.benched({0: 342.0, 1: 128.0}).cells)
+    text = speed_card(made, cells=stations.benched({0: 342.0, 1: 128.0}).cells)
     assert "vllm serve ORG/tiny\n" in text and "num_speculative_tokens" not in text
     assert "This serves without drafting, as bench recommends for 1 at once" in text
 
@@ -327,7 +326,7 @@ def test_a_copy_or_a_cpu_recommends_nothing_elsewhere(changes, device, made):
 
 
 def test_a_cell_that_failed_is_on_the_card(made):
-    cells = (*benches.benched().cells[:2], benches.cell(2, (), error="the server died"))
+    cells = (*stations.benched().cells[:2], stations.cell(2, (), error="the server died"))
     text = speed_card(made, cells=cells, with_source=False)
     assert "| best 1 | 152.7 ± 3.1 | 1.44 |" in text and "| 1 at once | 2 | failed |" in text
     assert "checkpoint, k=2, 1 at once: no figure. the server" in text

@@ -10,9 +10,7 @@ import evaluations
 import pytest
 import releases
 import reports
-from benches import bench_fact
 from checkpoint_files import write
-from closenesses import closeness
 from commands import captured
 from good import ours
 from good_checkpoints import GOOD
@@ -24,6 +22,7 @@ from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.report.comparison import notes, numbered, sections, write_page
 from keepmtp.validate.report.report import write as write_report
+from stations import bench_fact, closeness
 from written_values import fill
 
 CASES = """v3 native bf16 mtp, dsv4 nvfp4 experts, glm nvfp4, glm gptq, next awq, glm quark,

@@ -3,11 +3,9 @@
 import random
 from typing import Any, get_args
 
-import benches
-import closenesses
 import pytest
 import reports
-from benches import cell
+import stations
 from evaluations import COPY, Answers, evaluation, several
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.facts.benched import BenchFact
@@ -20,6 +18,7 @@ from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.facts.served import Parting, ServeCheck
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.settle import mean_recovery
+from stations import cell
 
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
 LOADED = DryLoad(vllm="0.32.0", gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
@@ -57,11 +56,11 @@ def bench(
     device: str = "NVIDIA H200 (140 GiB)",
     **own: Any,
 ) -> BenchFact:
-    found = benches.bench_fact(with_source=False)
+    found = stations.bench_fact(with_source=False)
     if cells:
         own["cells"] = tuple(cell(**each) for each in cells)
     if rates:
-        own["cells"] = benches.benched(rates).cells
+        own["cells"] = stations.benched(rates).cells
     checkpoint = found.checkpoint.model_copy(update=own)
     return found.model_copy(update={"checkpoint": checkpoint, "environment": {"device": device}})
 
@@ -563,16 +562,16 @@ LOWER = "It is a lower bound: 1.00 % of the source's probability lies on tokens 
     ],
 )
 def test_closeness(limits, title, says, tmp_path):
-    fact = closenesses.closeness(tmp_path)
+    fact = stations.closeness(tmp_path)
     turned("closeness", title, says, LOADED_ONLY, closeness=fact, gates=Gates(**limits))
 
 
 def test_closeness_of_one_window_and_of_a_copy(tmp_path):
     gates = Gates(max_divergence=0.02)
-    one = closenesses.closeness(tmp_path, num_windows=1)
+    one = stations.closeness(tmp_path, num_windows=1)
     missing = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
     turned("closeness", "not measured", missing, LOADED_ONLY, closeness=one, gates=gates)
-    copied = closenesses.closeness(tmp_path, as_served=COPY)
+    copied = stations.closeness(tmp_path, as_served=COPY)
     says = "compared as one. Served was a BF16 copy of the same weights: packed"
     turned("closeness", "pass", says, LOADED_ONLY, closeness=copied, gates=gates)
 

@@ -7,12 +7,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import benches
-import closenesses
 import evaluations
 import measured
 import pytest
 import reports
+import stations
 from data_files import json_of
 from evaluations import COPY, Answers, evaluation
 from keepmtp.checkpoints.files import write_whole
@@ -48,7 +47,7 @@ DIED = reports.account("sm90", 1, failure=reports.REFUSED).load.model_copy(
 
 def benched(**own: Any) -> FullReport:
     """A speed matrix of the checkpoint alone."""
-    bench = benches.bench_fact(with_source=False)
+    bench = stations.bench_fact(with_source=False)
     changed = bench.checkpoint.model_copy(update=own)
     return reports.benched(bench.model_copy(update={"checkpoint": changed}))
 
@@ -66,8 +65,8 @@ def dead() -> FullReport:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, FullReport]:
-    near = closenesses.closeness(tmp_path_factory.mktemp("near"))
-    native, cells = reports.served(is_copy=False), benches.benched().cells[:2]
+    near = stations.closeness(tmp_path_factory.mktemp("near"))
+    native, cells = reports.served(is_copy=False), stations.benched().cells[:2]
     asked = evaluation(switched=(4, 3))
     identity = Identity(sha256="e" * 64, files={})
     calibrated = reports.calibrated()
@@ -108,10 +107,10 @@ def pages(tmp_path_factory) -> dict[str, FullReport]:
         "near": calibrated.model_copy(update={"closeness": near}),
         "benched": reports.benched(gates=Gates(min_speedup=1.2)),
         "benched, and a cell failed": benched(
-            cells=(*cells, benches.cell(2, (), error="it died: OOM"))
+            cells=(*cells, stations.cell(2, (), error="it died: OOM"))
         ),
         "benched on a copy, once": benched(
-            as_served=COPY, reason="no kernel.", cells=(benches.cell(1, [5.0]),)
+            as_served=COPY, reason="no kernel.", cells=(stations.cell(1, [5.0]),)
         ),
         "hostile": reports.hostile(SCRIPT),
         "strange": evaluations.hostile(SCRIPT),
@@ -151,7 +150,7 @@ def test_version_8_is_what_it_was(pages):
     """
     found = keys([full.model_dump(mode="json", by_alias=True) for full in pages.values()])
     digest = sha256("\n".join(sorted(found)).encode()).hexdigest()
-    assert digest[:16] == "17c4a0ecc5f9dee7", sorted(found)
+    assert digest[:16] == "cedeac9527c1650b", sorted(found)
 
 
 def test_a_field_that_went_is_passed_over():
@@ -305,7 +304,7 @@ def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
     assert picture.width == 1100 and picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
     other = reports.judged(evaluation=evaluation(checkpoint={"shares": (0.5, 0.4, 0.3)}))
     assert charts(other)["acceptance"].png != first.png
-    assert charts(pages["bare"]) == charts(benched(cells=(benches.cell(0, [5.0, 6.0]),))) == {}
+    assert charts(pages["bare"]) == charts(benched(cells=(stations.cell(0, [5.0, 6.0]),))) == {}
 
 
 def test_one_position_shows_source_checkpoint_and_limit():
