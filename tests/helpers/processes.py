@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -25,15 +26,21 @@ outright = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 
 def marked(word: str) -> dict[int, str]:
     """Process id -> command line of what was started with this mark and has not ended."""
-    found = {}
+    mark = f"{MARK}={word}".encode()
+    places = list[Path]()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={word}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (
-                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                )
-        except OSError:
-            continue  # it has ended since
+        with suppress(OSError):  # it has ended since
+            if mark in (folder / "environ").read_bytes():
+                places.append(folder)
+    found = {}
+    while places:
+        folder = places.pop()
+        with suppress(OSError):
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+            found[int(folder.name)] = line.decode(errors="replace")
+            # vLLM's engine, a fork, writes its name over its environment.
+            for children in folder.glob("task/*/children"):
+                places += [Path("/proc", child) for child in children.read_text().split()]
     return found
 
 
