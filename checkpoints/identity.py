@@ -238,36 +238,6 @@ def states_of(folder: Path, names: Iterable[str]) -> dict[str, FileStamp]:
     return states
 
 
-def refuse_changed(
-    folder: Path, states: Mapping[str, FileStamp], *, cure: str
-) -> dict[str, FileStamp]:
-    """Refuse a checkpoint that was written to since it was opened.
-
-    Args:
-        folder: the checkpoint.
-        states: of its files when it was opened.
-        cure: what to do.
-
-    Returns: their states now.
-
-    Raises:
-        CheckpointError: names the files.
-    """
-    now = states_of(folder, states)
-    changed = []
-    for name, state in states.items():
-        if name not in now or not state.is_unwritten(now[name]):
-            changed.append(name)
-    if changed:
-        raise CheckpointError(
-            folder,
-            "the source must not change during a run",
-            got=f"another {listed(changed)}",
-            cure=cure,
-        )
-    return now
-
-
 def _files(folder: Path, known: Mapping[str, _Seen]) -> dict[str, _Seen]:
     """Regular files by absolute path, hidden ones left out; with their hashes where they are as
     they were.

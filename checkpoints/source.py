@@ -30,7 +30,7 @@ from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Json, Raw, frozen
 from ..recipes.model_file import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
-from .identity import FileStamp, listed, refuse_changed, states_of
+from .identity import FileStamp, listed, states_of
 from .json_file import object_of, read_bytes_of, read_config, read_index
 from .safetensors_file import Entry, FileHeader, fill, read_header
 
@@ -323,14 +323,26 @@ def refuse_changed_files(
     now = dict[str, FileStamp]()
     places = {start: other.folder for start, other in source.others.items()}
     for start, folder in (places | {"": source.folder}).items():
-        theirs = dict[str, FileStamp]()
+        changed = []
         for name, state in states.items():
-            if name.startswith(start) and name not in now:
-                theirs[name.removeprefix(start)] = state
-        if folder is not None:
-            theirs = refuse_changed(folder, theirs, cure=cure)
-        for name, state in theirs.items():
-            now[start + name] = state
+            if not name.startswith(start) or name in now:
+                continue
+            now[name] = state
+            if folder is None:
+                continue
+            own = name.removeprefix(start)
+            found = states_of(folder, [own]).get(own)
+            if found is None or not state.is_unwritten(found):
+                changed.append(own)
+            else:
+                now[name] = found
+        if changed:
+            raise CheckpointError(
+                folder,
+                "the source must not change during a run",
+                got=f"another {listed(changed)}",
+                cure=cure,
+            )
     return now
 
 

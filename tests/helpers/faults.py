@@ -45,16 +45,7 @@ def _wrong_types(body: bytes) -> bytes:
     def other(value: Any) -> Any:
         return 7 if isinstance(value, (str, list, dict, type(None))) else "seven"
 
-    told = json.loads(body)
-    if isinstance(told, list):
-        return json.dumps(
-            [{key: other(value) for key, value in entry.items()} for entry in told]
-        ).encode()
-    return json.dumps({key: other(value) for key, value in told.items()}).encode()
-
-
-def _no_keys(body: bytes) -> bytes:
-    return b"[{}]" if body.lstrip().startswith(b"[") else b"{}"
+    return json.dumps({key: other(value) for key, value in json.loads(body).items()}).encode()
 
 
 ALWAYS = 10**6
@@ -94,7 +85,7 @@ class Case:
 
 REWRITES = {
     "half of the JSON": lambda body: body[: len(body) // 2],
-    "no keys": _no_keys,
+    "no keys": lambda body: b"{}",
     "wrong types": _wrong_types,
 }
 for _name, _fault in TABLE["faults"].items():

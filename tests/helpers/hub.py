@@ -65,6 +65,9 @@ class Fault:
         return not self.status and not self.spoils and self.before is None
 
 
+_NONE = Fault("", before=bool)
+
+
 @dataclass
 class Blob:
     """A file of a commit, whose bytes are at `path`: git's hash, and the SHA-256 of a large one."""
@@ -220,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def __init__(self, *args: Any, hub: Hub, **kwargs: Any) -> None:
         self.hub = hub
-        self.fault: Fault | None = None
+        self.fault = _NONE
         super().__init__(*args, **kwargs)
 
     def log_message(self, *_: object) -> None:
@@ -236,11 +239,11 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.fault = self._fault(line)
         try:
             body = self._body(fault)
-            if fault and fault.before:
+            if fault.before:
                 fault.before()
-            if fault and fault.hold:
+            if fault.hold:
                 fault.hold.wait(60)
-            if fault and fault.status:
+            if fault.status:
                 # a server may say what it was told
                 echo = f"sent with {self.headers.get('Authorization')}"
                 said = json.dumps({"error": echo}).encode()
@@ -252,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (_Cut, ConnectionError):
             self.close_connection = True
 
-    def _fault(self, line: str) -> Fault | None:
+    def _fault(self, line: str) -> Fault:
         for fault in self.hub.faults:
             if fault.times and re.search(fault.to, line):
                 if fault.skip:
@@ -260,13 +263,13 @@ class _Handler(BaseHTTPRequestHandler):
                     continue
                 fault.times -= 1
                 return fault
-        return None
+        return _NONE
 
     do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
-    def _body(self, fault: Fault | None) -> bytes:
+    def _body(self, fault: Fault) -> bytes:
         left = int(self.headers.get("Content-Length", 0))
-        cut = fault is not None and fault.is_cut()
+        cut = fault.is_cut()
         body = b""
         while left and (chunk := self.rfile.read(min(left, 1 << 16))):
             body += chunk
@@ -489,8 +492,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(told).encode(), is_json | {**(headers or {})})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        spoils = self.fault.spoils if self.fault else ""
-        if self.fault and spoils == "rewrite":
+        spoils = self.fault.spoils
+        if spoils == "rewrite":
             body = self.fault.rewrite(body)
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
