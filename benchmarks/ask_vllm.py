@@ -1,9 +1,7 @@
-"""Asks versions of vLLM what can be asked without importing them, and writes the answers into
-recipes/runtimes/vllm.json.
+"""Asks a version of vLLM what can be asked without importing it; `follow.py --write` writes the
+answers into recipes/runtimes/vllm.json.
 
-    .venv/bin/python benchmarks/ask_vllm.py 0.33.0=SITE ...    SITE is the folder with vllm/ in it
-
-In: the Python files of each version. Out: an entry for each, and no more than the newest three.
+In: the folder with vllm/ in it. Out: an entry of vllm.json.
 `SpeculativeConfig.hf_config_override`, where vLLM finds the draft of a model, is cut out of its
 file and run for every name in it. The rest is read: types, a table, a raise.
 
@@ -11,7 +9,6 @@ Easy to get wrong: vLLM finds Nemotron Omni's draft by its architecture and by t
 language model together.
 """
 
-import argparse
 import ast
 import copy
 import json
@@ -132,19 +129,8 @@ def runnable(override: ast.FunctionDef) -> Callable[[Config], Config]:
     return names[OVERRIDE]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("versions", nargs="+", metavar="VERSION=SITE")
-    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    for word in parser.parse_args().versions:
-        version, _, site = word.partition("=")
-        found[version] = ask(Path(site))
-    newest = sorted(found, key=Version)[-WINDOW:]
-    ordered = {version: found[version] for version in newest}
-    FILE.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def write_down(version: str, site: Path) -> None:
+    """Add a version's answers to vllm.json, which keeps the newest."""
+    found = json.loads(FILE.read_text()) | {version: ask(site)}
+    kept = {each: found[each] for each in sorted(found, key=Version)[-WINDOW:]}
+    FILE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

@@ -6,11 +6,10 @@ In: a version, and one that is known; the Python of both is fetched once. Out: o
 no longer holds, and docs/tables/versions.md, which family loads in which version:
 
 - files of vLLM that this tree cites, and that differ, each with the place that cites it;
-- what vLLM answers otherwise when it is asked (`benchmarks/ask_vllm.py` writes the answers down);
+- what vLLM answers otherwise when it is asked (`ask_vllm.py`);
 - cures of vLLM's own defects (validate/keepmtp_cures) that end with it, or whose source has another
   hash: such a cure does nothing;
-- every family in every variant: what loads now, and what no longer does;
-- the corpus of broken and good checkpoints: where the static check and the dry load part.
+- every family in every variant: what loads now, and what no longer does.
 
 Easy to get wrong: a cited file that differs is a place to read again, not a fault. And a version's
 answers are kept in build/follow until keepmtp's dry load changes, because they take minutes.
@@ -18,24 +17,21 @@ answers are kept in build/follow until keepmtp's dry load changes, because they 
 
 import argparse
 import hashlib
-import inspect
 import json
 import re
 import subprocess
 import sys
-import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-from ask_vllm import ask
-from dry_corpus import broken_cases, good_cases, judged
+from ask_vllm import ask, write_down
 from keepmtp.recipes.families import find_family
 from keepmtp.recipes.runtimes.vllm import NEWEST, holds, parsed
 from keepmtp.validate import keepmtp_cures
-from keepmtp.validate.dryload.loader import DryLoader
+from keepmtp.validate.dryload import loader
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.keepmtp_cures import source_hash
@@ -48,12 +44,6 @@ KEPT = ROOT / "build" / "follow"
 PAGE = ROOT / "docs" / "tables" / "versions.md"
 CITING = ("*.py", "*.yaml", "*.toml")
 _CITED = re.compile(r"(?<![\w./])(?:vllm/)?([\w/]*)(?:\{([\w, ]+)\})?([\w/]*)\.py\b")
-DEFECT = "vllm-defect"
-_DRY = {"dry-load", "no-kernel", DEFECT}
-AGREES = "agree"
-OF_VLLM, OVER_OTHERS = "a defect of vLLM", "unknown over these packages"
-REFUSED = "both say that this version does not load it"
-EXPLAINED = (AGREES, OF_VLLM, OVER_OTHERS, REFUSED)
 _OF_ONE = re.compile(r"(?<=vLLM) \d[\d.]*\d|(?<=\.py):\d+|\. Judged: .*|'/[^']*'")
 
 
@@ -158,67 +148,25 @@ def of_version(text: str, vllm: VLLM) -> str:
     return text
 
 
-def corpus_of(vllm: VLLM) -> dict[str, str]:
-    """`kind: case` -> how static check and dry load agree, and the dry load's first words."""
-    cases = [*good_cases(), *broken_cases()]
-    found = dict[str, str]()
-    with tempfile.TemporaryDirectory() as scratch, DryLoader(vllm, gpu=GPU) as loader:
-        for case, checked, _ in judged(cases, loader, vllm.version, Path(scratch)):
-            static, dry, words = set[str](), set[str](), ""
-            for each in checked.data.findings:
-                (dry if each.rule in _DRY else static).add(each.rule)
-                if each.rule in _DRY and not words:
-                    words = _OF_ONE.sub("", each.says.partition(": ")[2])
-            kind = "broken" if case.by else "good"
-            how = agreement(case.by, static, dry, is_fit=not vllm.unmet)
-            found[f"{kind}: {case.name}"] = how if how == AGREES else f"{how}: {words or static}"
-    return found
-
-
-def agreement(by: str, static: Collection[str], dry: Collection[str], *, is_fit: bool) -> str:
-    """How the rules that found something agree on a case.
-
-    Args:
-        by: who must find it, as in `DryCase`.
-        static, dry: rules of either side.
-        is_fit: whether this vLLM is made for the environment's packages.
-    """
-    if DEFECT in dry and by != "static":
-        return OF_VLLM
-    both = bool(static), bool(dry)
-    wanted = {"": (False, False), "both": (True, True)}
-    wanted |= {"static": (True, both[1]), "dry": (both[0], True)}
-    if both == wanted[by]:
-        return AGREES
-    if not by and all(both):
-        return REFUSED
-    if both == (False, True) and not is_fit:
-        return OVER_OTHERS
-    return "static check alone" if both[0] else "dry load alone" if both[1] else "nobody"
-
-
-def kept(vllm: VLLM, kind: str, make: Callable[[VLLM], dict[str, str]]) -> dict[str, str]:
-    """A version's answers, from build/follow where they are there."""
-    place = KEPT / f"{vllm.version}.{kind}.{dry_load_hash()}.json"
+def kept(vllm: VLLM) -> dict[str, str]:
+    """A version's cells, from build/follow where they are there."""
+    place = KEPT / f"{vllm.version}.{dry_load_hash()}.json"
     if not place.is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(make(vllm), indent=1))
+        place.write_text(json.dumps(cells_of(vllm), indent=1))
     return json.loads(place.read_text())
 
 
 def dry_load_hash() -> str:
     own = hashlib.sha256()
-    dry_load, cures = Path(inspect.getfile(DryLoader)).parent, Path(keepmtp_cures.__file__).parent
-    for path in [*sorted(dry_load.rglob("*.*")), *sorted(cures.glob("*.py"))]:
-        if path.suffix in (".py", ".toml"):
-            own.update(path.read_bytes())
+    dry_load, cures = Path(loader.__file__).parent, Path(keepmtp_cures.__file__).parent
+    for path in [*sorted(dry_load.rglob("*.py")), *sorted(cures.glob("*.py"))]:
+        own.update(path.read_bytes())
     return own.hexdigest()[:12]
 
 
-def versions_page(
-    cells: Mapping[str, Mapping[str, str]], corpora: Mapping[str, Mapping[str, str]], page: str
-) -> str:
-    """docs/tables/versions.md, of the versions whose answers are kept; `page` is what it was."""
+def versions_page(cells: Mapping[str, Mapping[str, str]]) -> str:
+    """docs/tables/versions.md, of the versions whose answers are kept."""
     numbers, lines = dict[str, int](), list[str]()
     by_family = defaultdict[str, list[str]](list)
     for model, config in MODELS.items():
@@ -226,18 +174,14 @@ def versions_page(
     for family, models in sorted(by_family.items()):
         row = [family]
         for told in cells.values():
-            own = {name: text for name, text in told.items() if name.split(", ")[0] in models}
-            kinds = Counter(text.partition(":")[0] for text in own.values())
-            cell = f"{kinds[LOADS]} of {len(own)}"
+            own = [text for name, text in told.items() if name.split(", ")[0] in models]
+            kinds = Counter(text.partition(":")[0] for text in own)
+            row.append(f"{kinds[LOADS]} of {len(own)}")
             if kinds[CURED]:
-                cell += f", {kinds[LOADS] + kinds[CURED]} with cures"
-            for text in own.values():
-                if text != LOADS:
-                    reason = text.removeprefix(f"{CURED}: ")
-                    note = f"[{numbers.setdefault(reason, len(numbers) + 1)}]"
-                    if note not in cell:
-                        cell += f" {note}"
-            row.append(cell)
+                row[-1] += f", {kinds[LOADS] + kinds[CURED]} with cures"
+            for reason in dict.fromkeys(text.removeprefix(f"{CURED}: ") for text in own):
+                if reason != LOADS:
+                    row[-1] += f" [{numbers.setdefault(reason, len(numbers) + 1)}]"
         lines.append(f"| {' | '.join(row)} |")
     head = f"| family | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}"
     reasons = "\n".join(f"{number}. {text}" for text, number in numbers.items())
@@ -254,69 +198,28 @@ it says may come of that alone.
 {chr(10).join(lines)}
 
 {reasons}
-{corpus_section(corpora) if corpora else corpus_on(page)}"""
+"""
 
 
-def corpus_on(page: str) -> str:
-    """What a page says of the corpus: --no-corpus leaves it as it is."""
-    _, title, section = page.partition("\n## Static check and dry load\n")
-    return title + section
-
-
-def corpus_section(corpora: Mapping[str, Mapping[str, str]]) -> str:
-    """How often static check and dry load agree, and every case in which they part for no reason
-    that is known.
-    """
-    counts, parted = (
-        defaultdict[tuple[str, str], Counter[str]](Counter),
-        defaultdict[str, list[str]](list),
-    )
-    totals = Counter[tuple[str, str]]()
-    for version, found in corpora.items():
-        for case, told in found.items():
-            kind, how = case.partition(": ")[0], told.partition(": ")[0]
-            counts[kind, how][version] += 1
-            totals[kind, version] += 1
-            if how not in EXPLAINED:
-                parted[f"{case}: {told}"].append(version)
-    rows = [
-        f"| {kind}, {how} | "
-        + " | ".join(f"{counts[kind, how][each]} of {totals[kind, each]}" for each in corpora)
-        + " |\n"
-        for kind, how in sorted(counts, key=lambda key: (key[0], key[1] != AGREES, key))
-    ]
-    named = "".join(f"- {', '.join(each)}: {case}\n" for case, each in sorted(parted.items()))
-    return f"""
-## Static check and dry load
-
-Every good and every broken checkpoint of the corpus (tests/helpers/dry_corpus.py), judged by the static rules for a version
-and loaded by that version. They agree where both find nothing wrong with a good one, and a broken one is found by whom it
-must be found. What is good on the newest version may be refused by both for an older one.
-
-| case | {" | ".join(corpora)} |
-|{"---|" * (len(corpora) + 1)}
-{"".join(rows)}
-{named}"""
-
-
-def show(title: str, rows: Mapping[str, str] | Iterator[tuple[str, str]]) -> None:
-    found = list(rows.items() if isinstance(rows, Mapping) else rows)
-    print(f"\n{title}: {len(found) or 'none'}")
-    for name, text in found:
+def show(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    print(f"\n{title}:")
+    for name, text in rows:
         print(f"  {name}\n    {text}")
 
 
-def other(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """What one of two versions says otherwise."""
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return {name: f"{before.get(name, 'agrees')} -> {after.get(name, 'agrees')}" for name in names}
+def otherwise(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The cells of which the second version says something else."""
+    for name, text in after.items():
+        if before.get(name) != text:
+            yield name, f"{before.get(name)} -> {text}"
 
 
 def main() -> None:
+    """Print what differs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("vllm")
     parser.add_argument("--since", default=NEWEST)
-    parser.add_argument("--no-corpus", action="store_true", help="families and files alone")
+    parser.add_argument("--write", action="store_true", help="the answers, into vllm.json, too")
     options = parser.parse_args()
     doing = partial(print, file=sys.stderr)
     found = had_vllms([options.since, options.vllm], find_vllm(), progress=doing)[0]
@@ -326,22 +229,13 @@ def main() -> None:
     show("cited files that differ", changed_files(*sites))
     show("answers that differ", asked_otherwise(*sites))
     show("cures that end or do nothing", cures_that_end(sites[1], new.version))
-    cells = {vllm.version: kept(vllm, "cells", cells_of) for vllm in (old, new)}
-    show("families that load otherwise", other(*cells.values()))
-    if not options.no_corpus:
-        corpus = [kept(vllm, "corpus", corpus_of) for vllm in (old, new)]
-        show("corpus: check and dry load agree otherwise", other(*corpus))
-    PAGE.write_text(versions_page(every("cells"), every("corpus"), PAGE.read_text()))
-    print(f"\n{PAGE}")
-
-
-def every(kind: str) -> dict[str, dict[str, str]]:
-    """What is kept, by version, the oldest first."""
-    places = [*KEPT.glob(f"*.{kind}.{dry_load_hash()}.json")]
-    found = {
-        place.name.partition(f".{kind}.")[0]: json.loads(place.read_text()) for place in places
-    }
-    return dict(sorted(found.items(), key=lambda item: parsed(item[0])))
+    show("families that load otherwise", otherwise(kept(old), kept(new)))
+    every = {}
+    for place in KEPT.glob(f"*.{dry_load_hash()}.json"):
+        every[place.name.rpartition(".json")[0].rpartition(".")[0]] = json.loads(place.read_text())
+    PAGE.write_text(versions_page(dict(sorted(every.items(), key=lambda item: parsed(item[0])))))
+    if options.write:
+        write_down(new.version, sites[1])
 
 
 if __name__ == "__main__":

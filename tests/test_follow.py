@@ -49,26 +49,17 @@ def test_answers_that_differ_are_told(monkeypatch):
     }
 
 
-@cases
-def test_how_check_and_dry_load_agree(by, static, dry, is_fit, how):
-    rules = [{word} - {""} for word in (static, dry)]
-    assert follow.agreement(by, *rules, is_fit=is_fit) == how
-
-
 def test_the_page_counts_and_gives_every_reason_once():
     good = {f"glm-4.7, {variant}": "loads" for variant in follow.VARIANTS}
     first, second, *_ = good
     bad = good | {first: "no x", second: "loads with cures: no x"}
-    found = {"good: a": "agree", "good: b": "dry load alone: no y"}
-    page = follow.versions_page({"9.1.0": bad, "9.2.0": good}, {"9.1.0": found}, "")
+    page = follow.versions_page({"9.1.0": bad, "9.2.0": good})
     assert (
         "| family | 9.1.0 | 9.2.0 |" in page
         and "| glm4_moe | 3 of 5, 4 with cures [1] | 5 of 5 |" in page
     )
     assert page.count("no x") == 1
-    assert "| good, agree | 1 of 2 |\n| good, dry load alone | 1 of 2 |\n" in page
-    assert "- 9.1.0: good: b: dry load alone: no y\n" in page
-    assert follow.corpus_on(follow.versions_page({}, {}, page)) == follow.corpus_on(page) != ""
+    assert page.endswith("\n\n1. no x\n")
 
 
 def test_a_cure_whose_source_is_another_is_told(tmp_path):
@@ -97,7 +88,7 @@ def test_from_0_31_over_0_32_to_0_33(monkeypatch, capsys, tmp_path):
         monkeypatch.delitem(MODELS, model)
     told = list[str]()
     for old, new in pairwise(vllm.version for vllm in found):
-        monkeypatch.setattr(sys, "argv", ["follow", new, "--since", old, "--no-corpus"])
+        monkeypatch.setattr(sys, "argv", ["follow", new, "--since", old])
         follow.main()
         told.append(capsys.readouterr().out)
     for name in ("nemotron_h_mtp.py", "inkling/nvidia/mtp.py", "models/step3p7.py"):

@@ -5,6 +5,8 @@ Equality is to the bit. modelopt's sweeps round in Triton kernels, which a CPU h
 rounding is that of its exporter, which rounds the weights that its users publish.
 """
 
+import copy
+
 import pytest
 import torch
 from compressed_tensors.quantization.utils import generate_gparam
@@ -18,6 +20,7 @@ from keepmtp.validate.check.check import check
 from killed import small_recipe
 from layerwise import GLM, QWEN, Skeleton, found_in, layerwise, tensors_of, token_ids, unpacked
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from writing import weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,11 +29,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("folder, count", [(GLM, 21), (QWEN, 19)])
 def test_input_scales_are_those_of_modelopts_own_run(folder, count):
     """Its run over the whole model, keys and values too; its experts see their own tokens alone."""
-    from modelopt_peer import calibrated, loaded
+    import modelopt.torch.quantization as mtq
 
     ids = token_ids()
-    model = loaded(folder)
-    calibrated(folder, ids, cache="FP8_KV_CFG", forwards=calibrating(model), model=model)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
+    config["quant_cfg"] = [*config["quant_cfg"], *mtq.FP8_KV_CFG["quant_cfg"]]
+
+    def run(model):
+        for batch in ids:
+            model(input_ids=batch, use_cache=False)
+
+    with calibrating(model), torch.no_grad():
+        mtq.quantize(model, config, run)
     quantizers = dict(model.named_modules())
     num_caches = 0
     ours = found_in(layerwise(folder, ids, "NVFP4", "minmax", caches=True)[1])

@@ -1,0 +1,100 @@
+"""Which kernel vLLM picks for each scheme on each GPU, by the dry load.
+
+    make docs PAGE=kernels
+
+In: the newest vLLM that keepmtp knows, fetched once. Out: recipes/runtimes/kernels.json, which plan
+and card read, and the table of docs/dryload.md.
+
+Easy to get wrong: the GPUs are pretended. The log of a real server names its kernels, which `make
+gpu` compares with these.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+from checkpoint_files import write
+from good import ours
+from keepmtp.recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
+from keepmtp.recipes.runtimes.vllm import FILE, NEWEST
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.versions import had_vllms
+from keepmtp.validate.facts.dry_load import GPUS, ROLES
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+
+DATA = FILE.with_name("kernels.json")
+PAGE = Path(__file__).parent.parent / "docs" / "dryload.md"
+BEGIN, END = "<!-- table of make docs PAGE=kernels -->\n", "<!-- end of table -->\n"
+MODEL = "glm-4.7"  # it has linears and routed experts
+DENSE = "mimo-7b"  # for what modelopt has for linears alone
+Kernels = dict[str, dict[str, dict[str, list[str]]]]
+"""scheme -> layers -> kernel -> GPUs."""
+
+
+def jobs(scratch: Path) -> dict[str, Job]:
+    """A checkpoint of each scheme as headers over holes."""
+    found = {}
+    for scheme in SCHEMES:
+        checkpoint = ours(MODEL, scheme, scheme, "split")
+        found[scheme] = Job(folder=write(scratch / scheme, checkpoint))
+    for scheme in ALGORITHMS:
+        model = MODEL
+        if scheme in NOT_FOR_EXPERTS:
+            model = DENSE
+        checkpoint = ours(model, scheme, scheme, "split", "modelopt")
+        name = f"modelopt {scheme}"
+        found[name] = Job(folder=write(scratch / name, checkpoint))
+    return found
+
+
+def kernels_of(vllm: VLLM, scratch: Path) -> Kernels:
+    """What a version picks on every GPU."""
+    checkpoints = jobs(scratch)
+    found: Kernels = {name: {} for name in checkpoints}
+    for gpu in GPUS:
+        with DryLoader(vllm, gpu=gpu) as loader:
+            accounts = loader.load_all([*checkpoints.values()])
+        for by_layers, account in zip(found.values(), accounts, strict=True):
+            for role in ROLES:
+                for use in account.of(role)[0].kernels:
+                    if not use.kernel or "Attention" in use.layer:
+                        continue
+                    layers = "linear modules"
+                    if use.layer == "RoutedExperts":
+                        layers = "routed experts"
+                    kernel = use.kernel
+                    if use.outcome.startswith("refused"):
+                        kernel += f" ({use.outcome})"
+                    gpus = by_layers.setdefault(layers, {}).setdefault(kernel, [])
+                    if gpu not in gpus:
+                        gpus.append(gpu)
+    return found
+
+
+def with_table(page: str, kernels: Mapping[str, Mapping[str, Mapping[str, list[str]]]]) -> str:
+    """A page with the table of the kernels between its markers."""
+    lines = ["| scheme | layers | kernels |", "| --- | --- | --- |"]
+    for scheme, by_layers in kernels.items():
+        for layers, chosen in by_layers.items():
+            cells = [f"{', '.join(gpus)}: {name}" for name, gpus in chosen.items()]
+            lines.append(f"| {scheme} | {layers} | {'; '.join(cells)} |")
+    head, _, rest = page.partition(BEGIN)
+    return f"{head}{BEGIN}{chr(10).join(lines)}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    """Write both."""
+    (vllm,) = had_vllms([NEWEST], find_vllm())[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        kernels = kernels_of(vllm, Path(scratch))
+    data = {"vllm": vllm.version, "gpus": GPUS, "kernels": kernels}
+    DATA.write_text(json.dumps(data, indent=1) + "\n")
+    PAGE.write_text(with_table(PAGE.read_text(), kernels))
+
+
+if __name__ == "__main__":
+    main()

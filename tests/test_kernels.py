@@ -1,0 +1,26 @@
+"""The kernels that `make docs PAGE=kernels` wrote down are those on the page, and those of the dry
+load.
+"""
+
+import kernels
+import pytest
+from keepmtp.recipes.errors import VLLMError
+from keepmtp.recipes.runtimes.vllm import KERNELS
+from keepmtp.validate.dryload.versions import had_vllms
+from keepmtp.validate.facts.vllm_env import find_vllm
+
+
+def test_the_page_has_the_kernels_of_every_scheme(tmp_path):
+    page = kernels.PAGE.read_text()
+    assert page == kernels.with_table(page, KERNELS["kernels"]), "run `make docs PAGE=kernels`"
+    assert [*KERNELS["kernels"]] == [*kernels.jobs(tmp_path)]
+
+
+@pytest.mark.full
+@pytest.mark.vllm
+def test_the_dry_load_gives_the_kernels_that_are_written_down(tmp_path):
+    try:
+        (vllm,) = had_vllms([KERNELS["vllm"]], find_vllm())[0]
+    except VLLMError as error:
+        pytest.skip(f"the package index gives no wheel: {error}")
+    assert kernels.kernels_of(vllm, tmp_path) == KERNELS["kernels"]
