@@ -6,7 +6,6 @@ What is timed is the command as people type it, process start and static check i
 """
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -16,26 +15,21 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
-from checkpoint_files import Checkpoint, as_source
-from figures import Figure, run
+from figures import Figure, run, seconds_of_children
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan.configs import files_of
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.check.check import examine
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 FULL = "dsv4-flash.nvfp4-fp8"
 LAYERS = (11, 22, 43)  # a quarter, half and all of DeepSeek-V4-Flash
 TINY = ("glm-4.7", "deepseek-r1", "qwen3-next-80b", "dsv4-flash", "glm-4.7-flash", "qwen3.5-397b")
 SMALL_LAYERS = (4,)  # the first three layers choose their experts otherwise
-REPEATS = 3
 # 17 s and 672 MiB were measured; 6.6 s for a tiny one, and 0.3 s for each further one.
 MOST_SECONDS, MOST_MIB = 35, 1000 * 1000 / 1024
 MOST_FIRST, MOST_FURTHER = 20, 2
 MOST_BEND = 1.25
-LISTED = "minimax-m3"  # its published NVFP4 release lists each projection of each expert
-MOST_LISTED = 1.6  # 1.39 to 1.40 in three runs on a busy machine
 
 
 def flash(folder: Path, num_layers: int, size: Literal["tiny", "full"]) -> Path:
@@ -64,7 +58,7 @@ def check(*folders: Path) -> tuple[float, float, list[dict]]:
     """`keepmtp check --gpu sm100`: seconds, seconds of processor time (of both processes), and its
     reports.
     """
-    started, worked = time.perf_counter(), processor_seconds()
+    started, worked = time.perf_counter(), seconds_of_children()
     words = [KEEPMTP, "check", *map(str, folders), "--gpu", "sm100", "--json"]
     done = subprocess.run(words, capture_output=True, text=True)
     seconds = time.perf_counter() - started
@@ -72,57 +66,7 @@ def check(*folders: Path) -> tuple[float, float, list[dict]]:
     assert len(reports) == len(folders) and all(report["ok"] for report in reports), (
         done.stdout + done.stderr
     )
-    return seconds, processor_seconds() - worked, reports
-
-
-def listed_by_expert(folder: Path, *, small: bool) -> Iterator[Figure]:
-    """The static check of modelopt's mixture with an entry an expert, over the same with an entry
-    for all experts; the best of interleaved repeats.
-    """
-    config, tensors = releases.source_layout(LISTED, size="tiny" if small else "full")
-    names = [name.removesuffix(".weight") for name in tensors if ".experts." in name]
-    stored = {name: spec for name, spec in tensors.items() if ".experts." not in name}
-    for name in names:
-        rows, columns = tensors[f"{name}.weight"][1]
-        stored |= {
-            f"{name}.weight": ("U8", (rows, columns // 2)),
-            f"{name}.weight_scale_2": ("F32", ()),
-        }
-        stored |= {
-            f"{name}.weight_scale": ("F8_E4M3", (rows, columns // 16)),
-            f"{name}.input_scale": ("F32", ()),
-        }
-    stacks = sorted({name.partition(".experts.")[0] + ".experts" for name in names})
-    checkpoints = []
-    for entries in (names, stacks):
-        layers = {entry: {"quant_algo": "NVFP4", "group_size": 16} for entry in entries}
-        said = {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": layers,
-        }
-        checkpoints.append(
-            Checkpoint(config=config | {"quantization_config": said}, tensors=stored)
-        )
-    best = [float("inf"), float("inf")]
-    for _ in range(1 if small else REPEATS):
-        for side, checkpoint in enumerate(checkpoints):
-            source = as_source(checkpoint, folder)
-            started = time.process_time()
-            examine(source)
-            best[side] = min(best[side], time.process_time() - started)
-    listed, stacked = best
-    yield Figure(
-        what=f"static check, {len(names):,} entries over one for each layer's experts",
-        measured=f"{listed:.2f} s over {stacked:.2f} s, {listed / stacked:.2f}x",
-        expected=f"<= {MOST_LISTED}x",
-        met=listed <= MOST_LISTED * stacked,
-    )
-
-
-def processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return seconds, seconds_of_children() - worked, reports
 
 
 def sizes(folder: Path, *, small: bool) -> Iterator[Figure]:
@@ -178,4 +122,4 @@ def tiny(folder: Path, *, small: bool) -> Iterator[Figure]:
 
 
 if __name__ == "__main__":
-    run(__doc__, {"sizes": sizes, "tiny": tiny, "listed": listed_by_expert})
+    run(__doc__, {"sizes": sizes, "tiny": tiny})

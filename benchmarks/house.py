@@ -1,7 +1,7 @@
 """How readable the tree is, in numbers: sizes, density, and what is said twice.
 
-In: the Python files and the data of keepmtp in this checkout. Out: a table, or with --json the same
-values; `benchmarks/house.py --places`.
+In: the Python files and the data of keepmtp in this checkout. Out: a list;
+`benchmarks/house.py --places`.
 
 Easy to get wrong: these numbers find a place to look at, and prove nothing. A function of 90 lines
 in a row of plain steps reads better than nine of ten lines. tests/test_house.py holds only those
@@ -11,7 +11,6 @@ that must not grow.
 import argparse
 import ast
 import io
-import json
 import re
 import statistics
 import tokenize
@@ -176,16 +175,6 @@ def homonyms() -> dict[str, list[str]]:
     return {name: files for name, files in sorted(where.items()) if len(files) > 1}
 
 
-def lines_with(text: str) -> int:
-    """How many lines of the package hold a text."""
-    return sum(text in line for path in sources() for line in path.read_text().splitlines())
-
-
-def percentile(values: list[int], part: float) -> int:
-    """The value that `part` of the sorted values do not exceed."""
-    return sorted(values)[int(part * (len(values) - 1))]
-
-
 def _docstrings(tree: ast.Module) -> set[tuple[int, int]]:
     """Where the docstrings of a file begin: line and column."""
     found = set()
@@ -255,72 +244,26 @@ def is_truth(node: ast.AST) -> bool:
     return False
 
 
-def dense_form(node: ast.AST) -> str:
-    """The name of a form that does several steps in one expression; "" for any other node."""
+def is_dense(node: ast.AST) -> bool:
+    """Whether a node does several steps in one expression, or takes one of several values by `and`
+    or `or`.
+    """
     match node:
-        case ast.IfExp():
-            return "ternary"
-        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            return "comprehension"
-        case ast.NamedExpr():
-            return "walrus"
-        case ast.Lambda():
-            return "lambda"
-        case ast.Call(func=ast.Name(id="map" | "filter")):
-            return "map or filter"
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            texts = (ast.List, ast.Tuple, ast.JoinedStr)
-            for truth, text in ((left, right), (right, left)):
-                is_text = isinstance(text, texts) or (
-                    isinstance(text, ast.Constant) and isinstance(text.value, str)
-                )
-                if is_text and is_truth(truth):
-                    return "text times a truth"
         case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
-            return "packed assignment"
-    return ""
-
-
-def is_choice(node: ast.AST) -> bool:
-    """Whether a statement takes one of several values by `and` or `or`."""
-    match node:
-        case (
-            ast.Assign(value=ast.BoolOp(values=values))
-            | ast.Return(value=ast.BoolOp(values=values))
-        ):
-            pass
-        case (
-            ast.keyword(value=ast.BoolOp(values=values))
-            | ast.AnnAssign(value=ast.BoolOp(values=values))
-        ):
-            pass
-        case _:
-            return False
-    return any(not is_truth(value) and not isinstance(value, ast.BoolOp) for value in values)
+            return True
+        case ast.Call(func=ast.Name(id="map" | "filter")):
+            return True
+        case ast.Assign() | ast.Return() | ast.keyword() | ast.AnnAssign():
+            chosen = getattr(node.value, "values", [])
+            if not isinstance(node.value, ast.BoolOp):
+                return False
+            return any(not is_truth(each) and not isinstance(each, ast.BoolOp) for each in chosen)
+    return isinstance(node, (ast.IfExp, ast.NamedExpr, ast.Lambda, *COMPREHENSIONS))
 
 
 def dense_forms(tree: ast.Module) -> int:
     """How many dense forms a file has."""
-    nodes = list(ast.walk(tree))
-    return sum(dense_form(node) != "" for node in nodes) + sum(map(is_choice, nodes))
-
-
-def comment_words(path: Path) -> int:
-    """Words of comments, without docstrings."""
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    return sum(len(token.string.split()) for token in tokens if token.type == tokenize.COMMENT)
-
-
-def with_one_caller(tree: ast.Module) -> list[str]:
-    """Private functions of a file that the file names once."""
-    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    private = [
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, FUNCTIONS) and node.name.startswith("_")
-    ]
-    return [name for name in private if not name.startswith("__") and names.count(name) == 1]
+    return sum(is_dense(node) for node in ast.walk(tree))
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -340,63 +283,37 @@ def is_verb(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def measures() -> dict[str, float]:
     """Every figure by name."""
     trees = [parsed(path) for path in sources()]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     lengths = [(node.end_lineno or 0) - node.lineno + 1 for node in functions]
+    wide = [each for each in functions if parameters(each) > 8 and not is_verb(each)]
     code = sum(map(code_tokens, sources()))
-    one_caller = sum(len(with_one_caller(tree)) for tree in trees)
     return {
-        "files": len(trees),
-        "tokens of the package": code + sum(map(data_tokens, data_files())),
+        "tokens of the package": sum(tokens_by_room().values()),
         "tokens of the tests": tokens_of(ROOT / "tests"),
         "dense forms in 1,000 tokens": round(1000 * sum(map(dense_forms, trees)) / code, 2),
-        "comment words in 1,000 tokens": round(1000 * sum(map(comment_words, sources())) / code),
-        "functions": len(functions),
-        "private functions with one caller, %": round(100 * one_caller / len(functions), 1),
         "function length, median": round(statistics.median(lengths)),
-        "function length, p90": percentile(lengths, 0.9),
         "functions over 100 lines": sum(length > 100 for length in lengths),
-        "functions with over 8 parameters": sum(
-            parameters(each) > 8 and not is_verb(each) for each in functions
-        ),
-        "lines with fmt: skip": lines_with("# fmt: skip"),
-        "functions as_dict": sum(each.name == "as_dict" for each in functions),
+        "functions with over 8 parameters": len(wide),
         "unresolved relative imports": len(unresolved_imports()),
-        "pairs of types with the same fields": len(twins()),
-        "type names with several definitions": len(homonyms()),
-        "vague words": sum(vague_words().values()),
     }
 
 
 def main() -> None:
     """Print the figures, and on request the places that they count."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--places",
-        action="store_true",
-        help="also name twins, names with several definitions, words",
-    )
-    words = parser.parse_args()
-    found = measures()
-    if words.json:
-        print(json.dumps(found, indent=2))
-        return
-    for name, value in found.items():
-        print(f"{value:>9,}  {name}")
-    if words.places:
-        print("\ntokens by folder, data included")
-        for folder, tokens in tokens_by_room().items():
-            print(f"  {tokens:>7,}  {folder}")
-        print("\ntypes with the same fields")
-        for first, second in twins():
-            print(f"  {first}  {second}")
-        print("\nnames with several definitions")
-        for name, places in homonyms().items():
-            print(f"  {name}: {', '.join(places)}")
-        print("\nvague words, and what to write")
-        for pattern, count in vague_words().items():
-            print(f"  {count:4}  {pattern}: {VAGUE[pattern]}")
+    parser.add_argument("--places", action="store_true", help="also rooms, twins, names and words")
+    places = {"": measures}
+    if parser.parse_args().places:
+        places |= {
+            "tokens by folder": tokens_by_room,
+            "types with the same fields": lambda: dict(enumerate(twins())),
+            "names with several definitions": homonyms,
+            "vague words": vague_words,
+        }
+    for title, measure in places.items():
+        print(title)
+        for name, value in measure().items():
+            print(f"  {name}: {value}")
 
 
 if __name__ == "__main__":

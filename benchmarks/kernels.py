@@ -9,6 +9,7 @@ Easy to get wrong: the GPUs are pretended. The log of a real server names its ke
 gpu` compares with these.
 """
 
+import argparse
 import json
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def with_table(page: str, kernels: Mapping[str, Mapping[str, Mapping[str, list[s
 
 def main() -> None:
     """Write both."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     (vllm,) = had_vllms([NEWEST], find_vllm())[0]
     with tempfile.TemporaryDirectory() as scratch:
         kernels = kernels_of(vllm, Path(scratch))

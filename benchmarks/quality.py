@@ -1,13 +1,12 @@
 """What ten variants of tiny-docs keep, and a peer's own run, judged on the same held-out text:
 docs/quality.md.
 
-    python benchmarks/quality.py                    runs what is missing, then writes the page
+    python benchmarks/quality.py                    runs every row, then writes the page
     python benchmarks/quality.py --only nvfp4,fp8   these rows alone; the page keeps the others
 
 In: `ROWS`, each a shipped variant with some keys changed. Out: the table of docs/quality.md, and
-its figures in docs/quality.json. Each row is a recipe file, a command on one core in a process of
-its own, and a finished checkpoint, which `judge.py` reads. A row whose recipe, release and versions
-are those of an earlier run is not run again; its checkpoint is removed once it is judged.
+its figures in docs/quality.json. Each row is a recipe file, a run on one core, and a finished
+checkpoint, which `judge.py` reads.
 
 A sequence is the sample. Every interval is the jackknife's over the held-out sequences at 95 %,
 two-sided, and paired: a ratio is of two checkpoints on the same sequences, so that what is hard for
@@ -18,29 +17,25 @@ model would. And a comparison needs a base: a search is compared with the same s
 """
 
 import argparse
-import hashlib
 import json
 import os
-import shutil
-import sys
 import tempfile
-import traceback
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from math import exp, sqrt
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import yaml
+from calibrating import run_peer
 from judge import Judge, Reading
-from keepmtp import __version__
+from keepmtp import __version__, api
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.main import app
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.mtp.acceptance import least_share
-from keepmtp.recipes.find import find_recipe, read_recipe
+from keepmtp.recipes.find import find_recipe
 from scipy import stats
 from torch import Tensor
 
@@ -127,47 +122,55 @@ ROWS = {
 def main() -> None:
     """Run, judge, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality")
     parser.add_argument("--only", help="rows, with commas; the page keeps the others as they are")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     # Not at import: tests import this module, and their children inherit the environment.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.chdir(ROOT)
     keys = set(ROWS)
     if chosen.only:
         keys = {"nvfp4", *chosen.only.split(",")}
         keys |= {ROWS[key].base for key in keys}
-    found = {key: row for key, row in ROWS.items() if key in keys}
-    write_page(figures_of(run_rows(found, chosen.work)))
+    with tempfile.TemporaryDirectory() as folder:
+        found = {key: row for key, row in ROWS.items() if key in keys}
+        write_page(measured(found, Path(folder)))
 
 
-def versions() -> dict[str, str]:
-    """Of what computes."""
-    return {"keepmtp": __version__, **{name: version(name) for name in PACKAGES}}
-
-
-def run_rows(rows: Mapping[str, Row], work: Path) -> dict[str, Facts]:
-    """What each row's checkpoint does, the release first: counts by sequence, bytes and seconds."""
-    work.mkdir(parents=True, exist_ok=True)
-    data = held_out()
-    found: dict[str, Facts] = {}
-    with tempfile.TemporaryDirectory(dir=work) as folder:
-        recipe = find_recipe(MODEL, scheme="nvfp4")[0]
-        judge = Judge(RELEASE, recipe, data, Path(folder) / "states")
-        found["release"] = counts(judge.release) | {"seconds": 0.0}
-        for key, row in rows.items():
-            stamp = stamp_of(key, row, data)
-            kept = work / f"{key}.json"
-            before = json.loads(kept.read_text()) if kept.is_file() else {}
-            if before.get("stamp") != stamp:
-                print(row.title, flush=True)
-                out = Path(folder) / key
-                seconds = run(key, row, work / f"{key}.yaml", out)
-                before = counts(judge.read(out)) | {"seconds": seconds, "stamp": stamp}
-                shutil.rmtree(out)
-                kept.write_text(json.dumps(before))
-            found[key] = before
-    return found
+def measured(rows: Mapping[str, Row], folder: Path) -> dict[str, Any]:
+    """The figures: by row, each with its value and the reach of its interval."""
+    judge = Judge(RELEASE, find_recipe(MODEL, scheme="nvfp4")[0], held_out(), folder / "states")
+    release = judge.release
+    readings, seconds = {"release": release}, {"release": 0.0}
+    for key, row in rows.items():
+        print(row.title, flush=True)
+        recipe, out = recipe_text(key, row), folder / key
+        if row.is_peers:
+            seconds[key] = run_peer(yaml.safe_load(recipe), RELEASE, out)["seconds"]
+        else:
+            file = folder / f"{key}.yaml"
+            file.write_text(recipe)
+            started = time.process_time()
+            api.quantize(api.plan(file), out, threads=1)
+            seconds[key] = time.process_time() - started
+        readings[key] = judge.read(out)
+    found = {}
+    for key, own in readings.items():
+        base = None
+        if key != "release" and rows[key].base:
+            base = readings[rows[key].base]
+        time_of_nvfp4 = round(seconds[key] / seconds["nvfp4"], 2)
+        found[key] = {**figures_of(own, release, base), "time": time_of_nvfp4}
+    accepted = release.acceptance
+    return {
+        "versions": {"keepmtp": __version__, **{name: version(name) for name in PACKAGES}},
+        "sequences": len(release.target.choices),
+        "slots": release.target.choices.numel(),
+        "counting_slots": accepted.num_slots,
+        "perplexity": round(release.target.perplexity, 4),
+        "accepted": [round(sum(accepted.by_position(k)) / k, 4) for k in KS],
+        "rows": found,
+    }
 
 
 def held_out() -> CalibrationData:
@@ -204,133 +207,37 @@ def recipe_text(key: str, row: Row) -> str:
     return yaml.safe_dump(document, sort_keys=False)
 
 
-def run(key: str, row: Row, file: Path, out: Path) -> float:
-    """Make the row's checkpoint on one core, in a process of its own; the processor seconds that it
-    took.
-    """
-    file.write_text(recipe_text(key, row))
-    log = file.with_suffix(".log")
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        _become(row, file, out, log)
-    _, status, used = os.wait4(child, 0)
-    if status:
-        sys.exit(f"{row.title}\n{log.read_text()[-5000:]}")
-    return used.ru_utime + used.ru_stime
-
-
-def _become(row: Row, file: Path, out: Path, log: Path) -> NoReturn:
-    """Make it in this process, which has imported what it needs: an import takes as long as a tiny
-    model.
-    """
-    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(opened, 1)
-    os.dup2(opened, 2)
-    os.chdir(ROOT)
-    try:
-        if row.is_peers:
-            by_llm_compressor(file, out)
-        else:
-            app(["quantize", str(file), "--out", str(out)], standalone_mode=False)
-        sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - whatever it is, a forked child must not go on as its parent would
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-class NoProcessor:
-    """llm-compressor saves a tokenizer with the model; here is none to save."""
-
-    def save_pretrained(self, *_: Any, **__: Any) -> None:
-        """Saves nothing."""
-
-
-def by_llm_compressor(file: Path, out: Path) -> None:
-    """`oneshot` in its sequential pipeline with the preset of the recipe's scheme, on the recipe's
-    text, and `save_pretrained`. It keeps no MTP block, and is not helped.
-    """
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from torch.utils.data import DataLoader
-    from transformers import AutoModelForCausalLM
-
-    recipe = read_recipe(file)
-    assert recipe.calibration is not None
-    data = calibration_data(recipe.calibration, open_source(RELEASE))
-    model = AutoModelForCausalLM.from_pretrained(
-        RELEASE, dtype=torch.bfloat16, attn_implementation="eager"
-    )
-    batches = [{"input_ids": ids} for ids in data.ids.split(recipe.calibration.batch_size)]
-    ignore = ["lm_head", "re:.*mlp.gate$", "re:.*in_proj_[ab]$"]
-    scheme = recipe.backbone["attention"]
-    oneshot(
-        model=model,
-        dataset=DataLoader(batches, batch_size=None),
-        recipe=[QuantizationModifier(targets="Linear", scheme=scheme, ignore=ignore)],
-        processor=NoProcessor(),
-        pipeline="sequential",
-    )
-    model.save_pretrained(out)
-
-
-def stamp_of(key: str, row: Row, data: CalibrationData) -> str:
-    """SHA-256 of what a row's numbers depend on."""
-    weights = [
-        hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(RELEASE.glob("*.safetensors"))
-    ]
-    parts = [recipe_text(key, row), versions(), weights, dict(data.provenance)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def counts(reading: Reading) -> dict[str, Any]:
-    """A reading as sums by sequence: JSON values only; `choices` are compared once all rows are
-    there.
-    """
-    target = reading.target
-    return {
-        "slots": [len(choices) for choices in target.choices],
-        "log_likelihood": target.log_likelihoods.tolist(),
-        "divergence": target.divergences.tolist(),
-        "choices": target.choices.tolist(),
-        "accepted": reading.acceptance.counts[:, 1:].tolist(),
-        "num_slots": reading.acceptance.num_slots,
-        "bytes": [reading.backbone_bytes, reading.mtp_bytes],
-    }
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
-def figures_of(counts: Mapping[str, Facts]) -> dict[str, Any]:
-    """The figures: by row, each with its value and the reach of its interval."""
-    release = counts["release"]
-    found = {}
-    for key, own in counts.items():
-        base = None
-        if key != "release":
-            base = counts.get(ROWS[key].base)
-        found[key] = {
-            "megabytes": [round(number / 1e6, 3) for number in own["bytes"]],
-            "perplexity": ratio(own, release, perplexity, digits=6),
-            "divergence": jackknife(features(own), divergence),
-            "flips": jackknife(_flips(own, release), lambda sums: float(sums[0] / sums[1])),
-            "kept": {str(k): kept(own, release, k) for k in KS},
-            "against_base": ratio(own, base, divergence) if base else None,
-            "time": round(own["seconds"] / counts["nvfp4"]["seconds"], 2),
-        }
-    accepted = [accepted_share(features(release).sum(dim=0), k) for k in KS]
+def figures_of(own: Reading, release: Reading, base: Reading | None) -> dict[str, Any]:
+    """Of one checkpoint, against the release and the row that it is compared with."""
+    ours, theirs = own.target, release.target
+    slots = torch.full((len(ours.choices),), float(ours.choices.shape[1]), dtype=torch.float64)
+    changed = (ours.choices != theirs.choices).sum(dim=1)
+    lost = theirs.log_likelihoods - ours.log_likelihoods
+    kept = {}
+    for k, value, reach in zip(KS, *compared(own, release), strict=True):
+        kept[str(k)] = [_short(value), _short(reach)]
+    against = None
+    if base is not None:
+        against = jackknife(_pair(ours.divergences, base.target.divergences), quotient)
     return {
-        "versions": versions(),
-        "sequences": len(release["slots"]),
-        "slots": sum(release["slots"]),
-        "counting_slots": release["num_slots"],
-        "perplexity": round(perplexity(features(release).sum(dim=0)), 4),
-        "accepted": [round(share, 4) for share in accepted],
-        "rows": found,
+        "megabytes": [round(size / 1e6, 3) for size in (own.backbone_bytes, own.mtp_bytes)],
+        # The first token of a sequence is given.
+        "perplexity": jackknife(_pair(lost, slots - 1), lambda sums: exp(quotient(sums)), digits=6),
+        "divergence": jackknife(_pair(ours.divergences, slots), quotient),
+        "flips": jackknife(_pair(changed, slots), quotient),
+        "kept": kept,
+        "against_base": against,
     }
+
+
+def compared(own: Reading, release: Reading) -> list[list[float]]:
+    """The shares of the release's acceptance that are kept by what is accepted of 1, 2 and 3
+    drafted tokens; and how far their intervals reach.
+    """
+    return own.acceptance.compared(release.acceptance, (1 + CONFIDENCE) / 2).tolist()
 
 
 def jackknife(
@@ -347,60 +254,13 @@ def jackknife(
     return [_short(statistic(total), digits), _short(reach, digits)]
 
 
-def features(counts: Facts) -> Tensor:
-    """[N, F] float64, by sequence: slots, log likelihood, divergence, known tokens, and the counts
-    of acceptance.
-    """
-    first = torch.tensor(
-        [counts[key] for key in ("slots", "log_likelihood", "divergence")], dtype=torch.float64
-    ).T
-    return torch.cat(
-        [first, first[:, :1] - 1, torch.tensor(counts["accepted"], dtype=torch.float64).flatten(1)],
-        dim=1,
-    )
+def quotient(sums: Tensor) -> float:
+    return float(sums[0] / sums[1].clamp(min=1e-12))
 
 
-def divergence(sums: Tensor) -> float:
-    """Nats a slot."""
-    return float(sums[2] / sums[0])
-
-
-def perplexity(sums: Tensor) -> float:
-    """Per token; the first token of a sequence is given."""
-    return exp(-float(sums[1] / sums[3]))
-
-
-def accepted_share(sums: Tensor, k: int) -> float:
-    """The share of drafted tokens that a server accepts where it drafts `k` a step."""
-    size = len(KS)
-    reached, accepted = sums[4:].view(2, size, size)[:, k - 1, :k]
-    rates = torch.where(
-        reached > 0, accepted / reached.clamp(min=1e-300), torch.zeros_like(accepted)
-    )
-    return float(rates.cumprod(dim=0).mean())
-
-
-def ratio(
-    own: Facts, other: Facts, statistic: Callable[[Tensor], float], *, digits: int = 4
-) -> list[float]:
-    pair = torch.cat([features(own), features(other)], dim=1)
-    half = pair.shape[1] // 2
-
-    def quotient(sums: Tensor) -> float:
-        return statistic(sums[:half]) / max(statistic(sums[half:]), 1e-12)
-
-    return jackknife(pair, quotient, digits=digits)
-
-
-def kept(own: Facts, release: Facts, k: int) -> list[float]:
-    """The share of the release's acceptance, by what is accepted of `k` drafted tokens."""
-    value, reach = ratio(own, release, lambda sums: accepted_share(sums, k))
-    return [value, max(reach, _short(1 - least_share(1.0, own["num_slots"], CONFIDENCE)))]
-
-
-def _flips(own: Facts, release: Facts) -> Tensor:
-    changed = torch.tensor(own["choices"]) != torch.tensor(release["choices"])
-    return torch.stack([changed.sum(dim=1), torch.tensor(own["slots"])], dim=1).double()
+def _pair(over: Tensor, under: Tensor) -> Tensor:
+    """[N, 2] float64, by sequence."""
+    return torch.stack([over, under], dim=1).double()
 
 
 def _short(value: float, digits: int = 4) -> float:

@@ -2,11 +2,10 @@
 asks of the Hub.
 
 In: nothing; synthetic checkpoints in a temporary folder, of 3.5 GB and of 1.2 GB, and one of full
-size that is mostly holes, on a Hub on loopback. Out: figures (figures.py). All sides read pages
+size that is all holes. Out: figures (figures.py). All sides read pages
 that are in memory: a disk makes the ratios smaller.
 """
 
-import json
 import os
 import sys
 import time
@@ -16,18 +15,14 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-import hub as loopback
-from checkpoint_files import Checkpoint, write
+from checkpoint_files import write
 from figures import Figure, run
 from good import ours, planned
-from huggingface_hub import constants
-from keepmtp.checkpoints.safetensors_file import lay_out
-from keepmtp.checkpoints.source import INDEX
 from keepmtp.pipeline import plan_for, quantize
-from keepmtp.quantize.plan.plan import Plan
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.reading import Stretch, chosen, joined, summaries
 from keepmtp.validate.check.values import refuse_broken_values
+from releases import write_checkpoint
 from writer import synthetic
 from written_values import opened
 
@@ -85,65 +80,34 @@ def own_output(folder: Path, *, small: bool) -> Iterator[Figure]:
 
 
 def on_the_hub(folder: Path, *, small: bool) -> Iterator[Figure]:
-    """Bytes and requests of a quantization of GLM-4.7 at full size: our order of tensors, and that
-    of their names.
+    """What `scalars` and `scales` would ask of the Hub for a quantization of GLM-4.7 at full size,
+    in the shards of its plan, all holes.
     """
     size = "tiny" if small else "full"
-    plan = planned("glm-4.7", "NVFP4", "bf16", size)
-    checkpoint = ours("glm-4.7", "NVFP4", size=size)
-    by_name = Checkpoint(config=checkpoint.config, tensors=dict(sorted(checkpoint.tensors.items())))
-    places = {
-        "ours": written(folder / "ours", checkpoint, plan),
-        "by name": write(folder / "by-name", by_name),
-    }
-    with loopback.serving(folder / "hub") as hub:
-        constants.ENDPOINT, constants.HF_HUB_CACHE = hub.endpoint, str(folder / "cache")
-        constants.HUGGINGFACE_CO_URL_TEMPLATE = (
-            hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        for name, place in places.items():
-            hub.link(f"org/{name.replace(' ', '-')}", place)
-        for name in places:
-            yield fetched(name, f"org/{name.replace(' ', '-')}")
-
-
-def fetched(name: str, repo: str) -> Figure:
-    """What `scalars` and `scales` would ask for; the scalars are fetched."""
-    runtime = opened(repo)
-    num_bytes = sum(entry.num_bytes for entry in runtime.source.entries.values())
+    plan, checkpoint = (
+        planned("glm-4.7", "NVFP4", "bf16", size),
+        ours("glm-4.7", "NVFP4", size=size),
+    )
+    outputs = {}
+    for shard in plan.shards:
+        outputs |= {output.name: (output.dtype, output.shape) for output in shard.outputs}
+    runtime = opened(write_checkpoint(folder / "hub", checkpoint.config, outputs, num_shards=None))
     asked = {}
     for level in ("scalars", "scales"):
         runs = joined(runtime.source, chosen(runtime, level))
-        asked[level] = (
-            sum(run.num_bytes for run in runs),
-            sum(-(-run.num_bytes // 2**25) for run in runs),
+        requests = sum(-(-run.num_bytes // 2**25) for run in runs)
+        asked[level] = sum(run.num_bytes for run in runs)
+        yield Figure(
+            what=f"GLM-4.7 in NVFP4, {level}",
+            measured=f"{asked[level] / 1e6:,.1f} MB by {requests:,} requests",
         )
-    took = seconds(lambda: summaries(runtime, chosen(runtime, "scalars")))
-    words = "; ".join(
-        f"{level} {size / 1e6:,.1f} MB by {count:,} requests"
-        for level, (size, count) in asked.items()
-    )
-    ratio = asked["scalars"][0] / asked["scales"][0]
-    return Figure(
-        what=f"Hub, {num_bytes / 1e9:,.0f} GB, tensors in order: {name}",
-        measured=f"{words}; scalars fetched in {took:.0f} s",
-        expected=f"scalars <= {SHARE_OF_THE_SCALES:.0%} of the scales",
+    ratio = asked["scalars"] / asked["scales"]
+    yield Figure(
+        what="scalars over scales",
+        measured=f"{ratio:.2%}",
+        expected=f"<= {SHARE_OF_THE_SCALES:.0%}",
         met=ratio <= SHARE_OF_THE_SCALES,
     )
-
-
-def written(folder: Path, checkpoint: Checkpoint, plan: Plan) -> Path:
-    """The checkpoint in the shards of its plan, all holes."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(checkpoint.config))
-    for shard in plan.shards:
-        layout = lay_out((output.name, output.dtype, output.shape) for output in shard.outputs)
-        with open(folder / shard.file, "wb") as file:
-            file.write(layout.header)
-            file.truncate(layout.num_bytes)
-    weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return folder
 
 
 def read(folder: Path, stretches: list[Stretch]) -> None:

@@ -16,7 +16,6 @@ from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.quantize.write.output import claim, publish
 from keepmtp.quantize.write.writer import write
-from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
@@ -27,15 +26,14 @@ from written_values import poke
 pytestmark = pytest.mark.usefixtures("in_f32")
 
 FEW = {"samples": 8, "held_out": 6, "batch_size": 2}
-# What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights,
-# a cache.
+# What differs on the way to a server: static input scales, rewritten weights, another family.
 CASES = table("test_quality")["CASES"]
 
 
 def made(folder: Path, case: str) -> tuple[Path, dict]:
     """A calibrated checkpoint, and the figures of its record."""
-    model, variant, changes = CASES[case]
-    document = yaml.safe_load(find_recipe(model, scheme=variant)[1]) | {"default": False} | changes
+    model, variant = CASES[case]
+    document = yaml.safe_load(find_recipe(model, scheme=variant)[1]) | {"default": False}
     document["calibration"] |= FEW
     plan = plan_over(ROOT / "models" / model, Recipe.model_validate(document))
     run = calibrate(plan, folder / "calibration", ranks=ALONE)
@@ -67,9 +65,7 @@ def judges(tmp_path_factory) -> dict[str, Judge]:
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
-    """Other code on the way there: the file's tensors, compressed-tensors' decompression, vLLM's
-    view of the config.
-    """
+    """Other code on the way there: the file's tensors, and the scales that vLLM merges."""
     folder, recorded = made(tmp_path, case)
     judge = judges[CASES[case][0]]
     found = judge.read(folder)
@@ -83,18 +79,11 @@ def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
 
 
 def a_broken_one_shows(judge: Judge, folder: Path, whole: float) -> None:
-    """One layer's scales doubled; and one of two fused modules with another scale than the
-    other.
-    """
-    stem = "model.layers.1.mlp.shared_experts"
+    """One layer's scales doubled."""
+    name = "model.layers.1.mlp.shared_experts.down_proj.weight_global_scale"
     source = open_source(folder)
-    first = read_tensor(source, source.entries[f"{stem}.down_proj.weight_global_scale"]).item()
-    poke(folder, f"{stem}.down_proj.weight_global_scale", first / 2)
+    poke(folder, name, read_tensor(source, source.entries[name]).item() / 2)
     assert judge.read(folder).target.divergence > 1.5 * whole
-    poke(folder, f"{stem}.gate_proj.weight_global_scale", first / 2)
-    match = r"layers\.1\.mlp\.shared_experts.*must have one weight_global_scale"
-    with pytest.raises(CheckpointError, match=match):
-        judge.read(folder)
 
 
 def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):

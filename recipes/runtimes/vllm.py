@@ -3,8 +3,8 @@
 In: a version, as vLLM says it. Out: what `benchmarks/ask_vllm.py` read in that version (vllm.json):
 the models that method=mtp drafts for, those that it refuses, its quantization methods, and the
 values that some options take; and the kernels that it picks by the dry load (kernels.json, by
-benchmarks/kernels.py). What only a reader of vLLM's code can know is written by hand, with the versions for
-which it holds (a PEP 440 specifier such as ">=0.33"; "" holds for all).
+benchmarks/kernels.py). What only a reader of vLLM's code can know is written by hand, with the
+versions for which it holds (a PEP 440 specifier such as ">=0.33"; "" holds for all).
 
 Easy to get wrong: a nightly build, 0.33.0rc1.dev9, comes before 0.33.0 and mostly is 0.33.0.
 """
