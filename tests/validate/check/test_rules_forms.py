@@ -700,7 +700,7 @@ def in_blocks(scale: str) -> Change:
         says="rounds them to powers of two",
     ),
 )
-def test_block_scales_are_read(case, tmp_path):
+def test_scales_are_read(case, tmp_path):
     assert_found(case, tmp_path)
 
 
