@@ -179,7 +179,7 @@ def _transposed(built: VLLMModule, parts: Mapping[str, Entry]) -> _Wanted:
     groups = inputs // (built.group_size or inputs or 1)
     return {
         "qweight": (FORMS[built.form].dtypes, (packed,)),
-        "scales": (FLOATS, ((groups, outputs),)),
+        "scales": ((*FLOATS, "F8_E8M0"), ((groups, outputs),)),
         "qzeros": (("I32",), ((groups, outputs // pack),)),
     }
 

@@ -34,6 +34,7 @@ from foreign_form import (
     w4afp8,
 )
 from good import ours, outputs_of, plan_of_recipe, released
+from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects.gptq import ACT_ORDER, read_gptq
 from keepmtp.recipes.renamer import Renamer
 from keepmtp.recipes.tensor_parallel import Split
@@ -726,6 +727,23 @@ def test_scales_are_powers_of_two(model, scale, dtype, severities, tmp_path):
     folder = write(tmp_path / "it", changed(partial(released, model), retype(scale, dtype)))
     findings = examine(folder).data.findings
     assert {finding.severity for finding in findings} == severities
+
+
+@pytest.mark.parametrize(
+    ("change", "ok"),
+    [
+        (retype(r".*\.layers\.1\..*\.k_proj\.scales", "F8_E8M0"), True),
+        (retype(r".*\.layers\.1\..*\.k_proj\.scales", "F8_E4M3"), False),
+        (retype(r".*\.layers\.1\..*\.k_proj\.qweight", "I64"), True),
+        (retype(r".*\.layers\.1\..*\.k_proj\.qweight", "F32"), False),
+        (lose(r".*\.layers\.1\..*\.k_proj\.g_idx"), True),
+        (lose(r".*\.layers\.1\..*\.k_proj\.scales"), False),
+    ],
+)
+def test_what_gptq_may_be_stored_as(change, ok, tmp_path):
+    """vLLM's parameters take whole numbers and floats by their values; an order is dropped."""
+    folder = write(tmp_path / "it", changed(GOOD["glm gptq"], change))
+    assert examine(folder).data.ok == ok
 
 
 def test_the_names_of_experts_hang_on_the_version(tmp_path):
