@@ -64,7 +64,7 @@ def bench(
     from ..validate.measure.harness import ks_up_to, refuse_drafts
     from ..validate.measure.texts import read_prompts
     from .measured import benched, would_do
-    from .measuring import Session
+    from .session import Session
 
     session = Session("bench", "bench", served, context.args, source or "none")
     opened = session.opened

@@ -146,7 +146,7 @@ def check(
     from ..checkpoints.hub_client import stopped_by_signals
     from ..recipes.extras import require_extra
     from . import findings
-    from .measuring import recorder
+    from .session import recorder
 
     loads = servers.words()
     if source is not None and values is None:

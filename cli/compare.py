@@ -1,204 +1,95 @@
-"""`keepmtp serve-check` and `closeness`: a served checkpoint next to its served source: what is
-accepted with and without method=mtp, and what both predict on held-out text.
+"""`keepmtp compare`: finished checkpoints of one model next to each other, without a GPU.
 
-In: two checkpoints, and a text. Out: tables of servers, figures and gates; serve.json or
-closeness.json with the servers' logs in the same folder, and the report made anew.
+In: checkpoints, and the release that they were made from. Out: tables with a column for each, JSON,
+or a page.
 """
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.frozen import frozen
-from .exits import OF_VERDICT
-from .options import AtLeastOne, K, OriginalOption, ServeOptions
-from .tables import answer, drawn, reasons
+from .check import ServerOptions
+from .options import GpusOption, JsonOption, TpsOption, VLLMsOption
+from .progress import spinner
+from .tables import answer, drawn, tell
+
+if TYPE_CHECKING:
+    from ..validate.facts.comparison import Comparison
+
+_COLUMN = 20  # characters of a line that the names of rows take, and that a checkpoint needs
 
 
-@frozen
-class Probing:
-    """How the probe is asked.
-
-    Attributes:
-        probe: Also ask the probe: short answers in twelve scripts and in code.
-        depth: Ask it after so many tokens of other text, such as 0,1000,8000,32000: a wrong KV
-            cache shows in long contexts.
-    """
-
-    probe: bool = True
-    depth: str = "0"
-
-    def depths(self) -> tuple[int, ...]:
-        """The depths; none without the probe.
-
-        Raises:
-            RecipeError: no numbers, or both options.
-        """
-        from .bench import numbers
-
-        depths = numbers("--depth", self.depth, least=0)
-        if self.probe:
-            return depths
-        if any(depths):
-            rule, cure = "must be left out with --no-probe", "Leave one of them out"
-            raise RecipeError("--depth", rule, got=self.depth, cure=cure)
-        return ()
-
-
-def serve_check(
-    context: typer.Context,
-    served: ServeOptions,
-    source: OriginalOption = None,
-    k: Annotated[int, typer.Option(*K, min=1)] = 1,
-    prompts: Path | None = None,
-    max_tokens: AtLeastOne = 256,
-    probing: Probing = Probing(),  # noqa: B008 - it is frozen
-    draft: str = "",
+def compare(
+    paths: list[str],
+    source: str | None = None,
+    rows: Annotated[int, typer.Option(min=128)] = 1024,
+    gpus: GpusOption = None,
+    tps: TpsOption = None,
+    versions: VLLMsOption = None,
+    out: Path | None = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is
-    accepted.
+    """Show finished checkpoints of one model next to each other: bytes, error, what loads them,
+    what was measured.
 
-    A probe in twelve scripts and in code counts what English prose does not show: broken
-    characters, broken JSON, text that repeats itself, another script.
+    From headers alone: bytes by group and scheme, what wrote each, the KV cache, and which versions
+    of vLLM load it by the rules of the static check. With --gpu, vLLM's own classes load each one
+    too, which takes a minute each.
 
-    The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit
-    status 1 if one of them is a regression: a server of the checkpoint does not come up, acceptance
-    lost more than the recipe allows, drafting changes greedy outputs, the probe has more faults
-    with MTP or than in the source, beyond chance, or the check has an error; 3 if the prompts are
-    too few to tell: the table says how many would do.
+    With --source, a sample of rows of each group is dequantized and compared with the release's. Of
+    a repository, headers and these rows are fetched by range requests, and nothing else.
 
-    Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no
-    kernel for is served as a BF16 copy of the same weights, and the report says so.
+    Where a checkpoint has a NAME.report of the same bytes, its scores, divergence, acceptance and
+    speed are shown.
 
-    With --draft, the draft is judged, and its results are in DRAFT.report.
+    Exit status 0, whatever the checkpoints are like; 2 if one cannot be read, or is of another
+    model.
 
-    Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
+    Example: `keepmtp compare out/A out/B nvidia/GLM-4.7-NVFP4 --source zai-org/GLM-4.7`
 
     Args:
-        k: Serve with 1 to k drafted tokens a step, and without drafting.
-        prompts: Your own: one a line, or .jsonl with "prompt"; default: eight word problems.
-        max_tokens: Tokens generated a prompt, at most.
-        draft: The draft's own checkpoint, where it has one: a folder or a Hub id; PATH is its
-            target.
+        paths: Checkpoints of one model: folders or Hub ids, ours or anyone's.
+        source: The release, a folder or a Hub id: weights are compared with its own.
+        rows: Rows of each group that are compared.
+        gpus: Also let vLLM load them, on a pretended H100 (sm90); sm80 to sm120; repeatable.
+        versions: Versions that load them so; as for `keepmtp check`.
+        out: Also write an HTML page, a file that is not there yet.
     """
-    from ..checkpoints.source import view_of
-    from ..validate.facts.binomial import refuse_without_scipy
-    from ..validate.measure import serve_check as measure
-    from ..validate.measure.harness import ks_up_to
-    from ..validate.measure.probe import refuse_depth
-    from ..validate.measure.texts import PROMPTS, read_prompts
-    from ..validate.report.check_data import record_static, static
-    from .measured import exit_status
-    from .measured import served as shown
-    from .measuring import Session, save
+    from .. import api
+    from ..checkpoints.hub_client import stopped_by_signals
+    from ..validate.report.comparison import write_page
 
-    refuse_without_scipy()  # its gate has exact limits
-    depths = probing.depths()
-    asked = PROMPTS
-    if prompts is not None:
-        asked = tuple(item.text for item in read_prompts(prompts).items)
-    session = Session("serve-check", "serve", served, context.args, source, draft)
-    # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
-    gates = session.gates
-    ks = ks_up_to(k, view_of(session.opened).draft_unit)
-    for opened in filter(None, (session.opened, session.original)):
-        refuse_depth(opened, max(depths, default=0))
-    check = measure.Check(ks=ks, prompts=asked, max_tokens=max_tokens, depths=depths)
-    checkpoint, original = session.models("check")
-    with session.watched() as setup:
-        fact = measure.serve_check(checkpoint, original, setup=setup, check=check)
-    source_opened = original and original.source
-    beside = {"source": source_opened, "target": fact.target}
-    # Next to the checkpoint's other results, or a folder of its own: then the report has a check of
-    # these bytes made for it, and no other measurement.
-    if session.is_recorded:
-        record_static(session.out, checkpoint.source, checkpoint.identity, **beside)
-        judged = session.keep(fact, checkpoint)
-    else:
-        checked = static(checkpoint.source, **beside).data
-        judged = session.keep(fact, checkpoint, gates=gates, check=checked, serve=fact)
-        facts = {"opened": checkpoint.source, "source": source_opened, "serve": fact}
-        save(session.out, checked, vllm=session.setup.vllm.version, judgement=judged, **facts)
-    value = {**dict(fact), "judgement": judged}
-    status = exit_status(judged, fact)
-    answer(value, shown(fact, judged, session.places), as_json=served.as_json, status=status)
+    loads = ServerOptions(gpus=gpus, tps=tps, versions=versions).words()
+    if out is not None:
+        require_extra("an HTML page", "report")
+        if os.path.lexists(out):
+            cure = "Name another file, or remove it"
+            got = "a folder" if out.is_dir() else "a file"
+            raise RecipeError(out, "a page is never overwritten", got=got, cure=cure)
+    # Of a repository, threads fetch: Ctrl-C ends them, too.
+    with spinner() as doing, stopped_by_signals():
+        if "gpus" not in loads:
+            doing("reading headers")
+        found = api.compare(paths, source=source, rows=rows, progress=doing, **loads)
+    if out is not None:
+        tell(f"page: {write_page(out, found)}")
+    answer(found, _parts(found), as_json=as_json)
 
 
-def closeness(
-    context: typer.Context,
-    served: ServeOptions,
-    source: OriginalOption = None,
-    text: Path | None = None,
-    tokens: Annotated[int, typer.Option(min=2)] = 32_768,
-    window: Annotated[int, typer.Option(min=2)] = 512,
-    top: AtLeastOne = 512,
-    concurrency: AtLeastOne = 4,
-) -> None:
-    """Compare what a served checkpoint and its served source predict on held-out text: divergence
-    and flips.
+def _parts(found: "Comparison") -> Iterator[RenderableType]:
+    """Tables of as many columns as fit the width, then what to know of them."""
+    from ..validate.report.comparison import notes, numbered, sections
 
-    Both servers give the likeliest tokens after every token of the text (vLLM's prompt_logprobs).
-    The Kullback-Leibler divergence says how far the predictions are apart, in nats a token; a flip
-    is a token where the first choice is another. With fewer tokens than the vocabulary has, the
-    rest counts as one: the divergence is then a lower bound.
-
-    The source's predictions are kept, and taken for every checkpoint that is made from it. The same
-    command goes on after a stop. Servers run without drafting, which changes no prediction. Words
-    after `--` go to `vllm serve`.
-
-    Exit status 1 if a server fails, or the recipe's max_divergence or max_flips is exceeded; 3 if
-    the text is too short to tell.
-
-    Example: `keepmtp closeness /data/out --source /data/GLM-4.7 --text held_out.jsonl --
-    --tensor-parallel-size 8`
-
-    Args:
-        text: Held-out text: a .txt file, or .jsonl with "text", "messages" or "tokens" a line;
-            default: the one that ships with this model.
-        tokens: Tokens of text, at most.
-        window: Tokens of a window, at most.
-        top: Likeliest tokens to compare at each position; exact if it is the vocabulary.
-        concurrency: Windows in flight.
-    """
-    require_extra("keepmtp closeness", "quantize")
-    from ..checkpoints.record import read_record
-    from ..validate.measure import closeness as measure  # numpy, once it is known to be there
-    from ..validate.measure.texts import held_out
-    from ..validate.report import tables
-    from .measuring import Session
-
-    session = Session("closeness", "closeness", served, context.args, source)
-    if session.original is None:
-        raise RecipeError(
-            "--source", "closeness is to a source", got="none", cure="Name the release"
-        )
-    record = session.record
-    where = f"{session.opened.where}: keepmtp.json"
-    # A text of the calibration data is refused: it says nothing.
-    compared_on = held_out(text, record and read_record(record, where=where))
-    judged, before = session.models()
-    assert before is not None
-    depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
-    with session.watched() as setup:
-        fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth)
-    judgement = session.keep(fact, judged, gates=session.gates, closeness=fact)
-    own = [one for one in judgement.reasons if one.gate == "closeness"]
-    status = 0
-    reason = None
-    for one in own:
-        status = OF_VERDICT[one.verdict]
-        reason = one
-    times = "; ".join(f"the {one.role} in {one.seconds:,.0f} s" for one in fact.predicted)
-    parts = [
-        drawn(f"closeness {fact.checkpoint.path}", tables.closeness(fact)),
-        drawn("farthest off, in the worst windows", tables.farthest(fact)),
-        reasons("gate", own),
-        *tables.closeness_notes(fact),
-        f"vLLM {fact.environment['vllm']} on {fact.environment['device']}; {times}",
-        f"{session.places}; every position in {fact.samples}",
-    ]
-    value = {"closeness": fact, "reason": reason}
-    answer(value, parts, as_json=served.as_json, status=status)
+    columns = [*numbered(found).items()]
+    step = max(1, get_terminal_size().columns // _COLUMN - 1)
+    for first in range(0, len(columns), step):
+        for heading, table in sections(dict(columns[first : first + step])):
+            yield drawn(heading, table)
+    yield from notes(found)

@@ -105,7 +105,7 @@ def evaluate(
     """
     require_extra("keepmtp eval", "evaluate")
     from .measured import evaluated
-    from .measuring import Session
+    from .session import Session
 
     session = Session("eval", "eval", served, context.args, source)
     from ..recipes.find import find_recipe

@@ -39,25 +39,25 @@ _FOR_VLLM = "[-- VLLM_OPTIONS]"
 _GROUPS: Mapping[str, Mapping[str, str]] = {
     "Make": {
         "ls": "ls.ls",
-        "init": "quantize.init",
+        "init": "init.init",
         "plan": "plan.plan",
         "quantize": "quantize.quantize",
     },
     "Judge": {
         "check": "check.check",
-        "compare": "several.compare",
-        "gate": "report.gate",
+        "compare": "compare.compare",
+        "gate": "gate.gate",
         "doctor": "doctor.doctor",
     },
-    "Mend": {"fix": "mend.fix", "graft": "mend.graft", "convert": "mend.convert"},
+    "Mend": {"fix": "fix.fix", "graft": "graft.graft", "convert": "convert.convert"},
     "Measure": {
         "serve": "serve.serve",
-        "serve-check": "compare.serve_check",
+        "serve-check": "serve_check.serve_check",
         "eval": "eval.evaluate",
         "bench": "bench.bench",
-        "closeness": "compare.closeness",
+        "closeness": "closeness.closeness",
     },
-    "Ship": {"card": "report.card", "publish": "publish.publish"},
+    "Ship": {"card": "card.card", "publish": "publish.publish"},
 }
 VERBS: Mapping[str, str] = {
     name: place for group in _GROUPS.values() for name, place in group.items()

@@ -12,8 +12,8 @@ import pytest
 from commands import ROOT, keepmtp, ran
 from keepmtp.checkpoints.mtp_source import has_mtp
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.measuring import Session
 from keepmtp.cli.options import ServeOptions
+from keepmtp.cli.session import Session
 from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON
 from written_values import fine_tune
 

@@ -125,7 +125,7 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
     for name in ("tasks.refuse_model", "lm_eval_task.questions"):
         monkeypatch.setattr(f"keepmtp.validate.measure.{name}", lambda *_, **__: None)
     monkeypatch.setattr(tasks, "evaluate", lambda *_, **__: fact)
-    monkeypatch.setattr("keepmtp.cli.measuring.chosen_vllm", lambda: CPU)
+    monkeypatch.setattr("keepmtp.cli.session.chosen_vllm", lambda: CPU)
     record(checkpoint)
     words = ["eval", str(checkpoint), "--source", str(GLM), "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, words).exit_code == status

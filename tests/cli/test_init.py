@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 from commands import GLM, ran, refused
-from keepmtp.cli.quantize import init
+from keepmtp.cli.init import init
 from keepmtp.recipes.find import named_file, read_file
 from keepmtp.recipes.model_file import BLOCKS
 from releases import MODELS, source_layout, write_checkpoint

@@ -16,7 +16,7 @@ from keepmtp import api
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import recorded_source
-from keepmtp.cli.measuring import recorder
+from keepmtp.cli.session import recorder
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts.results import file_of, read_result, report_folder
 from keepmtp.validate.report.report import JSON_FILE, read_json, verify

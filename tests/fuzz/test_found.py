@@ -16,7 +16,7 @@ from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import serving
-from keepmtp.cli.quantize import init
+from keepmtp.cli.init import init
 from keepmtp.cure.rewritten import kept_files
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families

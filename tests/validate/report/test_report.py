@@ -18,7 +18,7 @@ from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.measured import calibrated as calibration_found
-from keepmtp.cli.measuring import save
+from keepmtp.cli.session import save
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import check, examine
