@@ -6,14 +6,19 @@ repetitions, and the report made anew.
 """
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..recipes.errors import RecipeError
 from .exits import FINDINGS
-from .options import AtLeastOne, DryRunOption, ServeOptions
+from .options import (
+    DryRunOption,
+    MaxTokensOption,
+    OriginalOption,
+    PromptsOption,
+    ServeOptions,
+)
 from .tables import answer, in_words
 
 _MOST_K = 4
@@ -22,16 +27,17 @@ _NUMBERS = re.compile(r"(\d{1,6})(?:\.\.(\d{1,6}))?")
 
 
 def bench(
-    context: typer.Context,
     served: ServeOptions,
-    source: str | None = None,
-    k: Annotated[str | None, typer.Option("-k", "--k")] = None,
-    concurrency: str = "1,8,32",
-    prompts: Path | None = None,
-    requests: Annotated[int, typer.Option(min=0)] = 0,
-    output_tokens: AtLeastOne = 256,
-    repeat: AtLeastOne = 3,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    source: OriginalOption = None,
+    k: Annotated[
+        str | None, typer.Option("-k", "--k", help="Tokens drafted a step: 0..4, or 0,1,3.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests in flight.")] = "1,8,32",
+    prompts: PromptsOption = None,
+    requests: Annotated[int, typer.Option(min=0, help="Requests a repetition.")] = 0,
+    output_tokens: MaxTokensOption = 256,
+    repeat: Annotated[int, typer.Option(min=1, help="Repetitions with each server.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of prompts.")] = 0,
     dry_run: DryRunOption = False,
 ) -> None:
     """Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load;
@@ -41,23 +47,16 @@ def bench(
     All k get the same requests, greedily, through the chat template where there is one, and answers
     end by themselves. A larger k is recommended only if its slowest repetition is faster than the
     fastest of the smaller one. Each repetition is kept as it comes: the same command measures only
-    what is missing. Words after `--` go to `vllm serve`.
+    what is missing.
+
+    Without -k it is 0..4, as far as the checkpoint can draft; without --requests, four for each in
+    flight, 16 at least; without --prompts, 400 word problems: a file of yours has `prompt`,
+    `messages` or `turns` (SPEED-Bench) on each line. With --source, the same matrix for it too.
 
     Exit status 1 if a server or a request fails.
 
-    Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl --
-    -tp 8`
-
-    Args:
-        source: What it was made from, folder or Hub id: the same matrix for it too.
-        k: Tokens drafted a step: 0..4, or 0,1,3. Default: 0..4, as far as it can draft.
-        concurrency: Requests in flight, such as 1,8,32.
-        prompts: Your own: a .jsonl file, each line with `prompt`, `messages` or `turns`
-            (SPEED-Bench); default: 400 word problems.
-        requests: Requests a repetition; 0: four for each in flight, 16 at least.
-        output_tokens: Tokens of an answer, at most.
-        repeat: Repetitions of each cell with each server.
-        seed: Of the order in which prompts are taken.
+    \b
+    Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts own.jsonl -- -tp 8`
     """
     from ..checkpoints.source import view_of
     from ..validate.measure import bench as matrix
@@ -66,7 +65,7 @@ def bench(
     from .measured import benched, would_do
     from .session import Session
 
-    session = Session("bench", "bench", served, context.args, source or "none")
+    session = Session("bench", "bench", served, source or "none")
     opened = session.opened
     # Without an MTP block there is nothing to draft: k=0 alone.
     ks = (0,)

@@ -14,11 +14,17 @@ from .tables import answer, in_words
 
 
 def card(
-    path: Path,
-    base_model: str | None = None,
-    license_id: Annotated[str | None, typer.Option("--license")] = None,
-    source: Path | None = None,
-    out: Path | None = None,
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder NAME.")],
+    base_model: Annotated[
+        str | None, typer.Option(help="ORG/NAME that it was made from, or `none`.")
+    ] = None,
+    license_id: Annotated[
+        str | None, typer.Option("--license", help="As the Hub names it, like apache-2.0.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="Its release, for license, language and task.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The card's folder, not NAME.card.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint's model card: README.md, the same as an HTML page, plots and the whole
@@ -29,18 +35,11 @@ def card(
     pass or not; exit status 0.
 
     A base model is named only if it was read from the Hub. Otherwise the card says that
-    --base-model is the author's word.
+    --base-model is the author's word. The license is what the source's own card says, if --license
+    does not; --source is that folder, if it is not the one that keepmtp.json names.
 
+    \b
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
-
-    Args:
-        path: The checkpoint's folder NAME; its measurements are in NAME.report.
-        base_model: ORG/NAME on the Hub that it was made from, or `none`; default: what was read
-            from the Hub.
-        license_id: As the Hub names it, like apache-2.0; default: what the source's own card says.
-        source: Folder of what it was made from, for its license, language and task; default: what
-            keepmtp.json names, if that is here.
-        out: Where the card goes; default NAME.card.
     """
     from .. import api
 

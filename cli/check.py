@@ -12,8 +12,11 @@ import typer
 from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.frozen import Json, frozen
 from .options import (
+    DraftOption,
     GpusOption,
     JsonOption,
+    PathsArgument,
+    StaticOption,
     TpsOption,
     VLLMsOption,
     chosen_gpus,
@@ -25,25 +28,18 @@ from .tables import tell
 
 @frozen
 class ServerOptions:
-    """Who is to load the checkpoints, and how.
-
-    Attributes:
-        gpus: Also let vLLM load it, on a pretended H100 (sm90); sm80 to sm120; repeatable.
-        k: num_speculative_tokens.
-        draft: The draft's own checkpoint, where it has one.
-        versions: Versions that load it: 0.31.0,0.33.0, `all`, or a folder or wheel with a vLLM,
-            whose Python then runs here; repeatable. Default: the installed one.
-        runtimes: The server that is to load it, vllm by default; may be repeated.
-        static_only: No vLLM, whatever --gpu says.
-    """
+    """Who is to load the checkpoints, and how."""
 
     gpus: GpusOption = None
     tps: TpsOption = None
-    k: Annotated[int, typer.Option("-k", min=1)] = 1
-    draft: str = ""
+    k: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1
+    draft: DraftOption = ""
     versions: VLLMsOption = None
-    runtimes: Annotated[list[str] | None, typer.Option("--runtime")] = None
-    static_only: bool = False
+    runtimes: Annotated[
+        list[str] | None,
+        typer.Option("--runtime", help="Server that loads it; may be repeated."),
+    ] = None
+    static_only: StaticOption = False
 
     def words(self) -> Json:
         """What is loaded, and how: words for `api.check_all`.
@@ -88,26 +84,34 @@ class ServerOptions:
 
 
 def check(
-    paths: list[str],
+    paths: PathsArgument,
     servers: ServerOptions,
-    record: bool = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep what is found in PATH.report.")
+    ] = False,
     values: Annotated[
-        Literal["scales", "scalars", "all"] | None, typer.Option(metavar="[LEVEL]")
+        Literal["scales", "scalars", "all"] | None,
+        typer.Option(metavar="[LEVEL]", help="Also read values: `scales`, `scalars`, or `all`."),
     ] = None,
-    source: str | None = None,
-    modules: bool = False,
+    source: Annotated[
+        str | None, typer.Option(help="With --values: the release, to compare with.")
+    ] = None,
+    modules: Annotated[
+        bool, typer.Option("--modules", help="Also say what vLLM builds of each module.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft
     be real?
 
     Reads compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark dialects; a Hub
-    id is judged by range requests, not downloaded.
-    Each finding says what will happen at serve time and what to do about it. With --gpu, vLLM's own
-    target and draft classes and loaders judge too, on meta tensors for a GPU that need not be
-    there: every parameter must be written, every tensor used, and each layer must get a kernel.
-    With --vllm, other versions load it: their Python is fetched once, and runs over the installed
-    packages, with your rights. So does that of a folder or wheel: name only one that you trust.
+    id is judged by range requests, not downloaded. Each finding says what will happen at serve time
+    and what to do about it. With --gpu, vLLM's own target and draft classes and loaders judge too,
+    on meta tensors for a GPU that need not be there: every parameter must be written, every tensor
+    used, and each layer must get a kernel. A GPU is H100, or sm80 to sm120; it may be repeated.
+    With --vllm, other versions load it (0.31.0,0.33.0, `all`): their Python is fetched once, and
+    runs over the installed packages, with your rights. So does that of a folder or wheel: name only
+    one that you trust.
 
     With --runtime sglang, the rules are SGLang's: which draft class it has for the family, under
     which names that class asks the quantization config, and what it builds for each answer. With
@@ -117,30 +121,20 @@ def check(
     judge at one of the places, or a version does not start. The others are judged all the same.
 
     With --values, bytes are read too: values that are infinite, zero or negative where none may be,
-    scales of fused modules that disagree, matrices and norms that are empty. With --source, weights
-    are compared with the release's. Of a repository only the wanted bytes are fetched; how many is
-    said before.
+    scales of fused modules that disagree, matrices and norms that are empty. LEVEL is `scales`:
+    every scale, norm and small MTP tensor; `scalars`: scales of one value and norms of the MTP
+    block; or `all`: every byte. With --source, weights are compared with the release's. Of a
+    repository only the wanted bytes are fetched; how many is said before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json and
-    report.json are written next to it (with --draft, next to the draft). What is measured later,
-    by serve-check and eval, joins them if the bytes are the same.
+    report.json are written next to it (with --draft, next to the draft). What is measured later, by
+    serve-check and eval, joins them if the bytes are the same.
 
+    \b
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
-
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm90 --vllm 0.31.0,0.33.0`
-
     Example: `keepmtp check nvidia/Qwen3.5-397B-A17B-NVFP4 --modules`
-
     Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
-
-    Args:
-        paths: Checkpoints: folders or Hub ids, ours or anyone's.
-        record: Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report
-            and card.
-        values: Also read values: every scale, norm and small MTP tensor (`scales`, the default),
-            scales of one value and norms of the MTP block (`scalars`), or every byte (`all`).
-        source: With --values: the release, a folder or ORG/NAME; weights are compared with it.
-        modules: Also say what vLLM builds of each group of modules, and which entry decides it.
     """
     from .. import api
     from ..checkpoints.hub_client import stopped_by_signals

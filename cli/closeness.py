@@ -12,19 +12,21 @@ import typer
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from .exits import OF_VERDICT
-from .options import AtLeastOne, OriginalOption, ServeOptions
+from .options import (
+    OriginalOption,
+    ServeOptions,
+)
 from .tables import answer, drawn, reasons
 
 
 def closeness(
-    context: typer.Context,
     served: ServeOptions,
     source: OriginalOption = None,
-    text: Path | None = None,
-    tokens: Annotated[int, typer.Option(min=2)] = 32_768,
-    window: Annotated[int, typer.Option(min=2)] = 512,
-    top: AtLeastOne = 512,
-    concurrency: AtLeastOne = 4,
+    text: Annotated[Path | None, typer.Option(help="Held-out text: .txt or .jsonl.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of text, at most.")] = 32_768,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window, at most.")] = 512,
+    top: Annotated[int, typer.Option(min=1, help="Likeliest tokens compared.")] = 512,
+    concurrency: Annotated[int, typer.Option(min=1, help="Windows in flight.")] = 4,
 ) -> None:
     """Compare what a served checkpoint and its served source predict on held-out text: divergence
     and flips.
@@ -38,19 +40,14 @@ def closeness(
     command goes on after a stop. Servers run without drafting, which changes no prediction. Words
     after `--` go to `vllm serve`.
 
+    The text is a .txt file, or .jsonl with "text", "messages" or "tokens" a line; default: the one
+    that ships with this model.
+
     Exit status 1 if a server fails, or the recipe's max_divergence or max_flips is exceeded; 3 if
     the text is too short to tell.
 
-    Example: `keepmtp closeness /data/out --source /data/GLM-4.7 --text held_out.jsonl --
-    --tensor-parallel-size 8`
-
-    Args:
-        text: Held-out text: a .txt file, or .jsonl with "text", "messages" or "tokens" a line;
-            default: the one that ships with this model.
-        tokens: Tokens of text, at most.
-        window: Tokens of a window, at most.
-        top: Likeliest tokens to compare at each position; exact if it is the vocabulary.
-        concurrency: Windows in flight.
+    \b
+    Example: `keepmtp closeness /data/out --source /data/GLM-4.7 --text held_out.jsonl -- -tp 8`
     """
     require_extra("keepmtp closeness", "quantize")
     from ..checkpoints.record import read_record
@@ -59,7 +56,7 @@ def closeness(
     from ..validate.report import tables
     from .session import Session
 
-    session = Session("closeness", "closeness", served, context.args, source)
+    session = Session("closeness", "closeness", served, source)
     if session.original is None:
         raise RecipeError(
             "--source", "closeness is to a source", got="none", cure="Name the release"

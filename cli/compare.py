@@ -16,7 +16,14 @@ from rich.console import RenderableType
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from .check import ServerOptions
-from .options import GpusOption, JsonOption, TpsOption, VLLMsOption
+from .options import (
+    GpusOption,
+    JsonOption,
+    PathsArgument,
+    SourceOption,
+    TpsOption,
+    VLLMsOption,
+)
 from .progress import spinner
 from .tables import answer, drawn, tell
 
@@ -27,13 +34,13 @@ _COLUMN = 20  # characters of a line that the names of rows take, and that a che
 
 
 def compare(
-    paths: list[str],
-    source: str | None = None,
-    rows: Annotated[int, typer.Option(min=128)] = 1024,
+    paths: PathsArgument,
+    source: SourceOption = None,
+    rows: Annotated[int, typer.Option(min=128, help="Rows of each group to compare.")] = 1024,
     gpus: GpusOption = None,
     tps: TpsOption = None,
     versions: VLLMsOption = None,
-    out: Path | None = None,
+    out: Annotated[Path | None, typer.Option(help="Also write an HTML page, a new file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show finished checkpoints of one model next to each other: bytes, error, what loads them,
@@ -41,7 +48,7 @@ def compare(
 
     From headers alone: bytes by group and scheme, what wrote each, the KV cache, and which versions
     of vLLM load it by the rules of the static check. With --gpu, vLLM's own classes load each one
-    too, which takes a minute each.
+    too, which takes a minute each; --vllm names versions as for `keepmtp check`.
 
     With --source, a sample of rows of each group is dequantized and compared with the release's. Of
     a repository, headers and these rows are fetched by range requests, and nothing else.
@@ -52,15 +59,8 @@ def compare(
     Exit status 0, whatever the checkpoints are like; 2 if one cannot be read, or is of another
     model.
 
+    \b
     Example: `keepmtp compare out/A out/B nvidia/GLM-4.7-NVFP4 --source zai-org/GLM-4.7`
-
-    Args:
-        paths: Checkpoints of one model: folders or Hub ids, ours or anyone's.
-        source: The release, a folder or a Hub id: weights are compared with its own.
-        rows: Rows of each group that are compared.
-        gpus: Also let vLLM load them, on a pretended H100 (sm90); sm80 to sm120; repeatable.
-        versions: Versions that load them so; as for `keepmtp check`.
-        out: Also write an HTML page, a file that is not there yet.
     """
     from .. import api
     from ..checkpoints.hub_client import stopped_by_signals

@@ -11,13 +11,16 @@ import typer
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Json
 from .new_folder import NewFolder
+from .options import PathArgument
 from .progress import bytes_bar
 from .tables import answer, in_words
 
 
 def convert(
-    path: str,
-    to: Annotated[Literal["compressed-tensors", "modelopt"], typer.Option("--to")],
+    path: PathArgument,
+    to: Annotated[
+        Literal["compressed-tensors", "modelopt"], typer.Option("--to", help="Its new dialect.")
+    ],
     new: NewFolder,
 ) -> None:
     """Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.
@@ -32,13 +35,9 @@ def convert(
     written. At the end the new checkpoint is checked, and loaded by vLLM's own classes where there
     is a vLLM. Exit status 1 if one of them finds an error.
 
+    \b
     Example: `keepmtp convert out/tiny-glm4-moe.nvfp4-fp8 --to modelopt --dry-run`
-
     Example: `keepmtp convert /data/GLM-NVFP4 --to modelopt --out /data/GLM-NVFP4-modelopt`
-
-    Args:
-        path: A finished checkpoint's folder, ours or anyone's.
-        to: The dialect it will have.
     """
     require_extra("convert", "quantize")
     from ..cure import convert as cure

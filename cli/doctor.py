@@ -26,6 +26,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Exit status 2 if VLLM_PYTHON names what cannot work; what is merely not installed is no error.
 
+    \b
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
     """
     found = diagnose()

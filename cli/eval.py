@@ -15,7 +15,11 @@ from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
 from .exits import OF_VERDICT
-from .options import AtLeastOneOrNone, KOption, OriginalOption, ServeOptions
+from .options import (
+    K,
+    OriginalOption,
+    ServeOptions,
+)
 from .tables import answer
 
 if TYPE_CHECKING:
@@ -28,36 +32,34 @@ _OF_THE_SOURCE = ("acceptance", "mean recovery", "worst task")
 
 @frozen
 class ProtocolOptions:
-    """What the command line changes of a recipe's protocol; None leaves it.
-
-    Attributes:
-        dataset: A .jsonl or .parquet file with the fields of the task's dataset; `hub`: its
-            own.
-        shots: Solved examples before each question.
-        api: completions: the text as it is. chat: messages, through the model's chat template.
-        max_tokens: Tokens of an answer, at most.
-        k: Tokens drafted a step.
-        concurrency: Requests in flight.
-        limit: Ask the first so many questions only.
-        seed: Of the shots drawn, and of the server.
-        prefix_caching: Servers keep what they computed for equal starts.
-    """
+    """What the command line changes of a recipe's protocol; None leaves it."""
 
     task: Annotated[
         TaskName | None,
-        typer.Option(
-            metavar="TASK", help=f"Ask this one alone, not all of the recipe: {', '.join(TASKS)}."
-        ),
+        typer.Option(metavar="TASK", help=f"Ask this one alone: {', '.join(TASKS)}."),
     ] = None
-    dataset: str | None = None
-    shots: Annotated[int | None, typer.Option(min=0)] = None
-    api: Literal["completions", "chat"] | None = None
-    max_tokens: AtLeastOneOrNone = None
-    k: KOption = None
-    concurrency: AtLeastOneOrNone = None
-    limit: Annotated[int | None, typer.Option(min=2)] = None
-    seed: Annotated[int | None, typer.Option(min=0)] = None
-    prefix_caching: bool | None = None
+    dataset: Annotated[
+        str | None, typer.Option(help="A .jsonl or .parquet file; `hub`: its own.")
+    ] = None
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Solved examples before each question.")
+    ] = None
+    api: Annotated[
+        Literal["completions", "chat"] | None,
+        typer.Option(help="chat: messages, through the model's template."),
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = (
+        None
+    )
+    k: Annotated[int | None, typer.Option(*K, min=1, help="Tokens drafted a step.")] = None
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Ask the first so many questions only.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the shots, and of the server.")] = None
+    prefix_caching: Annotated[
+        bool | None, typer.Option(help="Servers keep what equal starts need.")
+    ] = None
 
     def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
@@ -73,41 +75,38 @@ class ProtocolOptions:
         return tuple(_changed(protocol, changed) for protocol in asked or recipe[:1])
 
 
-def evaluate(
-    context: typer.Context,
+def eval(
     served: ServeOptions,
     protocol: ProtocolOptions,
     source: OriginalOption = None,
-    recipe: str | None = None,
-    plain: bool = True,
+    recipe: Annotated[
+        str | None, typer.Option(help="Whose protocol and gates: model, or recipe file.")
+    ] = None,
+    plain: Annotated[bool, typer.Option(help="Ask with MTP off, too.")] = True,
 ) -> None:
     """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
     under one protocol each.
 
     lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract)
     and scores them; vLLM's draft counters over the same questions give the acceptance. What is not
-    given here is as in the recipe's `evaluation` block. The checkpoint is asked once more with MTP
-    off: greedy decoding promises the same answers, up to near-ties that flip. An error of the
-    server ends the run and is never a wrong answer; the same command then asks only what has no
-    answer yet. Words after `--` go to `vllm serve`.
+    given here is as in the recipe's `evaluation` block, and --recipe names another than the one
+    that the checkpoint was made by. The checkpoint is asked once more with MTP off: greedy decoding
+    promises the same answers, up to near-ties that flip. An error of the server ends the run and is
+    never a wrong answer; the same command then asks only what has no answer yet. Words after `--`
+    go to `vllm serve`.
 
     Exit status 1 if a server fails, if score or acceptance lost more than the recipe's gates allow,
     or if drafting changes right and wrong beyond chance; 3 if the questions are too few to tell. It
     needs the extra keepmtp[evaluate].
 
-    Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 --
-    --tensor-parallel-size 8`
-
-    Args:
-        recipe: Whose protocol and gates to take: a model's name or a recipe file; default: the
-            recipe that the checkpoint was made by.
-        plain: Ask the checkpoint with MTP off, too: does drafting change answers?
+    \b
+    Example: `keepmtp eval /data/out --source /data/GLM-4.7 --max-tokens 8192 -- -tp 8`
     """
     require_extra("keepmtp eval", "evaluate")
     from .measured import evaluated
     from .session import Session
 
-    session = Session("eval", "eval", served, context.args, source)
+    session = Session("eval", "eval", served, source)
     from ..recipes.find import find_recipe
     from ..validate.measure import tasks  # lm-eval is known to be there
     from ..validate.report.gates import decided_in, verdict_on
@@ -125,7 +124,7 @@ def evaluate(
     # Whatever may be refused is refused before a server is started, which may take half an hour: a
     # row of the dataset, a chat template that is not there.
     questions = [tasks.questions_of(asked) for asked in protocols]
-    extra = tuple(context.args)
+    extra = tuple(session.extra)
     for asked in protocols:
         tasks.refuse_model(session.opened, asked, extra, is_original=False)
         if session.original is not None:

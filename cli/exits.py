@@ -16,26 +16,18 @@ is what finds it.
 
 import errno
 import os
-import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from typer._click.exceptions import NoSuchOption, UsageError
-
 from .. import __version__
 from ..checkpoints.files import DEAD
-from ..recipes.errors import (
-    GateError,
-    KeepMTPError,
-    did_you_mean,
-    printable,
-)
+from ..recipes.errors import GateError, KeepMTPError, printable
 
 FINDINGS = 1
 REFUSAL = 2
@@ -91,8 +83,21 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         command: ends with SystemExit, as typer's commands do.
         how_to_go_on: a sentence without its full stop, for a command that is stopped from outside.
     """
+
+    def dropped(lost: "sys.UnraisableHookArgs") -> None:
+        """Python drops what is raised in a finalizer, such as the one that ends an import: where a
+        signal came there, end at once, as a killed run does.
+        """
+        status: Any = getattr(lost.exc_value, "code", None)
+        if lost.exc_type is KeyboardInterrupt:
+            status = 128 + signal.SIGINT
+        if status in STOPPED:
+            _say_stopped(status, how_to_go_on)
+            os._exit(status)
+        sys.__unraisablehook__(lost)
+
     sys.excepthook = _defect
-    sys.unraisablehook = _stop_later
+    sys.unraisablehook = dropped
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP, and means it
             signal.signal(number, _stop)
@@ -111,15 +116,13 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         if isinstance(end.__context__, BrokenPipeError):
             _leave_quietly()
         if isinstance(end.code, int) and end.code in STOPPED:
-            how = getattr(end, "__notes__", [how_to_go_on])[0]
-            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how}.", only_first=True)
+            _say_stopped(end.code, getattr(end, "__notes__", [how_to_go_on])[0])
         raise
     except foreseen() as error:
         _refuse(refusal_of(error))
     finally:
         # From here on a signal ends at once: while Python and its libraries leave, it would be an
         # exception in their code, with a traceback.
-        signal.setitimer(signal.ITIMER_REAL, 0)  # of `_stop_later`
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
@@ -148,36 +151,6 @@ def refusal_of(error: BaseException) -> KeepMTPError:
     return KeepMTPError(where, rule, got=got, cure=cure)
 
 
-def refusal_of_usage(
-    error: UsageError, words: Sequence[str], verbs: Iterable[str], *, cure: str
-) -> KeepMTPError:
-    """The refusal that an error of typer means.
-
-    Args:
-        error: with its context.
-        words: of the command line, after `keepmtp`.
-        verbs: all that there are.
-        cure: for an option that no verb has; "" for its help.
-    """
-    context: Any = error.ctx
-    where = "keepmtp"
-    known = [*verbs]
-    if context:
-        where = context.command_path
-        for param in context.command.params:
-            known += [name for name in param.opts if name[0] == "-"]
-    quoted = re.findall("'([^']+)'", error.message)
-    typed = "".join(quoted[:1])
-    otherwise = f"See `{where} --help`"
-    if isinstance(error, NoSuchOption):
-        typed = error.option_name
-        otherwise = cure or otherwise
-    if typed not in known:  # else it is no slip, but lacks a value or has one too many
-        otherwise = did_you_mean(typed, [*quoted[1:], *known], otherwise=otherwise)
-    rule = re.split(r"\. Choose from| \(Possible", error.format_message())[0].rstrip(".")
-    return KeepMTPError(where, rule, got=shlex.join(words), cure=otherwise)
-
-
 def say_refusal(error: KeepMTPError) -> None:
     """Print a refusal on standard error. Under torchrun it names the rank."""
     _say("error:", "red", str(error))
@@ -201,6 +174,10 @@ def foreseen() -> tuple[type[BaseException], ...]:
     return tuple(errors)
 
 
+def _say_stopped(status: int, how_to_go_on: str) -> None:
+    _say("stopped", "yellow", f"by {STOPPED[status]}. {how_to_go_on}.", only_first=True)
+
+
 def _refuse(error: KeepMTPError) -> NoReturn:
     say_refusal(error)
     if isinstance(error, GateError):
@@ -222,22 +199,6 @@ def _stop(number: int, _: FrameType | None) -> None:
     """
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
-
-
-def _stop_later(lost: "sys.UnraisableHookArgs") -> None:
-    """End after all, where a signal came while a finalizer ran, such as the one that ends an
-    import: Python drops what is raised there, and calls this.
-    """
-    status = getattr(lost.exc_value, "code", None)
-    if lost.exc_type is KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    if status not in STOPPED:
-        sys.__unraisablehook__(lost)
-        return
-    # The finalizer calls this function, so what is raised here would be dropped again. The timer
-    # raises it when both have returned; 10 ms are long for a finalizer and nothing for a person.
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit(status))
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
 
 
 def _defect(

@@ -6,10 +6,14 @@ In: a checkpoint. Out: a diff, with --out a new folder, and what the check finds
 import shlex
 
 from .new_folder import NewFolder
+from .options import PathArgument
 from .progress import spinner
 
 
-def fix(path: str, new: NewFolder) -> None:
+def fix(
+    path: PathArgument,
+    new: NewFolder,
+) -> None:
     """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
     folder.
 
@@ -21,25 +25,20 @@ def fix(path: str, new: NewFolder) -> None:
     Without --out nothing is written. With it, OUT gets the changed files, and hard links of all
     others: they take no room, and PATH stays as it is. Do not edit a linked file in place: it is
     one file with PATH's. At the end OUT is checked, and loaded by vLLM's own loaders where there is
-    a vLLM.
+    a vLLM, on a pretended sm100 if --gpu names no other.
 
     Of a Hub id only headers and small files are read. OUT then has the changed files alone; what
     needs new shards is named, and can be cured in a download; the check alone judges what it would
-    be. `hf upload PATH OUT . --create-pr`
-    proposes them to its owner.
+    be. `hf upload PATH OUT . --create-pr` proposes them to its owner.
 
     What needs new values is named with the command for it, such as `keepmtp graft`.
 
     Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
 
+    \b
     Example: `keepmtp fix /data/GLM-4.7-NVFP4`
-
     Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
-
     Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --out NEW`
-
-    Args:
-        path: A checkpoint: a folder or a Hub id, ours or anyone's.
     """
     from ..cure.fix import proposed, write
     from ..cure.rewritten import Judged

@@ -4,6 +4,9 @@ In: a checkpoint NAME with its results. Out: an exit status and a table of reaso
 """
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from .exits import OF_VERDICT
 from .options import JsonOption
@@ -11,7 +14,10 @@ from .progress import bytes_bar
 from .tables import answer, verdict
 
 
-def gate(path: Path, as_json: JsonOption = False) -> None:
+def gate(
+    path: Annotated[Path, typer.Argument(help="Folder of the checkpoint, or its NAME.report.")],
+    as_json: JsonOption = False,
+) -> None:
     """Judge a checkpoint by its recipe's gates, from what was measured.
 
     The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate
@@ -22,10 +28,8 @@ def gate(path: Path, as_json: JsonOption = False) -> None:
     Exit status 0: pass. 1: regression. 3: too little was measured. 2: no result to judge, an
     altered one, or one of other bytes.
 
+    \b
     Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
-
-    Args:
-        path: Folder of the checkpoint, or its NAME.report.
     """
     from ..checkpoints.identity import identify, refuse_other_bytes
     from ..validate.facts.results import checkpoint_folder, report_folder

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 
 def graft(
-    quantized: str,
-    source: Annotated[str, typer.Option("--from")],
+    quantized: Annotated[str, typer.Argument(help="A checkpoint without its MTP block.")],
+    source: Annotated[str, typer.Option("--from", help="Folder or Hub id of its release.")],
     new: NewFolder,
-    mtp: str | None = None,
-    replace: bool = False,
+    mtp: Annotated[
+        str | None, typer.Option(help="`source`, `bf16`, or a scheme without data.")
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also in place of a good block.")
+    ] = False,
 ) -> None:
     """Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is
     broken.
@@ -40,19 +44,15 @@ def graft(
     new or changed. It ends with the check and, where there is a vLLM, with vLLM's own loaders. Exit
     status 1 if one of them finds an error.
 
+    Without --mtp the block stays as released, where the checkpoint's config can say that, else it
+    becomes bf16.
+
     Refused before a byte is written: another model or another width, a block that is there and
     good, a release without a trained block, a dialect that vLLM or keepmtp does not have.
 
+    \b
     Example: `keepmtp graft GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out NEW`
-
     Example: `keepmtp graft GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
-
-    Args:
-        quantized: The checkpoint that lost its MTP block: a folder or a Hub id.
-        source: Folder or Hub id of the release that it was made from.
-        mtp: The block: `source` (as released), `bf16`, or a scheme that needs no data; default:
-            source where the checkpoint's config can say it, else bf16.
-        replace: Also in place of a block with which nothing is wrong.
     """
     require_extra("graft", "quantize")
     from ..checkpoints.source import open_source

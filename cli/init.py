@@ -4,20 +4,26 @@ In: a model or a checkpoint. Out: a recipe's file.
 """
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..recipes.errors import RecipeError
+from .options import ModelArgument, MtpSourceOption
 from .tables import show
 
 
-def init(model: str, out: Path = Path("recipe.yaml"), mtp_source: str | None = None) -> None:
+def init(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("recipe.yaml"),
+    mtp_source: MtpSourceOption = None,
+) -> None:
     """Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.
 
     `keepmtp quantize recipe.yaml` takes it as it is. Comments explain its keys.
 
+    \b
     Example: `keepmtp init /data/my-fine-tune --out my-fine-tune.yaml`
-
-    Args:
-        out: The file to write.
     """
     from ..checkpoints.files import write_whole
 

@@ -47,6 +47,7 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
 
     With --json and without WHAT, all three listings are printed for machines.
 
+    \b
     Example: `keepmtp ls glm-4.7`
     """
     what = " ".join(context.args)

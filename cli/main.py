@@ -14,53 +14,56 @@ functions that use it.
 import logging
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from copy import copy
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from functools import wraps
 from importlib import import_module
-from inspect import Parameter, Signature, getdoc, signature
-from pathlib import Path
-from typing import Annotated, Any, get_origin
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
 
 import typer
-from typer._click.core import Command
-from typer._click.exceptions import NoArgsIsHelpError, UsageError
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..recipes.errors import RecipeError
+from ..recipes.errors import KeepMTPError, RecipeError, did_you_mean
 from . import exits
 
-_FOR_VLLM = "[-- VLLM_OPTIONS]"
-# The groups of `keepmtp --help`, in the order of work, with the file in this folder and the
-# function of each verb; the last one is for the make targets and not shown.
+# `keepmtp --help`, in the order of work. A verb is the function of its name in the file of its
+# name.
 _GROUPS: Mapping[str, Mapping[str, str]] = {
     "Make": {
-        "ls": "ls.ls",
-        "init": "init.init",
-        "plan": "plan.plan",
-        "quantize": "quantize.quantize",
+        "ls": "List models that have recipes, schemes, or families.",
+        "init": "Write a recipe to edit.",
+        "plan": "Show what would become of every tensor.",
+        "quantize": "Quantize a checkpoint, and keep its MTP block.",
     },
     "Judge": {
-        "check": "check.check",
-        "compare": "compare.compare",
-        "gate": "gate.gate",
-        "doctor": "doctor.doctor",
+        "check": "Will vLLM load it, and the draft work?",
+        "compare": "Show checkpoints of a model next to each other.",
+        "gate": "Judge a checkpoint by its recipe's gates.",
+        "doctor": "Print what is installed, and what is missing.",
     },
-    "Mend": {"fix": "fix.fix", "graft": "graft.graft", "convert": "convert.convert"},
+    "Mend": {
+        "fix": "Cure what needs no new values.",
+        "graft": "Put the release's MTP block into a checkpoint.",
+        "convert": "Change a checkpoint's dialect.",
+    },
     "Measure": {
-        "serve": "serve.serve",
-        "serve-check": "serve_check.serve_check",
-        "eval": "eval.evaluate",
-        "bench": "bench.bench",
-        "closeness": "closeness.closeness",
+        "serve": "Serve a checkpoint with vLLM and MTP.",
+        "serve-check": "Compare what is accepted with the source's drafts.",
+        "eval": "Score a checkpoint and its source on tasks.",
+        "bench": "Measure how fast vLLM serves, for each k.",
+        "closeness": "Compare what checkpoint and source predict.",
     },
-    "Ship": {"card": "card.card", "publish": "publish.publish"},
+    "Ship": {
+        "card": "Write the model card, its page and plots.",
+        "publish": "Upload a checkpoint and its card, and check.",
+    },
 }
 VERBS: Mapping[str, str] = {
-    name: place for group in _GROUPS.values() for name, place in group.items()
+    name: does for group in _GROUPS.values() for name, does in group.items()
 }
 # What an older release had, a verb or `VERB --option`, and what does it now: for one release.
 WENT: Mapping[str, str] = {
@@ -74,86 +77,32 @@ WENT: Mapping[str, str] = {
     "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
     "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
 }
-# How the usage names the words that a verb reads itself.
-_WORDS = {"ls": "[WHAT]"} | dict.fromkeys(
-    ("serve", "serve-check", "eval", "bench", "closeness"), _FOR_VLLM
-)
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
 _GOES_ON = ("quantize", "graft", "eval", "bench", "closeness", "publish")
-_VALUES = "--values"  # its value may be left out
+# What typer adds has no default, and to see that None is no bool, typer 0.29 imports pydantic.
+_STARTS = {"default_map": {"help": False, "install_completion": False, "show_completion": False}}
+_OPTION = re.compile(r"(--[\w-]+=)?(.*)", re.DOTALL)
 
 
-def load(name: str) -> Callable[..., None]:
-    """The function of a verb."""
-    module, function = VERBS[name].split(".")
-    return getattr(import_module(f".{module}", __package__), function)
-
-
-def summary(name: str) -> str:
-    """The first sentence of a verb's docstring.
-
-    It is read as text: to import the files of all verbs would take longer than all else that
-    `keepmtp --help` does.
-    """
-    module, function = VERBS[name].split(".")
-    text = Path(__file__).with_name(f"{module}.py").read_text("utf-8")
-    _, _, body = text.partition(f"\ndef {function}(")
-    docstring = body.split('"""')[1]
-    return " ".join(docstring.partition("\n\n")[0].split())
-
-
-# The section of a docstring that explains parameters, and one of them in it.
-_OF_PARAMETERS = re.compile(r"\n\n(?:Args|Attributes):\n")
-_PARAMETER = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
-_EXAMPLE = re.compile(r"\n\n(Example: .*)(?:\n(\S.*))?")
-
-
-class _Starting(Command):
-    """Starts at once: without a default an option is None, and to see that None is no bool, typer
-    0.29 imports pydantic.
-    """
-
-    def get_params(self, ctx: Any) -> Any:
-        """The options; those that typer adds, such as --help, are False."""
-        options = super().get_params(ctx)
-        for option in options:
-            if not option.expose_value:
-                option.default = False
-        return options
-
-
-class _Command(_Starting, TyperCommand):
+class _Verb(TyperCommand):
     """One verb."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words, with `~` expanded, and the value of --values filled in."""
-        ours = len(args)
-        if "--" in args:
-            ours = args.index("--")
-        for at, word in enumerate(args[:ours]):
+        for at, word in enumerate(args):
             # A shell expands `~` in `~/x`, but not in `--out=~/x` or in quotes.
-            option, equals, path = word.partition("=")
-            if option.startswith("--") and path.startswith("~"):
-                args[at] = option + equals + os.path.expanduser(path)
-            else:
-                args[at] = os.path.expanduser(word)
-        if _VALUES in args:
-            at = args.index(_VALUES) + 1
+            option, path = _OPTION.findall(word)[0]
+            args[at] = option + os.path.expanduser(path)
+        if "--values" in args:
+            at = args.index("--values") + 1
             follows = "".join(args[at : at + 1])
             # A word that is no place is a value, or a typo of one.
             if not follows or follows[0] == "-" or "/" in follows or os.path.exists(follows):
                 args.insert(at, "scales")
         return super().parse_args(ctx, args)
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words after the verb in its usage."""
-        pieces = super().collect_usage_pieces(ctx)
-        if self.name in _WORDS:
-            pieces.append(_WORDS[self.name])
-        return pieces
 
-
-class _Verbs(_Starting, TyperGroup):
+class _Verbs(TyperGroup):
     """All verbs. A verb's file is imported to run it or to show its help, and for nothing else."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -162,128 +111,78 @@ class _Verbs(_Starting, TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The verb of this name with its options; None if there is none."""
-        if cmd_name in VERBS:
-            return _load(cmd_name)
-        return None
+        if cmd_name not in VERBS:
+            return None
+        file = cmd_name.replace("-", "_")
+        verb = getattr(import_module(f".{file}", __package__), file)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        usage = "[OPTIONS]"
+        # It reads its word itself: for an argument, typer imports pydantic.
+        if cmd_name == "ls":
+            usage += " [WHAT]"
+        settings = _STARTS | {"allow_extra_args": cmd_name == "ls"}
+        alone.command(cmd_name, cls=_Verb, options_metavar=usage, context_settings=settings)(
+            spread(verb)
+        )
+        return typer.main.get_command(alone)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The verbs by group."""
         for title, group in _GROUPS.items():
-            if title:
-                with formatter.section(title):
-                    formatter.write_dl([(name, summary(name)) for name in group])
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words before the verb."""
-        _refuse_what_went(args)
-        with _in_our_form(args):
-            return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the verb. Ctrl-C at a question is Ctrl-C."""
-        try:
-            with _in_our_form([*ctx._protected_args, *ctx.args]):
-                return super().invoke(ctx)
-        except typer.Abort as aborted:
-            raise KeyboardInterrupt from aborted
+            with formatter.section(title):
+                formatter.write_dl(list(group.items()))
 
 
-def _refuse_what_went(words: list[str]) -> None:
-    """Refuse a verb or an option that an older release had.
-
-    Raises:
-        RecipeError: says what does it now.
-    """
-    verb, *others = words or [""]
-    options = [f"{verb} {word.partition('=')[0]}" for word in others]
-    for old in (verb, *options):
-        if old in WENT:
-            raise RecipeError(f"keepmtp {old}", "went", got="an older name", cure=WENT[old])
-
-
-@contextmanager
-def _in_our_form(words: list[str]) -> Iterator[None]:
-    """What typer says of a command line, as a refusal."""
-    try:
-        yield
-    except NoArgsIsHelpError:
-        raise
-    except UsageError as error:
-        cure = ""
-        if error.ctx is not None and _WORDS.get(str(error.ctx.info_name)) == _FOR_VLLM:
-            cure = "Words for `vllm serve` stand last, after `--`"
-        raise exits.refusal_of_usage(error, words, VERBS, cure=cure) from error
-
-
-def _load(name: str) -> Any:
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    settings = {"allow_extra_args": name in _WORDS}
-    alone.command(name, cls=_Command, context_settings=settings)(flat(load(name)))
-    return typer.main.get_command(alone)
-
-
-def flat(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb as typer reads it.
-
-    Where it has a parameter for a group of options, all of them stand instead. The help of an
-    option is what the docstring of the verb, or of the group, says of it under `Args:` or
-    `Attributes:`.
-    """
-    parameters = list[Parameter]()
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb as typer reads it: where it has a parameter for a group of options, all of them."""
     groups = dict[str, Any]()
-    for parameter in _explained(verb):
+    options = list[Parameter]()
+    for parameter in signature(verb).parameters.values():
         group = parameter.annotation
         if is_dataclass(group) and isinstance(group, type):
             groups[parameter.name] = group
-            parameters += _explained(group)
+            options += signature(group).parameters.values()
         else:
-            parameters.append(parameter)
+            options.append(parameter)
 
+    @wraps(verb)
     def call(**words: Any) -> None:
         for name, group in groups.items():
-            own = {field.name: words.pop(field.name) for field in fields(group)}
+            own = {option: words.pop(option) for option in signature(group).parameters}
             words[name] = group(**own)
         verb(**words)
 
-    text = _OF_PARAMETERS.split(getdoc(verb) or "")[0]
-    call.__doc__ = _EXAMPLE.sub(_on_one_line, text)
-    # typer reads both, and the signature alone has the order.
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    setattr(call, "__signature__", Signature(parameters))  # noqa: B010
+    by_name = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+    vars(call)["__signature__"] = Signature(by_name)
     return call
 
 
-def _on_one_line(example: re.Match[str]) -> str:
-    """An example as it is pasted: typer breaks no line of a paragraph that begins with \\b."""
-    first, second = example.groups(default="")
-    return f"\n\n\b\n{first} {second}".rstrip()
-
-
-def _explained(verb: Callable[..., Any]) -> Iterator[Parameter]:
-    """The parameters of a verb or of a group of options, each with its help."""
-    from . import options
-
-    _, *shared = _OF_PARAMETERS.split(getdoc(options) or "")
-    _, *own = _OF_PARAMETERS.split(getdoc(verb) or "")
-    helps = dict(_PARAMETER.findall("\n".join([*shared, *own])))
-    for name, parameter in signature(verb).parameters.items():
-        kind = parameter.annotation
-        option = None
-        if get_origin(kind) is Annotated:
-            # A copy: several verbs share the option, and each may explain it otherwise.
-            option = copy(kind.__metadata__[0])
-            kind = kind.__origin__
-        elif parameter.default is False:
-            # Named, so that typer does not add its opposite, `--no-...`.
-            option = typer.Option(f"--{name.replace('_', '-')}")
-        elif name in helps and parameter.default is Parameter.empty:
-            option = typer.Argument()
-        elif name in helps:
-            option = typer.Option()
-        if option is not None:
-            option.help = " ".join(helps.get(name, option.help or "").split())
-            kind = Annotated[kind, option]
-        yield parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY)
+def _refusal(error: Any, words: list[str]) -> KeepMTPError:
+    """What typer says of a command line, in our form."""
+    verb, *others = words
+    options = [f"{verb} {word.partition('=')[0]}" for word in others]
+    for old in (verb, *options):
+        if old in WENT:
+            return RecipeError(f"keepmtp {old}", "went", got="an older name", cure=WENT[old])
+    where = "keepmtp"
+    known = [*VERBS]
+    cure = ""
+    if error.ctx is not None:
+        where = error.ctx.command_path
+        for param in error.ctx.command.params:
+            known += [name for name in param.opts if name[0] == "-"]
+            if param.name == "vllm_words":
+                cure = "Words for `vllm serve` stand last, after `--`"
+    quoted = re.findall("'([^']+)'", error.message)
+    typed = "".join(quoted[:1])
+    otherwise = f"See `{where} --help`"
+    if hasattr(error, "possibilities"):  # no such option
+        typed = error.option_name
+        otherwise = cure or otherwise
+    if typed not in known:  # else it is no slip, but lacks a value or has one too many
+        otherwise = did_you_mean(typed, [*quoted[1:], *known], otherwise=otherwise)
+    rule = re.split(r"\. Choose from| \(Possible", error.format_message())[0].rstrip(".")
+    return KeepMTPError(where, rule, got=shlex.join(words), cure=otherwise)
 
 
 app = typer.Typer(
@@ -291,7 +190,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings=_STARTS | {"help_option_names": ["--help", "-h"]},
     help="Quantize large models for vLLM and keep their multi-token-prediction (MTP) block usable.",
 )
 
@@ -325,9 +224,26 @@ def _common(
     logging.getLogger("huggingface_hub").propagate = False
 
 
+def command() -> None:
+    """Run the command line, and end with its status.
+
+    Raises:
+        KeepMTPError: a refusal, of words that typer cannot read too.
+    """
+    words = sys.argv[1:]
+    try:
+        # Without a word, typer prints the help on standard error.
+        status = typer.main.get_command(app)(prog_name="keepmtp", standalone_mode=not words)
+    except typer.Abort:  # Ctrl-C at a question
+        status = 130
+    except typer.TyperException as error:
+        raise _refusal(error, words) from error
+    sys.exit(status)
+
+
 def main() -> None:
     """Entry point; see `exits.py` for how it ends."""
     does = "starts again"
     if sys.argv[1:] and sys.argv[1] in _GOES_ON:
         does = "goes on where this one stopped"
-    exits.run(typer.main.get_command(app), how_to_go_on=f"The same command {does}")
+    exits.run(command, how_to_go_on=f"The same command {does}")

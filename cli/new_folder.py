@@ -7,15 +7,16 @@ is left.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import RenderableType
 from rich.text import Text
 
 from ..recipes.errors import printable
 from ..recipes.frozen import Json, frozen
 from . import exits
-from .options import DryRunOption, GpusOption, JsonOption, chosen_gpus
+from .options import DryRunOption, GpusOption, JsonOption, StaticOption, chosen_gpus
 from .progress import spinner
 from .tables import answer
 
@@ -28,17 +29,13 @@ _COLOURS = {"---": "bold", "+++": "bold", "+": "green", "-": "red", "#": "bold",
 
 @frozen
 class NewFolder:
-    """The new checkpoint, and who judges it.
+    """The new checkpoint, and who judges it."""
 
-    Attributes:
-        out: The new folder; without it, or with --dry-run, nothing is written.
-        gpus: GPU that vLLM pretends for the dry load at the end; may be repeated. Default sm100.
-        static_only: End with the check alone: vLLM does not load the result.
-    """
-
-    out: Path | None = None
+    out: Annotated[
+        Path | None, typer.Option(help="The new folder; without it, nothing is written.")
+    ] = None
     gpus: GpusOption = None
-    static_only: bool = False
+    static_only: StaticOption = False
     dry_run: DryRunOption = False
     as_json: JsonOption = False
 

@@ -2,19 +2,7 @@
 
 In: what typer read of a command line. Out: values, and refusals of what cannot be meant.
 
-A verb that has a parameter of a group's type has all its options (`flat` in main.py). What a
-docstring says of an option is its help; this one's, where the verb's and the group's say nothing.
-
-Attributes:
-    model: A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a
-        checkpoint: a folder, a Hub id, or the address of its page.
-    mtp_source: Folder or Hub id of the MTP block, for a release that has none; only its MTP tensors
-        are read; default: the recipe's.
-    tps: Tensor-parallel size; may be repeated.
-    as_json: Print JSON for machines instead of words and tables.
-    dry_run: Say what would be done, and stop.
-    source: What it was made from, folder or Hub id; default: what its keepmtp.json names, if that
-        is a folder here. `none`: nothing is compared.
+A verb that has a parameter of a group's type has all its options (`spread` in main.py).
 """
 
 import re
@@ -27,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..recipes.errors import RecipeError, did_you_mean
-from ..recipes.frozen import frozen, without
+from ..recipes.frozen import frozen
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from ..quantize.plan.plan import Plan
-    from ..recipes.schema import Recipe
     from ..validate.facts.dry_load import GPU
     from ..validate.facts.vllm_env import VLLM
 
@@ -46,62 +33,72 @@ _NAMES_OF = {
     "sm120": "5080 5090 pro6000 gb10 sm121",
 }
 
-AtLeastOne = Annotated[int, typer.Option(min=1)]
-AtLeastOneOrNone = Annotated[int | None, typer.Option(min=1)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and stop.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="Model (see `keepmtp ls`), recipe file, or checkpoint.")
+]
+PathArgument = Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id.")]
+PathsArgument = Annotated[
+    list[str], typer.Argument(help="Checkpoints: folders or Hub ids, anyone's.")
+]
+SourceOption = Annotated[str | None, typer.Option(help="The release: a folder or a Hub id.")]
+MtpSourceOption = Annotated[str | None, typer.Option(help="Folder or Hub id of the MTP block.")]
+GpusOption = Annotated[
+    list[str] | None, typer.Option("--gpu", help="Let vLLM load it, on this pretended GPU.")
+]
+StaticOption = Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")]
+TpsOption = Annotated[
+    list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")
+]
+VLLMsOption = Annotated[
+    list[str] | None, typer.Option("--vllm", metavar="VERSIONS", help="Versions that load it.")
+]
+DraftOption = Annotated[str, typer.Option(help="The draft's own checkpoint, where it has one.")]
+OriginalOption = Annotated[
+    str | None, typer.Option("--source", help="What it was made from, or `none`.")
+]
+PromptsOption = Annotated[Path | None, typer.Option(help="Your own prompts, in a file.")]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")]
+VLLMWords = Annotated[
+    list[str] | None, typer.Argument(metavar="-- VLLM_OPTIONS", help="Words for `vllm serve`.")
+]
 K = ("-k", "--num-speculative-tokens")
-KOption = Annotated[int | None, typer.Option(*K, min=1)]
-GpusOption = Annotated[list[str] | None, typer.Option("--gpu")]
-TpsOption = Annotated[list[int] | None, typer.Option("--tp", min=1)]
-JsonOption = Annotated[bool, typer.Option("--json")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="GROUP=VALUE")]
-VLLMsOption = Annotated[list[str] | None, typer.Option("--vllm", metavar="VERSIONS")]
-OriginalOption = Annotated[str | None, typer.Option("--source")]
 
 
 @frozen
 class ModelOptions:
-    """A model, and what a person decides about it.
+    """A model, and what a person decides about it."""
 
-    Attributes:
-        source: Folder or Hub id of the released checkpoint; default: the recipe's.
-        scheme: Another variant of the model, or a scheme for every quantized group. Needed where
-            MODEL is a checkpoint.
-        mtp: MTP block: `source`, `bf16`, a scheme, `tuned` (trained on the quantized backbone), or
-            `auto`: the smallest that keeps enough acceptance, measured during the run; default:
-            the recipe's.
-        calibration: A named block of recipes/calibrations.yaml, for schemes that need batches;
-            default: the recipe's, else ultrachat-256x2048.
-        changes: Of a checkpoint as MODEL, change this group alone; may be repeated. GROUP is a
-            module group, `mtp`, `kv_cache` or `format`. `from:DONOR` takes the group as another
-            build of the model has it, a folder or a Hub id. All else stays as it is, byte for
-            byte.
-        draft_for: Write the MTP block alone, as a draft of its own for this finished checkpoint: a
-            folder or a Hub id. Its config decides in which form vLLM builds the draft.
-        changed_only: Of a Hub id as MODEL with --set, read and write only the files that change,
-            to propose them to its owner. No server loads them alone.
-        requantize: Round weights that a tool has quantized already a second time.
-        trust_remote_code: You have read the checkpoint's own Python: a recipe with
-            `model_code: checkpoint` may run it, and the output gets its .py files.
-    """
-
-    model: str
-    source: str | None = None
-    scheme: str | None = None
-    mtp: str | None = None
-    calibration: str | None = None
-    mtp_source: str | None = None
-    changes: SetOption = None
-    draft_for: str | None = None
-    changed_only: bool = False
-    requantize: bool = False
-    trust_remote_code: bool = False
-
-    def recipe(self) -> "Recipe":
-        """The recipe for them; of a checkpoint as MODEL, its headers are read."""
-        from .. import pipeline
-
-        return pipeline.recipe_for(**without(asdict(self), "trust_remote_code", "changed_only"))
+    model: ModelArgument
+    source: SourceOption = None
+    scheme: Annotated[
+        str | None, typer.Option(help="Another variant, or a scheme for all groups.")
+    ] = None
+    mtp: Annotated[
+        str | None, typer.Option(help="`source`, `bf16`, a scheme, `tuned`, or `auto`.")
+    ] = None
+    calibration: Annotated[
+        str | None, typer.Option(help="A named block of recipes/calibrations.yaml.")
+    ] = None
+    mtp_source: MtpSourceOption = None
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="GROUP=VALUE", help="Change this group alone; repeatable."),
+    ] = None
+    draft_for: Annotated[
+        str | None, typer.Option(help="Write the block alone, for this finished checkpoint.")
+    ] = None
+    changed_only: Annotated[
+        bool, typer.Option("--changed-only", help="With --set, write only files that change.")
+    ] = False
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Round quantized weights a second time.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="You have read the checkpoint's own Python."),
+    ] = False
 
     def plan(self) -> "Plan":
         """The plan for them."""
@@ -112,18 +109,14 @@ class ModelOptions:
 
 @frozen
 class ServeOptions:
-    """A checkpoint that is measured with servers, and where the results go.
+    """A checkpoint that is measured with servers, and where the results go."""
 
-    Attributes:
-        path: Checkpoint to measure: a folder or a Hub id.
-        timeout: Seconds a server may take to be healthy.
-        out: Folder for these results alone; default: NAME.report next to the checkpoint, with all
-            its results.
-    """
-
-    path: str
-    timeout: Annotated[float, typer.Option(min=1)] = TIMEOUT_SECONDS
-    out: Path | None = None
+    path: PathArgument
+    vllm_words: VLLMWords = None
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds a server may take to be healthy.")
+    ] = TIMEOUT_SECONDS
+    out: Annotated[Path | None, typer.Option(help="Folder for these results alone.")] = None
     as_json: JsonOption = False
 
 

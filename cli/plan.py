@@ -12,7 +12,10 @@ from .options import JsonOption, ModelOptions
 
 def plan(
     choices: ModelOptions,
-    gpu_memory: Annotated[str | None, typer.Option("--gpu-memory", "--gpu")] = None,
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option("--gpu-memory", "--gpu", help="A GPU's GiB, or its name, such as H100."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is
@@ -23,17 +26,12 @@ def plan(
     block can be. At the end it says what a run needs of memory and disk, here or on a machine that
     you name, how many GPUs serve it, and what weights and a token of the KV cache take of each. For
     a checkpoint without --scheme: the variants that fit it, their sizes, and the GPUs that hold
-    them.
+    them. The options of the model mean what they mean for `keepmtp quantize`.
 
+    \b
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
-
     Example: `keepmtp plan /data/my-fine-tune --scheme nvfp4a16-fp8`
-
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpu-memory H100`
-
-    Args:
-        gpu_memory: Say what a run and a server need on another machine: GiB of one
-            GPU, or its name, such as A100, H100, B200 or 5090.
     """
     from ..checkpoints.source import uncollected
     from ..quantize.plan.checkpoint_as_model import NoSchemeError

@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 
 def publish(
-    path: Path,
-    repo: Annotated[str, typer.Option("--repo")],
-    public: bool = False,
-    yes: bool = False,
-    update: bool = False,
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder NAME.")],
+    repo: Annotated[str, typer.Option("--repo", help="Repository on the Hub, ORG/NAME.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read it, once checked there.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether to go public.")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Replace files that differ; delete none.")
+    ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,20 +50,14 @@ def publish(
     login`.
 
     To the repository that it was made from, only what has changed is sent: one commit, as a pull
-    request, unless that repository has moved on. --update writes to its main branch instead.
+    request, unless that repository has moved on. --update writes to its main branch instead; its
+    history keeps what was there.
 
     Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything
     else.
 
+    \b
     Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
-
-    Args:
-        path: The checkpoint's folder NAME, next to NAME.report and NAME.card.
-        repo: Repository on the Hub, ORG/NAME.
-        public: Let everybody read it, once it is checked there.
-        yes: Do not ask whether to go public.
-        update: Replace files that differ in a repository that exists. Its history keeps them, and
-            nothing is deleted.
     """
     if ERR.is_terminal:
         # Nothing else draws a bar while files are sent.

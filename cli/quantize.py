@@ -6,16 +6,12 @@ error.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import RenderableType
 
-from .options import (
-    AtLeastOneOrNone,
-    DryRunOption,
-    JsonOption,
-    ModelOptions,
-)
+from .options import DryRunOption, JsonOption, ModelOptions
 from .progress import run_progress
 from .tables import answer, tell
 
@@ -26,9 +22,15 @@ if TYPE_CHECKING:
 
 def quantize(
     choices: ModelOptions,
-    out: Path | None = None,
-    threads: AtLeastOneOrNone = None,
-    keep_calibration: bool = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder.", show_default="out/RECIPE")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Shards written at the same time.")
+    ] = None,
+    keep_calibration: Annotated[
+        bool, typer.Option("--keep-calibration", help="Keep OUT.calibration for another --mtp.")
+    ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,28 +51,22 @@ def quantize(
     by how much the answers and the drafts would suffer. The recipe that was found is written to the
     output as recipe.yaml.
 
-    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out
-    /data/GLM-4.7-NVFP4A16`
+    MODEL may be a checkpoint: a folder, a Hub id, or the address of its page. Then --scheme is
+    needed, or --set, which changes one group, `mtp`, `kv_cache` or `format`, and leaves all else
+    byte for byte; `from:DONOR` takes the group as another build has it. What is not said is the
+    recipe's: `--mtp tuned` trains the block on the quantized backbone, `--mtp auto` takes the
+    smallest that keeps enough acceptance. --trust-remote-code lets a recipe with `model_code:
+    checkpoint` run that Python. With --keep-calibration, a run that differs only in --mtp skips the
+    pass over the backbone if this folder is there under the name of its own OUT.
 
+    \b
+    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/out`
     Example: `keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7 --mtp auto`
-
     Example: `keepmtp quantize /data/my-fine-tune --scheme nvfp4a16-fp8`
-
     Example: `keepmtp quantize /data/somebodys-NVFP4 --set mtp=FP8_DYNAMIC --set kv_cache=FP8`
-
-    Example: `keepmtp quantize /data/dense-FP8 --set experts=from:ORG/NVFP4 --set mtp=from:ORG/BF16`
-
-    Example: `keepmtp quantize glm-4.7 --draft-for /data/somebodys-NVFP4 --mtp bf16 --out
-    /data/GLM-4.7-draft`
-
-    Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source
-    /data/GLM-4.7`
-
-    Args:
-        out: Output folder; default out/RECIPE.
-        threads: Shards written at the same time; default one for each core.
-        keep_calibration: Keep OUT.calibration. A run that differs only in --mtp skips the pass over
-            the backbone if this folder is there under the name of its own OUT.
+    Example: `keepmtp quantize /data/FP8 --set experts=from:ORG/NVFP4 --set mtp=from:ORG/BF16`
+    Example: `keepmtp quantize glm-4.7 --draft-for /data/somebodys-NVFP4 --mtp bf16`
+    Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8`
     """
     from .. import api, pipeline
     from ..checkpoints.files import note_on_links

@@ -9,32 +9,31 @@ from typing import Annotated
 import typer
 
 from ..recipes.errors import VLLMError
-from ..recipes.frozen import frozen
-from .options import GpusOption, JsonOption, K, chosen_vllm, refuse_stray_words
+from .options import (
+    DraftOption,
+    DryRunOption,
+    GpusOption,
+    JsonOption,
+    K,
+    PathArgument,
+    VLLMWords,
+    chosen_vllm,
+    refuse_stray_words,
+)
 from .tables import tell
 
 
-@frozen
-class Listening:
-    """Where a server listens.
-
-    Attributes:
-        host: Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.
-        port: Port to listen on.
-    """
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000
-
-
 def serve(
-    context: typer.Context,
-    path: str,
-    server: Listening,
-    k: Annotated[int | None, typer.Option(*K, min=0)] = None,
-    draft: str = "",
+    path: PathArgument,
+    vllm_words: VLLMWords = None,
+    host: Annotated[str, typer.Option(help="0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    k: Annotated[
+        int | None, typer.Option(*K, min=0, help="Tokens drafted a step; 0: none.")
+    ] = None,
+    draft: DraftOption = "",
     gpus: GpusOption = None,
-    dry_run: bool = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a checkpoint with vLLM and MTP, checked before.
@@ -43,22 +42,16 @@ def serve(
     Weights that do not fit one GPU are split over as few of this machine's as hold them. The server
     stays offline. Where this vLLM has a defect with the model, it is mended; KEEPMTP_CURES=0 serves
     with vLLM as it is. Words after `--` go to `vllm serve`, such as --max-model-len, or
-    --trust-remote-code once you have read the checkpoint's Python.
+    --trust-remote-code once you have read the checkpoint's Python. Without -k, it is what was
+    measured best, else the number of MTP layers. --host 0.0.0.0 lets in everybody on the machines
+    that reach it; --dry-run prints the commands for a shell and for Docker.
 
     The process becomes vLLM's own: its log, its signals and its exit status. While requests are
     answered, vLLM logs how many drafts were accepted, by position.
 
+    \b
     Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
-
     Example: `keepmtp serve /data/GLM-4.7-NVFP4 --gpu sm100 --dry-run`
-
-    Args:
-        path: Checkpoint to serve: a folder or a Hub id.
-        k: Tokens drafted a step; 0: none. Default: what was measured best, else the number of
-            MTP layers.
-        draft: The draft's own checkpoint, where it has one: a folder or a Hub id.
-        gpus: Let vLLM's loaders judge it first, on a pretended GPU from sm80 to sm120.
-        dry_run: Check it, print the commands for a shell and for Docker, and stop.
     """
     from ..recipes.runtimes.vllm import NEWEST
     from ..validate.measure import cures as curing
@@ -66,7 +59,7 @@ def serve(
     from ..validate.measure.serve_line import refuse_our_words, refuse_pipeline, refuse_settings
     from . import serving
 
-    extra = tuple(context.args)
+    extra = tuple(vllm_words or ())
     refuse_stray_words("serve", extra)
     refuse_our_words(extra)
     # Everything that can be known is refused before the server starts: it may load for half an
@@ -112,9 +105,9 @@ def serve(
     if draft:
         extra = (*serving.draft_at(drafting, is_served=not dry_run), *extra)
     if dry_run:
-        where = {"host": server.host, "port": str(server.port)}
+        where = {"host": host, "port": str(port)}
         serving.print_commands(opened, best, extra, cures, **where, as_json=as_json)
         return
     assert vllm is not None
-    address = ("--host", server.host, "--port", str(server.port))
+    address = ("--host", host, "--port", str(port))
     serving.become_server(opened, best, replace(vllm, cures=cures), (*address, *extra))

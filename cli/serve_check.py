@@ -5,62 +5,57 @@ In: two checkpoints. Out: tables of servers, figures and gates; serve.json with 
 the same folder, and the report made anew.
 """
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..recipes.errors import RecipeError
-from ..recipes.frozen import frozen
-from .options import AtLeastOne, K, OriginalOption, ServeOptions
+from .options import (
+    DraftOption,
+    K,
+    MaxTokensOption,
+    OriginalOption,
+    PromptsOption,
+    ServeOptions,
+)
 from .tables import answer
 
 
-@frozen
-class Probing:
-    """How the probe is asked.
+def depths_of(depth: str, *, probe: bool) -> tuple[int, ...]:
+    """The depths at which the probe is asked; none without the probe.
 
-    Attributes:
-        probe: Also ask the probe: short answers in twelve scripts and in code.
-        depth: Ask it after so many tokens of other text, such as 0,1000,8000,32000: a wrong KV
-            cache shows in long contexts.
+    Raises:
+        RecipeError: no numbers, or both options.
     """
+    from .bench import numbers
 
-    probe: bool = True
-    depth: str = "0"
-
-    def depths(self) -> tuple[int, ...]:
-        """The depths; none without the probe.
-
-        Raises:
-            RecipeError: no numbers, or both options.
-        """
-        from .bench import numbers
-
-        depths = numbers("--depth", self.depth, least=0)
-        if self.probe:
-            return depths
-        if any(depths):
-            rule, cure = "must be left out with --no-probe", "Leave one of them out"
-            raise RecipeError("--depth", rule, got=self.depth, cure=cure)
-        return ()
+    depths = numbers("--depth", depth, least=0)
+    if probe:
+        return depths
+    if any(depths):
+        rule, cure = "must be left out with --no-probe", "Leave one of them out"
+        raise RecipeError("--depth", rule, got=depth, cure=cure)
+    return ()
 
 
 def serve_check(
-    context: typer.Context,
     served: ServeOptions,
     source: OriginalOption = None,
-    k: Annotated[int, typer.Option(*K, min=1)] = 1,
-    prompts: Path | None = None,
-    max_tokens: AtLeastOne = 256,
-    probing: Probing = Probing(),  # noqa: B008 - it is frozen
-    draft: str = "",
+    k: Annotated[int, typer.Option(*K, min=1, help="Serve with 1 to k drafted tokens.")] = 1,
+    prompts: PromptsOption = None,
+    max_tokens: MaxTokensOption = 256,
+    probe: Annotated[bool, typer.Option(help="Also ask the probe, in twelve scripts.")] = True,
+    depth: Annotated[str, typer.Option(help="Ask it after so many other tokens.")] = "0",
+    draft: DraftOption = "",
 ) -> None:
     """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is
     accepted.
 
     A probe in twelve scripts and in code counts what English prose does not show: broken
-    characters, broken JSON, text that repeats itself, another script.
+    characters, broken JSON, text that repeats itself, another script. With --depth, such as
+    0,1000,8000,32000, it is asked after so many tokens of other text: a wrong KV cache shows in
+    long contexts. The prompts are eight word problems, or yours: one a line, or .jsonl with
+    "prompt".
 
     The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit
     status 1 if one of them is a regression: a server of the checkpoint does not come up, acceptance
@@ -71,16 +66,10 @@ def serve_check(
     Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no
     kernel for is served as a BF16 copy of the same weights, and the report says so.
 
-    With --draft, the draft is judged, and its results are in DRAFT.report.
+    With --draft, the draft is judged, PATH is its target, and its results are in DRAFT.report.
 
+    \b
     Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
-
-    Args:
-        k: Serve with 1 to k drafted tokens a step, and without drafting.
-        prompts: Your own: one a line, or .jsonl with "prompt"; default: eight word problems.
-        max_tokens: Tokens generated a prompt, at most.
-        draft: The draft's own checkpoint, where it has one: a folder or a Hub id; PATH is its
-            target.
     """
     from ..checkpoints.source import view_of
     from ..validate.facts.binomial import refuse_without_scipy
@@ -94,11 +83,11 @@ def serve_check(
     from .session import Session, save
 
     refuse_without_scipy()  # its gate has exact limits
-    depths = probing.depths()
+    depths = depths_of(depth, probe=probe)
     asked = PROMPTS
     if prompts is not None:
         asked = tuple(item.text for item in read_prompts(prompts).items)
-    session = Session("serve-check", "serve", served, context.args, source, draft)
+    session = Session("serve-check", "serve", served, source, draft)
     # Every refusal comes before the first server: of a limit in keepmtp.json that is none, too.
     gates = session.gates
     ks = ks_up_to(k, view_of(session.opened).draft_unit)

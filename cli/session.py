@@ -53,7 +53,6 @@ class Session:
         verb: for refusals.
         station: whose result file is written.
         options: of the command line.
-        extra: words for `vllm serve`.
         source: what the checkpoint was made from; None takes its record's, `none` compares nothing.
         draft: a draft of its own; then it is what is judged, and the checkpoint is its target.
     """
@@ -61,9 +60,13 @@ class Session:
     verb: str
     station: Station
     options: ServeOptions
-    extra: list[str]
     source: str | None
     draft: str = ""
+
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Words for `vllm serve`."""
+        return tuple(self.options.vllm_words or ())
 
     @property
     def judged(self) -> str:
@@ -146,8 +149,7 @@ class Session:
             require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
         sources = (self.opened, self.target, self.original)
         refuse_no_room(sources, vllm, out=self.out, extra=self.extra)
-        extra = tuple(self.extra)
-        return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=extra)
+        return Setup(vllm=vllm, out=self.out, timeout=self.options.timeout, extra=self.extra)
 
     @contextmanager
     def watched(self) -> Iterator[Setup]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import house
 import pytest
+import typer
 from commands import ROOT
 from keepmtp.cli import main
 from keepmtp.recipes.extras import install_command
@@ -48,7 +49,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def options_of(verb: str) -> set[str]:
-    known = main._load(verb)
+    known = typer.main.get_command(main.app).get_command(None, verb)
     return {"--help", "-h"} | {
         name for option in known.params for name in (*option.opts, *option.secondary_opts)
     }

@@ -66,7 +66,7 @@ def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, mo
     folder, lines = place
     monkeypatch.chdir(folder)
     ran(next(line for line in lines if line.startswith("quantize")), cwd=folder)
-    session = Session("eval", "eval", ServeOptions(path="out/mine"), [], None)
+    session = Session("eval", "eval", ServeOptions(path="out/mine"), None)
     source = session.original
     assert source is not None and has_mtp(source)
     if source.where == "my-fine-tune":  # it has its own
@@ -75,7 +75,7 @@ def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, mo
     assert shared.keys() < source.entries.keys() == open_source(GLM).entries.keys()
     shard = "model-00001-of-00002.safetensors"
     assert (folder / source.where / shard).stat().st_nlink == 2, "no copy"
-    again = Session("eval", "eval", ServeOptions(path="out/mine"), [], None)
+    again = Session("eval", "eval", ServeOptions(path="out/mine"), None)
     assert again.original.where == source.where
 
 

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 from commands import GLM
 from data_files import table
@@ -66,13 +65,12 @@ def refusal(places, monkeypatch, capsys):
     monkeypatch.chdir(places)
 
     def run(words: str) -> str:
-        try:
-            ended = typer.main.get_command(main.app)(
-                shlex.split(words), prog_name="keepmtp", standalone_mode=False
-            )
-        except KeepMTPError as error:
-            return str(error)
-        assert ended == 2
+        monkeypatch.setattr("sys.argv", ["keepmtp", *shlex.split(words)])
+        with pytest.raises((KeepMTPError, SystemExit)) as ended:
+            main.command()
+        if isinstance(ended.value, KeepMTPError):
+            return str(ended.value)
+        assert ended.value.code == 2
         return capsys.readouterr().err.strip()
 
     return run
