@@ -109,54 +109,48 @@ def plan_for(
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     word = model_word(model)
-    if draft_for is not None and choices.get("calibration"):
-        rule, got = "reads no text", f"--calibration {choices['calibration']}"
-        raise RecipeError("--draft-for", rule, got=got, cure="Leave --calibration out")
-    if draft_for is not None and not word.is_recipe:
-        changes, choices = _of_block_alone(changes, choices)
+    if draft_for is not None:
+        changes, choices = _of_block_alone(changes, choices, is_recipe=word.is_recipe)
     if word.is_recipe:
-        _refuse_changes(word.name, changes)
+        if changes:
+            rule = "changes groups of a checkpoint"
+            cure = "Name the checkpoint as MODEL, or edit a copy of the recipe"
+            raise RecipeError("--set", rule, got=f"{word.name}, a recipe", cure=cure)
         recipe, text = _named(word.name, mtp_source, requantize=requantize, **choices)
-        where = source or recipe.source
-        # The recipe's revision belongs to the recipe's source. Another repository has a history of
-        # its own.
-        revision = "main"
-        if where == recipe.source:
-            revision = word.revision or recipe.revision
-        opened = open_source(where, revision=revision)
-        opened = _with_mtp(opened, recipe, is_named=mtp_source is not None)
-        donors = {}
-        for group, place in (recipe.donors or {}).items():
-            donors[group] = open_source(place.source, revision=place.revision)
-        opened = with_donors(opened, donors)
+        opened = _source_of(recipe, source, word.revision, is_mtp_named=mtp_source is not None)
     else:
-        _refuse_two_sources(source)
+        if source is not None:
+            rule = "must be left out where MODEL is itself a checkpoint"
+            cure = "Remove it, or name a recipe as MODEL"
+            raise RecipeError("--source", rule, got=source, cure=cure)
         recipe, text, opened = recipe_of_checkpoint(
             word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
         )
-    if draft_for is None:
-        made = plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code)
-        if made.is_draft_alone:
-            rule = "a recipe without groups of the backbone must name who drafts with its block"
-            cure = "Add --draft-for TARGET, or name the groups"
-            if RuntimeView.of(opened).strange_layers:
-                cure = f"Run `keepmtp fix {opened.where}`: its layers have names of another class"
-            raise RecipeError(recipe.name, rule, got="backbone: {}", cure=cure)
-        if changed_only:
-            made = changes_alone(made)
-        return made, text
-    target = open_source(draft_for)
-    recipe = recipe_of_draft(recipe, RuntimeView.of(target))
-    made = make_plan(recipe, opened, trust_remote_code=trust_remote_code)
-    made = replace(made, target=target)
-    _passed(examine(draft_as_written(made), source=opened), made, "the draft that would be written")
-    return made, found_text(recipe)
+    if draft_for is not None:
+        made = _plan_of_draft(recipe, opened, draft_for, trust_remote_code=trust_remote_code)
+        return made, found_text(made.recipe)
+    made = plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code)
+    if made.is_draft_alone:
+        rule = "a recipe without groups of the backbone must name who drafts with its block"
+        cure = "Add --draft-for TARGET, or name the groups"
+        if RuntimeView.of(opened).strange_layers:
+            cure = f"Run `keepmtp fix {opened.where}`: its layers have names of another class"
+        raise RecipeError(recipe.name, rule, got="backbone: {}", cure=cure)
+    if changed_only:
+        made = changes_alone(made)
+    return made, text
 
 
 def _of_block_alone(
-    changes: Sequence[str] | None, choices: dict[str, str | None]
-) -> tuple[list[str], dict[str, str | None]]:
-    """What is said of a checkpoint whose block alone is wanted, as changes of the whole."""
+    changes: Sequence[str] | None, choices: dict[str, str | None], *, is_recipe: bool
+) -> tuple[Sequence[str] | None, dict[str, str | None]]:
+    """What is said of a block that is wanted alone; of a checkpoint, as changes of the whole."""
+    if calibration := choices.get("calibration"):
+        got = f"--calibration {calibration}"
+        cure = "Leave --calibration out"
+        raise RecipeError("--draft-for", "reads no text", got=got, cure=cure)
+    if is_recipe:
+        return changes, choices
     rule = "has a word for the block alone, by --mtp"
     if changes:
         raise RecipeError("--draft-for", rule, got=f"--set {changes[0]}", cure="Leave --set out")
@@ -166,41 +160,39 @@ def _of_block_alone(
     return [f"mtp={choices.get('mtp') or 'source'}"], {**choices, "mtp": None}
 
 
-def recipe_for(
-    model: str,
-    *,
-    source: str | None = None,
-    mtp_source: str | None = None,
-    requantize: bool = False,
-    changes: Sequence[str] | None = None,
-    draft_for: str | None = None,
-    **choices: str | None,
-) -> Recipe:
-    """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
-
-    Raises:
-        RecipeError, CheckpointError: as `plan_for`.
+def _source_of(
+    recipe: Recipe, named: str | None, page: str | None, *, is_mtp_named: bool
+) -> Source:
+    """The checkpoint of a recipe, or another one that is named, with the MTP block and the groups
+    that the recipe takes from elsewhere.
     """
-    word = model_word(model)
-    if draft_for is not None:
-        made, _ = plan_for(
-            model,
-            source=source,
-            mtp_source=mtp_source,
-            requantize=requantize,
-            changes=changes,
-            draft_for=draft_for,
-            trust_remote_code=False,  # no plan of a block alone runs it
-            **choices,
-        )
-        return made.recipe
-    if word.is_recipe:
-        _refuse_changes(word.name, changes)
-        return _named(word.name, mtp_source, requantize=requantize, **choices)[0]
-    _refuse_two_sources(source)
-    return recipe_of_checkpoint(
-        word, mtp_source=mtp_source, requantize=requantize, changes=changes, **choices
-    )[0]
+    where = named or recipe.source
+    # The recipe's revision belongs to the recipe's source. Another repository has a history of its
+    # own.
+    revision = "main"
+    if where == recipe.source:
+        revision = page or recipe.revision
+    opened = open_source(where, revision=revision)
+    block = recipe.mtp_source
+    # A block of its own comes before one that the command line has not named.
+    if block is not None and (is_mtp_named or not has_mtp(opened)):
+        opened = with_mtp_of(opened, open_source(block.source, revision=block.revision))
+    donors = {}
+    for group, place in (recipe.donors or {}).items():
+        donors[group] = open_source(place.source, revision=place.revision)
+    return with_donors(opened, donors)
+
+
+def _plan_of_draft(
+    recipe: Recipe, source: Source, draft_for: str, *, trust_remote_code: bool
+) -> Plan:
+    """The plan of the MTP block alone, as a draft for a finished checkpoint."""
+    target = open_source(draft_for)
+    recipe = recipe_of_draft(recipe, RuntimeView.of(target))
+    made = make_plan(recipe, source, trust_remote_code=trust_remote_code)
+    made = replace(made, target=target)
+    _passed(examine(draft_as_written(made), source=source), made, "the draft that would be written")
+    return made
 
 
 def _named(
@@ -223,37 +215,6 @@ def _named(
         return recipe, text
     recipe = validated(recipe.model_dump() | changed, "the command line")
     return recipe, flat_text(yaml.safe_load(text) | changed)
-
-
-def _refuse_changes(name: str, changes: Sequence[str] | None) -> None:
-    if changes:
-        raise RecipeError(
-            "--set",
-            "changes groups of a checkpoint",
-            got=f"{name}, a recipe",
-            cure="Name the checkpoint as MODEL, or edit a copy of the recipe",
-        )
-
-
-def _refuse_two_sources(source: str | None) -> None:
-    if source is not None:
-        raise RecipeError(
-            "--source",
-            "must be left out where MODEL is itself a checkpoint",
-            got=source,
-            cure="Remove it, or name a recipe as MODEL",
-        )
-
-
-def _with_mtp(source: Source, recipe: Recipe, *, is_named: bool) -> Source:
-    """The source with the MTP block of the recipe's `mtp_source`; a block of its own comes before
-    one that the command line has not named.
-    """
-    if recipe.mtp_source is None or (has_mtp(source) and not is_named):
-        return source
-    return with_mtp_of(
-        source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision)
-    )
 
 
 def quantize(
