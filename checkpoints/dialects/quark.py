@@ -6,7 +6,7 @@ Easy to get wrong: an entry of `exclude` is a whole name or `re:` from the start
 nothing. What nothing excludes has the scheme of its layer.
 
 Source: vLLM 0.32.0 quantization/quark/quark.py (_get_scheme_cls_from_config), quark_moe.py
-(get_moe_method_target), quark/{utils,schemes}, utils/ocp_mx_utils.py,
+(get_moe_method_target), quark/utils.py, quark/schemes, utils/ocp_mx_utils.py,
 quantization/utils/config_utils.py. Compared with the real functions by tests/checkpoints/dialects.
 """
 
