@@ -1,7 +1,7 @@
 """README.md below its front matter: what a model card says, from report.json, keepmtp.json and
 recipe.yaml alone.
 
-In: a `CardFacts`. Out: Markdown. What was measured is said by sections.py.
+In: a `CardFacts`. Out: Markdown. The card is read in a minute: report.json has the rest.
 
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
@@ -17,18 +17,17 @@ from ...checkpoints.record import Record
 from ...recipes.errors import size_in_words
 from ...recipes.frozen import Json, Raw, frozen
 from ...recipes.schemes import SCHEMES
-from ..facts.dry_load import GPU_NAMES, versions_in_short
-from ..facts.evaluated import EvaluationFact
+from ..facts.dry_load import versions_in_short
+from ..facts.evaluated import NO_CALL, EvaluationFact
 from ..facts.schema import FullReport
 from ..measure.serve_line import docker_words, separate_draft, serve_words
-from . import sections
+from . import tables
 from .base_model import BaseModel
 from .best_k import best_k_of_report
 from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
-from .numbers import counted, nats, percent
+from .numbers import counted, percent
 from .provenance import ModuleGroup
-from .tables import wanted_filter
 
 if TYPE_CHECKING:
     from .charts import Chart  # it imports matplotlib
@@ -126,51 +125,22 @@ def page(facts: CardFacts) -> str:
 
 def _blocks(facts: CardFacts) -> Iterator[Block]:
     report = facts.report
-    pictures = {}
-    for what, chart in facts.plots.items():
-        pictures[what] = picture(chart.alt, f"{what}.png")
     yield title(facts.name, 1)
     yield from _verdict(report)
     yield from _summary(facts)
-    yield from sections.gates(report)
+    yield from _results(facts)
+    yield from _gates(report)
     yield from _serve(facts)
-    yield title("Intended use")
-    what = "quantization"
-    if report.target:
-        what = "draft"
-    yield (
-        "Inference with vLLM, for what the base model is made for. Its card says what that is, and "
-        f"its limits, risks and license hold here too. This {what} was judged on the "
-        "questions and texts named below, and on nothing else."
-    )
-    yield from _hardware(facts)
-    yield from sections.dry(report)
-    yield from sections.tasks(report)
-    yield from sections.closeness(report)
-    if report.bench and counts_bench(report.bench):
-        yield from sections.bench(report.bench, pictures)
-    elif not report.target:
-        yield title("Speed with and without MTP")
-        yield (
-            "Not measured in a way that promises a speed: that needs a GPU, and `keepmtp bench` of "
-            "these very bytes."
-        )
-    yield from sections.accepted(report, pictures)
-    yield title("What is different: quantized, kept, and why")
-    rows = []
-    for group in facts.groups:
-        stored = codes(group.schemes + group.plain)
-        rows.append((group.part, group.modules, stored, group.why or "not in the recipe's hands"))
-    yield Table(columns=("part", "modules", "stored as", "why"), rows=rows)
-    yield from sections.sizes(report)
-    yield from sections.calibration(report)
+    yield title("What is in it")
+    yield _about(facts)
+    yield from _modules(facts)
     yield title("Limitations")
     yield [*_limitations(facts)]
     yield from _made_with(facts)
 
 
 def _verdict(report: FullReport) -> Iterator[Block]:
-    """On top of a card that is not green."""
+    """The sentence that a reader came for."""
     judged = report.judgement
     if not report.verdict.ok or (judged and judged.verdict == "regression"):
         kind = "CAUTION"
@@ -179,6 +149,7 @@ def _verdict(report: FullReport) -> Iterator[Block]:
         kind = "WARNING"
         says = "Not measured: too little is known of this checkpoint to pass or fail it."
     else:
+        yield Md(f"**{inline(report.verdict.label)}.** {inline(report.verdict.says)}")
         return
     yield Md(f"> [!{kind}]\n> **{says}** {inline(report.verdict.says)}")
 
@@ -209,6 +180,41 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
         )
     yield says
     yield f"Recipe {code(record.recipe.name)}: {record.recipe.summary}"
+
+
+def _results(facts: CardFacts) -> Iterator[Block]:
+    """Source, checkpoint, and checkpoint with MTP off, a row for each figure."""
+    report = facts.report
+    yield title("Results")
+    found = tables.results(report)
+    if found.rows:
+        yield found
+        yield (
+            "±: one standard error, of speed half of what repetitions spread. Length: tokens a "
+            "step of the target. Acceptance depends on what is asked: compare within a row."
+        )
+    for what, chart in facts.plots.items():
+        yield picture(chart.alt, f"{what}.png")
+    if report.bench and counts_bench(report.bench):
+        yield [*tables.speed_notes(report.bench)]
+
+
+def _gates(report: FullReport) -> Iterator[Block]:
+    """The verdict of each gate, and why."""
+    judged = report.judgement
+    if judged is None:
+        yield title("Gates")
+        yield "Not judged."
+        return
+    yield title(f"Gates: {judged.title}")
+    rows = [(reason.gate, reason.title, reason.says) for reason in judged.reasons]
+    yield Table(columns=("gate", "verdict", "reason"), rows=rows)
+
+
+def _about(facts: CardFacts) -> Table:
+    """What it was made from, and what it needs."""
+    report = facts.report
+    record = facts.record
     base = facts.base_model
     based_on = inline(base.says)
     if base.name:
@@ -218,9 +224,17 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     tensors = counted(report.facts.num_mtp_tensors, "tensor")
     rows = [
         ("Base model", Md(based_on)),
-        ("Source", f"{code(source)}, revision {code(record.source.revision)}"),
-        *sections.target(report),
-        ("Format", f"{code(report.facts.dialect)}: {schemes or 'unquantized'}"),
+        ("Source", f"{code(record.source.name)}, revision {code(record.source.revision)}"),
+    ]
+    if target := report.target:
+        says = f"{code(target.path)}, revision {code(target.revision)}"
+        rows.append(("Target", f"{says}; SHA-256 over its files {code(target.sha256)}"))
+    runs_on = [
+        f"{code(name)} on {SCHEMES[name].hardware}" for name in facts.schemes() if name in SCHEMES
+    ]
+    rows += [
+        ("Format", f"{code(report.facts.dialect)}: {codes(facts.schemes()) or 'unquantized'}"),
+        ("Runs on", "; ".join(runs_on) or "wherever vLLM serves BF16"),
         ("MTP block", f"{layers}, {tensors}: {codes(facts.schemes('mtp')) or 'unquantized'}"),
     ]
     cache = record.recipe.whole.get("kv_cache")
@@ -229,6 +243,7 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
         rows.append(("KV cache", f"{code(cache)} {how}overrules it"))
     after = size_in_words(record.bytes.after)
     rows.append(("Size", f"{size_in_words(record.bytes.before)} before, {after} now"))
+    rows.append(("Calibration", _calibrated(report)))
     devices = codes(dict.fromkeys(_devices(report)))
     where = f", on {devices}" if devices else ""
     rows.append(("Measured by", f"the publisher{where}; nobody else has verified it"))
@@ -243,7 +258,40 @@ def _summary(facts: CardFacts) -> Iterator[Block]:
     license_id = facts.metadata.license_name or facts.metadata.license
     unstated = "not stated here; that of the base model applies"
     rows.append(("License", license_id or unstated))
-    yield Table(columns=("", ""), rows=rows)
+    return Table(columns=("", ""), rows=rows)
+
+
+def _calibrated(report: FullReport) -> str:
+    """By what, and on which texts."""
+    fact = report.calibration
+    if fact is None:
+        return report.absent["calibration"]
+    texts = []
+    for one in (fact.data, *fact.data.also):
+        share = f"{percent(one.share)} of " if one in fact.data.also else ""
+        subset = f", {one.subset}" if one.subset else ""
+        texts.append(f"{share}{code(one.dataset)}{subset}, {one.dataset_revision}")
+    return (
+        f"{fact.algorithm} on {fact.data.tokens:,} tokens in sequences of "
+        f"{fact.sequence_length:,}: {'; '.join(texts)}"
+    )
+
+
+def _modules(facts: CardFacts) -> Iterator[Block]:
+    """What each group is stored as, why, and its bytes."""
+    sizes = {(size.part, size.group): size for size in facts.report.sizes}
+    rows = []
+    for group in facts.groups:
+        stored = codes(group.schemes + group.plain)
+        before = now = "-"
+        size = sizes.get((group.part, group.modules))
+        if size:
+            now = size_in_words(size.num_bytes)
+            if size.num_bytes_before is not None:
+                before = size_in_words(size.num_bytes_before)
+        why = group.why or "not in the recipe's hands"
+        rows.append((group.part, group.modules, stored, before, now, why))
+    yield Table(columns=("part", "modules", "stored as", ">before", ">now", "why"), rows=rows)
 
 
 def _wanted(facts: CardFacts) -> Iterator[tuple[str, str]]:
@@ -251,24 +299,12 @@ def _wanted(facts: CardFacts) -> Iterator[tuple[str, str]]:
     yield "Parsers", facts.parsers
     yield "Sampling", facts.sampling
     tried = []
-    scores = []
     if evaluation := facts.report.evaluation:
-        wanted = wanted_filter(facts.report)
-        for task in evaluation.by_task:
-            name = task.judged_filter(wanted)
-            said = f"{task.protocol.title} {percent(task.checkpoint.score(name).value)}"
-            if task.source:
-                said += f" (source {percent(task.source.score(name).value)})"
-            scores.append(said)
         most = max(task.protocol.max_tokens for task in evaluation.by_task)
         tried.append(f"answers of at most {most:,} tokens")
-    divergence = ""
     if closeness := facts.report.closeness:
         tried.append(f"texts of at most {closeness.window:,} tokens")
-        divergence = f"{nats(closeness.divergence)} a token from the source, as served"
     yield "Context tried", "; ".join(tried)
-    yield "Scores", "; ".join(scores)
-    yield "Divergence", divergence
 
 
 def _parts(report: FullReport) -> list[Any]:
@@ -344,20 +380,17 @@ print(answer.choices[0].text)
 """
 
 
-def _hardware(facts: CardFacts) -> Iterator[Block]:
-    """Where the schemes run."""
-    yield title("Hardware")
-    known = [name for name in facts.schemes() if name in SCHEMES]
-    rows = [(code(name), SCHEMES[name].hardware) for name in known]
-    rows = rows or [("unquantized", "wherever vLLM serves BF16")]
-    yield Table(columns=("scheme", "runs on"), rows=rows)
-    yield "; ".join([f"{gpu} is {name}" for gpu, name in GPU_NAMES.items()]) + "."
-
-
 def _limitations(facts: CardFacts) -> Iterator[str]:
     """What a reader must not take for granted, a sentence or two each."""
     report = facts.report
     record = facts.record
+    what = "quantization"
+    if report.target:
+        what = "draft"
+    yield (
+        f"This {what} was judged on the questions and texts named above, and on nothing else. What "
+        "the base model is made for, its limits, risks and license hold here too."
+    )
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} has no verdict: not measured, or in too few samples."
@@ -366,7 +399,15 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
         if device.startswith("CPU"):
             yield f"No GPU was used ({device}), so nothing here says how fast it is."
             break
-    yield from _of_tasks(report.evaluation)
+    if not report.target:
+        yield from _of_tasks(report.evaluation)
+        if not (report.bench and counts_bench(report.bench)):
+            yield (
+                "Speed was not measured in a way that promises one: that needs a GPU, and `keepmtp "
+                "bench` of these very bytes."
+            )
+    if report.calibration and report.calibration.unmeasured:
+        yield f"No acceptance by calibration: {report.calibration.unmeasured}"
     if report.dry:
         yield "A dry load tells that every tensor finds its place, not that a kernel is right."
     for finding in report.findings:
@@ -390,8 +431,11 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
     for group, donor in (record.donors or {}).items():
         name = f"{code(donor.name)}, revision {code(donor.revision)}"
         yield f"{code(group)} is not of {source}, but of {name}, with a license of its own."
+    not_asked = {"calibration"}  # which the table says
+    if report.target:
+        not_asked.add("evaluation")
     for part, says in report.absent.items():
-        if part in ("serve", "identity"):  # the others are said in their sections
+        if part not in not_asked:
             yield says
     if not versions_in_short(report.dry):
         yield f"This checkpoint was tried with no other vLLM than {report.vllm}."
@@ -415,6 +459,10 @@ def _of_other_bytes(report: FullReport) -> Iterator[str]:
 def _of_tasks(evaluation: EvaluationFact | None) -> Iterator[str]:
     if evaluation is None:
         return
+    if not evaluation.source:
+        yield "The source was not evaluated, so there is no difference to show."
+    if any(task.num_calls == 0 for task in evaluation.by_task):
+        yield NO_CALL
     if evaluation.plain is None:
         yield (
             "The checkpoint was not asked with MTP off, so whether drafting changes its answers is "

@@ -5,20 +5,19 @@ In: facts. Out: a `Table` of words, and sentences.
 Easy to get wrong: a k whose server failed has no figure and says so.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import get_args
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
 from ...recipes.errors import size_in_words
-from ..facts.benched import Benched, BenchFact, words_of
+from ..facts.benched import BenchCell, Benched, BenchFact, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
-from ..facts.dry_load import DryLoad, places
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, ScoreFact, TaskFact
 from ..facts.probed import InAnswer
 from ..facts.schema import FullReport
-from ..facts.served import MENDED, Drafts, ServeCheck, ServedModel, how_served
+from ..facts.served import Drafts, ServeCheck, how_served
+from .drafted import counts_bench
 from .markdown import Table
 from .numbers import figure, percent, quoted, signed
 from .settle import Recovery, mean_recovery, recovery
@@ -274,43 +273,79 @@ def probed(serve: ServeCheck) -> Table:
     )
 
 
-def accepted(report: FullReport) -> Table:
-    """Draft counters: of the first task, of serve-check's prompts, and of bench under the smallest
-    load.
+def results(report: FullReport) -> Table:
+    """A row for each figure, of source, checkpoint, and checkpoint with MTP off: scores, acceptance
+    by k, divergence, and speed where it is the checkpoint's.
     """
     rows = []
+    wanted = wanted_filter(report)
+    for task in report.evaluation.by_task if report.evaluation else ():
+        name = task.judged_filter(wanted)
+        cells = []
+        for one in (task.source, task.checkpoint, task.plain):
+            cells.append(score(one.score(name)) if one else "-")
+        asked = f"{task.checkpoint.num_questions:,} questions"
+        rows.append((f"{task.protocol.title}, {name}, {asked}", *cells))
+    for asked, k, source, checkpoint in _drafts_by_k(report):
+        rows.append((f"accepted, k={k}, {asked}", _in_short(source), _in_short(checkpoint), "-"))
+    if report.closeness:
+        fact = report.closeness
+        says = f"divergence from the source, {fact.tokens:,} tokens"
+        rows.append((says, "-", _divergence(fact), "-"))
+    if report.bench and counts_bench(report.bench):
+        bench = report.bench
+        for load in bench.checkpoint.loads:
+            cells = [_speed(bench.source, load), _speed(bench.checkpoint, load)]
+            cells.append(_speed(bench.checkpoint, load, k=0))
+            rows.append((f"tokens a second, {words_of(load)}", *cells))
+    return Table(columns=("", ">source", ">checkpoint", ">checkpoint, MTP off"), rows=rows)
 
-    def add(asked: str, model: ServedModel, k: int, counted: Drafts) -> None:
-        if counted.draft_tokens:
-            share = f"{counted.accepted_tokens:,} of {counted.draft_tokens:,}"
-            served = f"{model.title}, {served_as(model)}"
-            rows.append((asked, served, f"{k}", share, *_accepted(counted)))
 
+def _drafts_by_k(report: FullReport) -> Iterator[tuple[str, int, Drafts | None, Drafts]]:
+    """What was asked, k, and the counters of source and checkpoint: of the first task and of
+    serve-check's prompts.
+    """
     if report.evaluation:
-        protocol = report.evaluation.protocol
-        for model in report.evaluation.evaluated:
-            add(f"{protocol.title}, {model.num_questions:,} questions", model, protocol.k, model)
+        title = report.evaluation.protocol.title
+        yield (
+            title,
+            report.evaluation.protocol.k,
+            report.evaluation.source,
+            report.evaluation.checkpoint,
+        )
     if report.serve:
-        asked = f"serve-check, {len(report.serve.prompts):,} prompts"
-        for model in report.serve.served:
-            for run in model.drafting:
-                add(asked, model, run.k, run)
-    if report.bench:
-        for model in report.bench.benched:
-            for cell in model.cells:
-                if cell.load == min(model.loads):  # under others acceptance is nearly the same
-                    add(f"bench, {words_of(cell.load)}", model, cell.k, cell.drafts)
-    return Table(columns=("asked", "model, served", ">k", ">tokens", *_ACCEPTED), rows=rows)
+        asked = f"serve-check's {len(report.serve.prompts):,} prompts"
+        before = {}
+        if report.serve.source:
+            before = {run.k: run for run in report.serve.source.drafting}
+        for run in report.serve.checkpoint.drafting:
+            yield asked, run.k, before.get(run.k), run
 
 
-def served_as(model: ServedModel) -> str:
-    """How a model was served, in a cell of a table."""
-    how: str = model.as_served
-    if how == "native":
-        how = "as it is"
-    if MENDED in model.reason:
-        how += ", vLLM mended"
-    return how
+def _in_short(counted: Drafts | None) -> str:
+    """`79.33 % of 120,000, length 3.38`."""
+    if counted is None or not counted.draft_tokens:
+        return "-"
+    length = figure(counted.mean_accepted_length)
+    return f"{percent(counted.acceptance)} of {counted.draft_tokens:,}, length {length}"
+
+
+def _speed(benched: Benched | None, load: tuple[int, int], k: int | None = None) -> str:
+    """`193.0 ± 3.9, k=3`, of the k that is recommended where none is given."""
+    for row in benched.recommended if benched and k is None else ():
+        if row.load == load:
+            k = row.k
+    for cell in benched.cells if benched else ():
+        if (cell.load, cell.k) == (load, k) and cell.tokens_per_second:
+            return f"{_rate(cell)}, k={k}"
+    return "-"
+
+
+def _rate(cell: BenchCell) -> str:
+    """Tokens a second, ± half of what repetitions spread."""
+    if not (cell.tokens_per_second and cell.fastest and cell.slowest):
+        return "failed"
+    return f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
 
 
 def cells(benched: Benched) -> Table:
@@ -320,14 +355,13 @@ def cells(benched: Benched) -> Table:
     best = {row.load: row.k for row in benched.recommended}
     rows = []
     for cell in benched.cells:
-        figures = ("failed", *("-",) * 5)
-        if cell.tokens_per_second and cell.fastest and cell.slowest:
-            rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
+        figures = (_rate(cell), *("-",) * 5)
+        if cell.tokens_per_second:
             times = f"{cell.first_token_ms:,.1f}", f"{cell.per_token_ms:,.1f}"
             over = "-"
             if cell.k:
                 over = figure(benched.speed_up(cell))
-            figures = (rate, over, *times, *_accepted(cell.drafts)[1:])
+            figures = (_rate(cell), over, *times, *_accepted(cell.drafts)[1:])
         name = f"{cell.k}"
         if cell.k == best[cell.load]:
             name = f"best {cell.k}"
@@ -357,24 +391,6 @@ def speed_notes(bench: BenchFact) -> Iterator[str]:
                     f"{model.role}, k={cell.k}, {words_of(cell.load)}: no figure. "
                     f"{cell.error.rstrip('.')}."
                 )
-
-
-def kernels(loads: Iterable[DryLoad]) -> Table:
-    """A row for each kind of layer: its quant method, and each kernel with the GPUs and TP sizes
-    that take it, and what is not sure of it.
-    """
-    kinds: dict[tuple[str, str], dict[str, list[DryLoad]]] = defaultdict(dict)
-    for load in loads:
-        for use in (*load.target.kernels, *load.draft.kernels):
-            kernel = use.kernel or "none"
-            if use.outcome != "ok":
-                kernel += f" ({use.outcome})"
-            kinds[use.layer, use.method].setdefault(kernel, []).append(load)
-    rows = []
-    for kind, kernels in kinds.items():
-        taken = [f"{kernel} on {places(where)}" for kernel, where in kernels.items()]
-        rows.append((*kind, "; ".join(taken)))
-    return Table(columns=("layers", "quant method", "kernel"), rows=rows)
 
 
 # --- closeness ------------------------------------------------------------------------------------
