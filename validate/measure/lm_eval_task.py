@@ -235,6 +235,7 @@ def _tasks(protocol: Evaluation) -> dict[str, Task]:
     row = TASKS[protocol.task]
     home, _, name = row.file.rpartition("/")
     changed: Json = {"dataset_kwargs": {"revision": protocol.dataset_revision}}
+    splits: Json = {}
     if protocol.dataset is not None:
         splits = _splits(protocol)
         changed = {"custom_dataset": lambda **_: splits}
@@ -268,6 +269,11 @@ def _tasks(protocol: Evaluation) -> dict[str, Task]:
         docs = task.eval_docs
         task.dataset = dict.fromkeys(task.dataset, docs)
         task.set_config("process_docs", None)
+    num = sum([len(task.eval_docs) for task in tasks.values()])
+    if splits and len(tasks) > 1 and num < len(splits["test"]):
+        got = f"{num:,} of {len(splits['test']):,} rows"
+        rule = f"each row must be of a part of {protocol.task}"
+        raise RecipeError(str(protocol.dataset), rule, got=got, cure="Mend the rows")
     return tasks
 
 
