@@ -92,7 +92,7 @@ def test_importing_it_loads_nothing():
     )
 
 
-@pytest.mark.parametrize("file", ["options", "quantize", "check", "report"])
+@pytest.mark.parametrize("file", ["options", "quantize", "check", "card"])
 def test_the_command_line_is_built_on_it(file):
     called = re.findall(r"\bapi\.(\w+)\(", (ROOT / "cli" / f"{file}.py").read_text())
     assert called and set(called) <= set(api.__all__)

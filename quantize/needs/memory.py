@@ -112,9 +112,8 @@ def stations(plan: Plan) -> list[StationMemory]:
     calibrated = _calibrated(layer, calibration.algorithm) + scores + inputs
     if any(tensor.role == "linear_attention" for tensor in plan.tensors):
         calibrated += _LINEAR * tokens * channels(plan)
-    read = plan.num_bytes_read(layer)
     found = [
-        station(f"decoder layer {index}", calibrated, read + states),
+        station(f"decoder layer {index}", calibrated, plan.num_bytes_read(layer) + states),
         station("head", head + logits, 0),
     ]
     if plan.view.family.draft is not None and plan.view.num_mtp_layers:
