@@ -68,7 +68,8 @@ def citations(files: Collection[str]) -> dict[str, list[str]]:
     for file in files:
         by_name[file.rpartition("/")[2]].append(file)
     for name in names:
-        if name.startswith(("tests/", "benchmarks/")):
+        # The files that SGLang's folder cites are SGLang's.
+        if name.startswith(("tests/", "benchmarks/", "checkpoints/sglang/")):
             continue
         folder = ""
         for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
