@@ -61,12 +61,8 @@ def refuse_no_room(
     remove_left("keepmtp-", out)
     split = split_of(extra)
     for source in filter(None, sources):
-        refused = split.size > 1 and why_not(*_cut(source), split)
-        if refused:
-            rule = f"vLLM must be able to split it at TP {split.size}"
-            got = f"{refused.where}: {refused.says}"
-            cure = f"Serve it otherwise: it {in_words(*_cut(source))}"
-            raise VLLMError(source.where, rule, got=got, cure=cure)
+        if split.size > 1:
+            _refuse_split(source, split)
         if why_no_kernel(source, vllm):
             refuse_full_disk(source, out)
         refuse_full_gpus(source, vllm, extra)
@@ -126,6 +122,16 @@ def loading_sizes(source: Source) -> tuple[int, ...]:
     that cut its heads.
     """
     return sizes_of(*_cut(source))
+
+
+def _refuse_split(source: Source, split: Split) -> None:
+    config, cuts = _cut(source)
+    refused = why_not(config, cuts, split)
+    if refused:
+        rule = f"vLLM must be able to split it at TP {split.size}"
+        got = f"{refused.where}: {refused.says}"
+        cure = f"Serve it otherwise: it {in_words(config, cuts)}"
+        raise VLLMError(source.where, rule, got=got, cure=cure)
 
 
 def _cut(source: Source) -> tuple[Raw, Cuts]:

@@ -242,11 +242,13 @@ def _about(facts: CardFacts) -> Table:
         how = "with calibrated scales, which vLLM takes by itself; `--kv-cache-dtype bfloat16` "
         rows.append(("KV cache", f"{code(cache)} {how}overrules it"))
     after = size_in_words(record.bytes.after)
-    rows.append(("Size", f"{size_in_words(record.bytes.before)} before, {after} now"))
-    rows.append(("Calibration", _calibrated(report)))
     devices = codes(dict.fromkeys(_devices(report)))
     where = f", on {devices}" if devices else ""
-    rows.append(("Measured by", f"the publisher{where}; nobody else has verified it"))
+    rows += [
+        ("Size", f"{size_in_words(record.bytes.before)} before, {after} now"),
+        ("Calibration", _calibrated(report)),
+        ("Measured by", f"the publisher{where}; nobody else has verified it"),
+    ]
     if not report.target:
         gpus = [f"{number} x {name} ({memory} GB)" for number, name, memory in facts.gpus]
         fewest = ", ".join(gpus) or "more than 8 of any that keepmtp knows"

@@ -305,14 +305,8 @@ def _drafts_by_k(report: FullReport) -> Iterator[tuple[str, int, Drafts | None, 
     """What was asked, k, and the counters of source and checkpoint: of the first task and of
     serve-check's prompts.
     """
-    if report.evaluation:
-        title = report.evaluation.protocol.title
-        yield (
-            title,
-            report.evaluation.protocol.k,
-            report.evaluation.source,
-            report.evaluation.checkpoint,
-        )
+    if first := report.evaluation:
+        yield first.protocol.title, first.protocol.k, first.source, first.checkpoint
     if report.serve:
         asked = f"serve-check's {len(report.serve.prompts):,} prompts"
         before = {}
@@ -335,9 +329,8 @@ def _speed(benched: Benched | None, load: tuple[int, int], k: int | None = None)
     for row in benched.recommended if benched and k is None else ():
         if row.load == load:
             k = row.k
-    for cell in benched.cells if benched else ():
-        if (cell.load, cell.k) == (load, k) and cell.tokens_per_second:
-            return f"{_rate(cell)}, k={k}"
+    if benched and k is not None and (cell := benched.cell(k, load)):
+        return f"{_rate(cell)}, k={k}"
     return "-"
 
 
