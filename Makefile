@@ -17,7 +17,7 @@
 #   make fuzz       an hour of hostile files and names for every verb; FUZZ_SECONDS=60 for a minute
 #   make lint       ruff, its format, pyright; make dist: sdist and wheel in dist/, checked
 #   make benchmark  every script of docs/benchmarks.md; SMALL=1: in minutes, without a target for speed
-#   make gpu        this machine's GPU: its bits, its rates, checkpoints served on it (docs/gpu.md); ONLY="casts rates"
+#   make gpu        this machine's GPU: its bits, its rates, checkpoints served on it (docs/tables/gpu.md); ONLY="casts rates"
 #   make docs       the pages that are written; PAGE=readme (with docs/check.svg), sglang_table, support, heads, matrix, quality
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against (make vllm).

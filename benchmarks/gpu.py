@@ -1,7 +1,7 @@
 """`make gpu`: what keepmtp computes on this machine's GPU, how fast, and how vLLM serves it there.
 
 In: a GPU, and with it the environments of this checkout. Out: rows, printed and put into the table
-of docs/gpu.md as they come, so that a run that is cut loses one part. Exit status 1 if a row is not
+of docs/tables/gpu.md as they come, so that a run that is cut loses one part. Exit status 1 if a row is not
 as expected, 2 if there is no GPU. With --small a CPU runs the same program in minutes, and writes
 nothing.
 
@@ -33,7 +33,7 @@ from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.serve_check import Check, serve
 from keepmtp.validate.measure.texts import PROMPTS
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "tables" / "gpu.md"
 BEGIN, END = "<!-- begin: written by make gpu -->\n", "<!-- end -->\n"
 _KEY = 2  # columns that name a row, with the last one
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,7 +3,7 @@
     make docs PAGE=kernels
 
 In: the newest vLLM that keepmtp knows, fetched once. Out: recipes/runtimes/kernels.json, which plan
-and card read, and the table of docs/dryload.md.
+and card read, and the table of docs/tables/kernels.md.
 
 Easy to get wrong: the GPUs are pretended. The log of a real server names its kernels, which `make
 gpu` compares with these.
@@ -28,7 +28,7 @@ from keepmtp.validate.facts.dry_load import GPUS, ROLES
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 
 DATA = FILE.with_name("kernels.json")
-PAGE = Path(__file__).parent.parent / "docs" / "dryload.md"
+PAGE = Path(__file__).parent.parent / "docs" / "tables" / "kernels.md"
 BEGIN, END = "<!-- table of make docs PAGE=kernels -->\n", "<!-- end of table -->\n"
 MODEL = "glm-4.7"  # it has linears and routed experts
 DENSE = "mimo-7b"  # for what modelopt has for linears alone

@@ -1,11 +1,11 @@
 """What ten variants of tiny-docs keep, and a peer's own run, judged on the same held-out text:
-docs/quality.md.
+docs/tables/quality.md.
 
     python benchmarks/quality.py                    runs every row, then writes the page
     python benchmarks/quality.py --only nvfp4,fp8   these rows alone; the page keeps the others
 
-In: `ROWS`, each a shipped variant with some keys changed. Out: the table of docs/quality.md, and
-its figures in docs/quality.json. Each row is a recipe file, a run on one core, and a finished
+In: `ROWS`, each a shipped variant with some keys changed. Out: the table of docs/tables/quality.md, and
+its figures in docs/tables/quality.json. Each row is a recipe file, a run on one core, and a finished
 checkpoint, which `judge.py` reads.
 
 A sequence is the sample. Every interval is the jackknife's over the held-out sequences at 95 %,
@@ -40,7 +40,7 @@ from scipy import stats
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "tables"
 MODEL = "tiny-docs"
 RELEASE = ROOT / "models" / MODEL
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")

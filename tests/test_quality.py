@@ -1,4 +1,4 @@
-"""The judge agrees with a run's own record and sees what is broken; docs/quality.md says what its
+"""The judge agrees with a run's own record and sees what is broken; docs/tables/quality.md says what its
 figures say.
 """
 
@@ -110,13 +110,13 @@ def test_the_page_has_the_rows_and_says_what_the_figures_say():
     """Another row, or another figure, is another run of `make docs PAGE=quality`. Every row is a recipe and
     has its base.
     """
-    figures = json_of(ROOT / "docs" / "quality.json")
+    figures = json_of(ROOT / "docs" / "tables" / "quality.json")
     assert [*figures["rows"]] == ["release", *ROWS]
     for key, row in ROWS.items():
         recipe = Recipe.model_validate(yaml.safe_load(recipe_text(key, row)))
         assert recipe.variant == key and (recipe.calibration or not row.is_peers)
         assert row.base in ("", *ROWS)
-    page = (ROOT / "docs" / "quality.md").read_text()
+    page = (ROOT / "docs" / "tables" / "quality.md").read_text()
     assert written(figures) == page[page.index(BEGIN) : page.index(END) + len(END)]
 
 

@@ -51,7 +51,7 @@ def test_the_figures_are_those_of_their_pages():
     text = README.read_text()
     page, quality, sglang = (
         (ROOT / "docs" / f"{name}.md").read_text()
-        for name in ("benchmarks", "quality", "tables/sglang")
+        for name in ("benchmarks", "tables/quality", "tables/sglang")
     )
     rows = re.findall(r"^\|[^|]*\|([^|]*)\|[^|]*\|$", text.partition("## Figures")[2], re.MULTILINE)
     figures = re.findall(r"\d+(?:\.\d+)?", " ".join(rows))

@@ -5,7 +5,7 @@ bytes, on the device that calibrates and on the host. And how much of this machi
 
 It is a bound of a few terms: a factor of the weights, by the algorithm; the scores of one sequence,
 since eager attention holds those of all heads in BF16 and twice in F32; and so many bytes a token
-and channel. What an H100 took of two layers of true width (docs/gpu.md) is below it.
+and channel. What an H100 took of two layers of true width (docs/tables/gpu.md) is below it.
 
 A container has a limit of its own, which /proc/meminfo does not know; the smaller number counts.
 

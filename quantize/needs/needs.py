@@ -21,7 +21,7 @@ from .room import calibration_bytes, output_bytes
 # What is counted may be so many times what is needed.
 SURE = 1.3
 # Seconds that a layer took, calibrated by minima and maxima on one H100 with so many tokens
-# (docs/gpu.md).
+# (docs/tables/gpu.md).
 LAYER_SECONDS = {"glm-4.5-air": 13.7, "deepseek-v3.1": 38.0}
 _LAYER_TOKENS = 256 * 2048
 

@@ -36,7 +36,7 @@ def air(tmp_path_factory) -> Plan:
 
 def test_hours_are_those_of_the_page(air):
     """Measured, or not said: of another model, another GPU or another algorithm nothing is."""
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "tables" / "gpu.md").read_text()
     for model, seconds in LAYER_SECONDS.items():
         assert f"| {model} | one layer, 256 x 2048 tokens, batches of 8 | {seconds:.1f} s" in page
     said = time_of(air, machine_of("H100"))

@@ -1,4 +1,4 @@
-"""Each failure of docs/failures.md that a checkpoint can have: who cures it; that the command which
+"""Each failure of docs/tables/failures.md that a checkpoint can have: who cures it; that the command which
 `keepmtp check` prints for it works as it is pasted; and that the check is green afterwards.
 
 In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for
@@ -310,7 +310,7 @@ ROWS = {
 
 @pytest.mark.parametrize("cure", ROWS)
 def test_the_page_lists_what_has_which_cure(cure):
-    page, cases = (ROOT / "docs" / "failures.md").read_text(), ROWS[cure]
+    page, cases = (ROOT / "docs" / "tables" / "failures.md").read_text(), ROWS[cure]
     row = next(line for line in page.splitlines() if line.startswith(f"| {cure} |"))
     listed, count = row.split("|")[2:4]
     found = {re.match(r"(F|E|Fp|G|H|M|R)(\d+)(?= )", case.name) for case in cases} - {None}

@@ -28,7 +28,7 @@ class Case:
     Attributes:
         base: the good one's name, or what makes it.
         found: for each finding the rule, the severity, and parts of other fields.
-        is_met: people had it; the name starts with its number in docs/failures.md.
+        is_met: people had it; the name starts with its number in docs/tables/failures.md.
         among: there may be further findings.
     """
 

@@ -1,7 +1,7 @@
 """Rules on the files around the weights: config.json, its quantization config, code.
 
 In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in
-docs/failures.md.
+docs/tables/failures.md.
 
 Easy to get wrong: of two quantization configs vLLM reads one, and which one hangs on their keys.
 """

@@ -1,7 +1,7 @@
 """Rules on how weights are stored: the form on disk must be the form that vLLM builds.
 
 In: a `StoredView`, or the `RuntimeView` of a checkpoint with a family. Out: objections. Each rule
-names its sources by their numbers in docs/failures.md.
+names its sources by their numbers in docs/tables/failures.md.
 
 Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so vLLM
 raises on a plain weight in its place. An FP8 weight has the name `weight`, as a plain one has. So

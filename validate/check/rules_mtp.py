@@ -2,7 +2,7 @@
 finds it.
 
 In: a `RuntimeView`, and that of the release where it is given. Out: objections. Each rule names its
-sources by their numbers in docs/failures.md.
+sources by their numbers in docs/tables/failures.md.
 
 Easy to get wrong: what a block needs. There is no list of modules for each family here. A rule
 compares an MTP layer with the decoder layers of the same checkpoint: its mixer and its feed-forward
