@@ -249,7 +249,7 @@ def _more_layers(faulty: Faulty) -> None:
         if wrong.isdisjoint(_patterns(dialect, module)):
             continue
         for pattern, layer in {"": dialect.usual, **dialect.layers}.items():
-            if would_fit(dialect._replace(layers={}, usual=layer), module):
+            if would_fit(replace(dialect, layers={}, usual=layer), module):
                 if pattern:
                     named |= dict.fromkeys(_parts(module), now[written[pattern]])
                 break

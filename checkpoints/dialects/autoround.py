@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...recipes.family import VLLMName
-from ...recipes.frozen import without_none
+from ...recipes.frozen import frozen, without_none
 from ...recipes.renamer import Renamer
-from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import AutoRoundException, AutoRoundGiven, Raw, read_given
 from .gptq import awq_built, gptq_built
 from .matching import MXFP4, lacks, plain, raises, registers
@@ -47,7 +47,8 @@ class _Choice(NamedTuple):
     entry: str = ""
 
 
-class AutoRound(NamedTuple):
+@frozen
+class AutoRound(Dialect):
     """`quant_method: auto-round`.
 
     Attributes:
@@ -62,8 +63,6 @@ class AutoRound(NamedTuple):
     packing: str
     blocks: tuple[str, ...]
     extra: Mapping[str, AutoRoundException]
-    rename: Renamer
-    entries: tuple[ConfigEntry, ...]
     error: str
     name: str = "auto-round"
 
@@ -74,10 +73,6 @@ class AutoRound(NamedTuple):
         of_stem="^{}.*",
         value={"bits": _PLAIN_BITS, "data_type": "float"},
     )
-
-    def reads(self, entry: str) -> ConfigEntry:
-        """As the mapper of vLLM's class leaves it."""
-        return _excepting(entry, self.rename)
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`get_quant_method`: an exception by whole name, then INCConfigParser."""
@@ -200,9 +195,10 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
     extra = dict[str, AutoRoundException]()
     entries = list[ConfigEntry]()
     for name, exception in (given.extra_config or {}).items():
-        extra[rename.name(name)] = exception
+        read = rename.name(name)
+        extra[read] = exception
         if (exception.bits or 0) >= _PLAIN_BITS:
-            entries.append(_excepting(name, rename))
+            entries.append(ConfigEntry("extra_config", name, (read,)))
     return AutoRound(
         usual=_Choice(given.bits or 0, given.group_size, is_symmetric=given.sym is not False),
         packing=packing,
@@ -212,10 +208,6 @@ def read_autoround(raw: Raw, rename: Renamer) -> AutoRound:
         entries=tuple(entries),
         error=error,
     )
-
-
-def _excepting(entry: str, rename: Renamer) -> ConfigEntry:
-    return ConfigEntry("extra_config", entry, (rename.name(entry),))
 
 
 def _is_supported(

@@ -106,7 +106,7 @@ def _read(
         if isinstance(listed, list | dict):
             words = [word for word in listed if isinstance(word, str)]
             entries += [ConfigEntry(key, word, (word,)) for word in words]
-    return UnknownDialect(method or NO_METHOD, entries=tuple(entries))
+    return UnknownDialect(name=method or NO_METHOD, entries=tuple(entries))
 
 
 def _modules(dtypes: Mapping[HFName, str], *, are_floats: bool) -> frozenset[str]:

@@ -19,14 +19,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...recipes.family import VLLMName
 from ...recipes.family_view import FamilyView
-from ...recipes.frozen import Json
+from ...recipes.frozen import Json, frozen
 from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
-from .dialect import PLAIN, UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import PLAIN, UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, Raw, read_given
 from .matching import ENCODED, MXFP4, SCHEMES_DIFFER, left_out, plain, raises, registers
 from .modules import NamedModule, Spellings, regexes
@@ -51,7 +51,8 @@ ByScheme = Mapping[str, Set[Spellings]]
 """Spellings by scheme, "" for plain."""
 
 
-class CompressedTensors(NamedTuple):
+@frozen
+class CompressedTensors(Dialect):
     """`quant_method: compressed-tensors`.
 
     Attributes:
@@ -68,8 +69,6 @@ class CompressedTensors(NamedTuple):
     builds: _Builds
     expert_builds: _Builds
     schemes: Mapping[str, str]
-    rename: Renamer
-    entries: tuple[ConfigEntry, ...]
     all_experts: VLLMModule | None
     name: str = "compressed-tensors"
 
@@ -186,7 +185,14 @@ def read_compressed_tensors(raw: Raw, rename: Renamer, *, rerouted: str = "") ->
     ignore.refuse_wrong()
     entries += ignored
     return CompressedTensors(
-        ignore, targets, linear, experts, schemes, rename, tuple(entries), all_experts
+        ignore=ignore,
+        targets=targets,
+        builds=linear,
+        expert_builds=experts,
+        schemes=schemes,
+        rename=rename,
+        entries=tuple(entries),
+        all_experts=all_experts,
     )
 
 

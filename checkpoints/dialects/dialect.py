@@ -11,12 +11,12 @@ the two.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 from ...recipes.family import VLLMName
-from ...recipes.frozen import Raw
+from ...recipes.frozen import Raw, frozen
+from ...recipes.renamer import Renamer
 from ..stored import Form
 
 Kind = Literal["linear", "experts", "head", "embedding"]
@@ -113,27 +113,28 @@ def entry_for(template: str, name: str) -> str:
     return template.format(name)
 
 
-class Dialect(Protocol):
-    """A quantization config as vLLM reads it."""
+@frozen
+class Dialect:
+    """A quantization config as vLLM reads it.
 
-    @property
-    def name(self) -> str:
-        """Name of the dialect, for messages."""
-        ...
+    Attributes:
+        name: of the dialect, for messages.
+        entries: the names and patterns of the config's lists, as vLLM compares them with its names.
+        rename: the mapper of the class that reads it.
+        exceptions: how the config leaves modules alone; None where keepmtp does not know.
+    """
 
-    @property
-    def entries(self) -> tuple[ConfigEntry, ...]:
-        """The names and patterns of the config's lists, as vLLM compares them with its names."""
-        ...
-
-    @property
-    def exceptions(self) -> Exceptions | None:
-        """How the config leaves modules alone; None where keepmtp does not know."""
-        ...
+    name: str
+    entries: tuple[ConfigEntry, ...] = ()
+    rename: Renamer = Renamer()
+    exceptions: ClassVar[Exceptions | None] = None
 
     def reads(self, entry: str) -> ConfigEntry:
-        """An entry of `exceptions`, as vLLM's class reads it."""
-        ...
+        """An entry of `exceptions`, as the mapper of vLLM's class leaves it."""
+        keys = ("",)
+        if self.exceptions is not None:
+            keys = self.exceptions.keys
+        return ConfigEntry(keys[0], entry, (self.rename.name(entry),))
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """What vLLM builds.
@@ -144,11 +145,11 @@ class Dialect(Protocol):
                 0.
             kind: which class of vLLM it is.
         """
-        ...
+        raise NotImplementedError
 
     def hits(self, entry: ConfigEntry, name: str) -> bool:
         """Whether `entry` alone matches a name."""
-        ...
+        raise NotImplementedError
 
 
 PLAIN = VLLMModule(form="plain")
@@ -158,18 +159,11 @@ UNKNOWN = VLLMModule(form="unknown")
 _UNKNOWN = Resolution(UNKNOWN)
 
 
-@dataclass(frozen=True)
-class FixedAnswer:
+@frozen
+class FixedAnswer(Dialect):
     """The same answer for every module."""
 
-    name: str
     answer: Resolution = _UNKNOWN
-    entries: tuple[ConfigEntry, ...] = ()
-    exceptions: Exceptions | None = None
-
-    def reads(self, entry: str) -> ConfigEntry:
-        """As it is written."""
-        return ConfigEntry("", entry, (entry,))
 
     def resolve(self, module: str, *, shards: Sequence[str], kind: Kind) -> Resolution:
         """Without a look at the module."""

@@ -12,14 +12,15 @@ by tests/checkpoints/dialects/test_dialects.py.
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...recipes.family import VLLMName
 from ...recipes.family_view import language_config
 from ...recipes.forms import E8M0
-from ...recipes.frozen import Json
+from ...recipes.frozen import Json, frozen
 from ...recipes.renamer import Renamer, family_of
 from .dialect import ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import Fp8Given, Raw, read_given
@@ -49,7 +50,8 @@ _MXFP8 = registers(
 )
 
 
-class Fp8(NamedTuple):
+@frozen
+class Fp8(Dialect):
     """`quant_method: fp8`, also in DeepSeek-V4's class, where routed experts have a form of their
     own.
 
@@ -65,18 +67,12 @@ class Fp8(NamedTuple):
     ignored: tuple[str, ...]
     linear: VLLMModule
     experts: VLLMModule
-    rename: Renamer = Renamer()
-    entries: tuple[ConfigEntry, ...] = ()
     keeps_mxfp4: tuple[str, ...] = ()
     num_layers: int = 0
     name: str = "fp8"
 
     # Whole names.
     exceptions = Exceptions(("ignored_layers", "modules_to_not_convert"), may_be_on_disk=True)
-
-    def reads(self, entry: str) -> ConfigEntry:
-        """As the mapper of vLLM's class leaves it."""
-        return ConfigEntry("ignored_layers", entry, (self.rename.name(entry),))
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_skipped`; heads are never quantized."""
@@ -141,17 +137,17 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
         linear = _MXFP8
     found = Fp8(ignored=(), linear=linear, experts=linear, rename=rename)
     entries = tuple(map(found.reads, listed))
-    found = found._replace(entries=entries, ignored=tuple(entry.read[0] for entry in entries))
+    found = replace(found, entries=entries, ignored=tuple(entry.read[0] for entry in entries))
     if not own_class:
         return found
     text = language_config(config)
-    found = found._replace(num_layers=text.get("num_hidden_layers") or 0, name=own_class)
+    found = replace(found, num_layers=text.get("num_hidden_layers") or 0, name=own_class)
     if _expert_dtype(config) != "fp4":
         return found
     # Experts are MXFP4 even if the config says blocks.
     if given.moe_quant_algo != "NVFP4":
-        return found._replace(experts=_MXFP4_EXPERTS)
-    return found._replace(experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
+        return replace(found, experts=_MXFP4_EXPERTS)
+    return replace(found, experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
 
 
 def _own_class(config: Raw) -> str:

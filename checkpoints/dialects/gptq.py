@@ -16,10 +16,11 @@ from math import prod
 from typing import NamedTuple
 
 from ...recipes.family import VLLMName
+from ...recipes.frozen import frozen
 from ...recipes.renamer import Renamer
 from ...recipes.schemes import SCHEMES
 from ..stored import StoredWeight
-from .dialect import ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import AwqGiven, GptqGiven, Raw, read_given
 from .matching import (
     MARLIN_GROUPS,
@@ -48,7 +49,8 @@ class DynamicRule(NamedTuple):
     changes: Raw | None
 
 
-class Gptq(NamedTuple):
+@frozen
+class Gptq(Dialect):
     """`quant_method: gptq`.
 
     Attributes:
@@ -64,7 +66,6 @@ class Gptq(NamedTuple):
     has_quantized_head: bool
     dynamic: tuple[DynamicRule, ...]
     stored: Substrings
-    entries: tuple[ConfigEntry, ...]
     error: str
     excepts_draft: bool
     name: str = "gptq"
@@ -124,7 +125,8 @@ class Gptq(NamedTuple):
         return DynamicRule("", {})
 
 
-class Awq(NamedTuple):
+@frozen
+class Awq(Dialect):
     """`quant_method: awq`.
 
     Attributes:
@@ -136,17 +138,11 @@ class Awq(NamedTuple):
     has_zeros: bool
     has_quantized_head: bool
     skipped: Substrings
-    rename: Renamer
-    entries: tuple[ConfigEntry, ...]
     error: str
     name: str = "awq"
 
     # Parts of names.
     exceptions = Exceptions(("modules_to_not_convert",), of_stem="{}")
-
-    def reads(self, entry: str) -> ConfigEntry:
-        """As the mapper of vLLM's class leaves it."""
-        return _part_of_names(entry, self.rename)
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`is_layer_skipped` by parts of names, first of the fused name; experts have no shards
@@ -247,19 +243,16 @@ def read_awq(raw: Raw, rename: Renamer, floats: Iterable[str]) -> Awq:
     # Without a list vLLM makes one of the headers, in the names on disk: so one expert's name is no
     # part of the name of all.
     listed = given.modules_to_not_convert or ()
+    entries = [ConfigEntry("modules_to_not_convert", word, (rename.name(word),)) for word in listed]
     return Awq(
         group_size=group_size or 0,
         has_zeros=bool(given.zero_point),
         has_quantized_head=bool(given.lm_head),
         skipped=Substrings(rename.name(word) for word in listed or floats),
         rename=rename,
-        entries=tuple(_part_of_names(entry, rename) for entry in listed),
+        entries=tuple(entries),
         error=error,
     )
-
-
-def _part_of_names(entry: str, rename: Renamer) -> ConfigEntry:
-    return ConfigEntry("modules_to_not_convert", entry, (rename.name(entry),))
 
 
 def gptq_built(bits: int, group_size: int) -> VLLMModule:

@@ -34,6 +34,7 @@ from .dialect import (
     PLAIN,
     UNKNOWN,
     ConfigEntry,
+    Dialect,
     Exceptions,
     Kind,
     Resolution,
@@ -63,7 +64,7 @@ _ALIKE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOpt:
+class ModelOpt(Dialect):
     """`quant_method: modelopt`, or hf_quant_config.json.
 
     Attributes:
@@ -73,7 +74,6 @@ class ModelOpt:
         group_size: of NVFP4.
         codecs: algorithms of blocks that are packed as GGML's, whose tensors the check does not
             know.
-        rename: the mapper of the class that reads it.
         looks_above: routed experts without an entry get the first one of their parent.
     """
 
@@ -81,11 +81,9 @@ class ModelOpt:
     exclude: tuple[str, ...]
     quantized_layers: Mapping[str, str]
     group_size: int
-    entries: tuple[ConfigEntry, ...]
     block: int = 128
     name: str = "modelopt"
     codecs: tuple[str, ...] = ()
-    rename: Renamer
     looks_above: bool = True
 
     # Whole names, parts of names and globs.
@@ -216,7 +214,7 @@ def read_modelopt(
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
-        return UnknownDialect(f"modelopt {algorithm or 'without quant_algo'}")
+        return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
     entries = list[ConfigEntry]()
     exclude = list[str]()
     for written in listed:

@@ -12,12 +12,12 @@ quantization/utils/config_utils.py. Compared with the real functions by tests/ch
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch, fnmatchcase
-from typing import NamedTuple
 
 from ...recipes.family import VLLMName
+from ...recipes.frozen import frozen
 from ...recipes.renamer import Renamer
 from ..stored import Form
-from .dialect import UNKNOWN, ConfigEntry, Exceptions, Kind, Resolution, VLLMModule
+from .dialect import UNKNOWN, ConfigEntry, Dialect, Exceptions, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, QuarkTensor, Raw, read_given
 from .matching import SCHEMES_DIFFER, left_out, plain, raises, registers
 from .patterns import Entries, equal_or_regex
@@ -35,7 +35,8 @@ _MX_DTYPES = ("fp4", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3")
 _MX_FORMS: Mapping[str | None, Form] = {"fp4": "mxfp4", "fp8_e4m3": "mxfp8"}
 
 
-class Quark(NamedTuple):
+@frozen
+class Quark(Dialect):
     """`quant_method: quark`.
 
     Attributes:
@@ -51,8 +52,6 @@ class Quark(NamedTuple):
     exclude: Entries
     layers: Mapping[str, QuarkLayer]
     usual: QuarkLayer
-    rename: Renamer
-    entries: tuple[ConfigEntry, ...]
     pack_method: str
     error: str
     error_unless_excluded: str
@@ -60,10 +59,6 @@ class Quark(NamedTuple):
 
     # Whole names, and expressions.
     exceptions = Exceptions(("exclude",), of_stem="re:^{}.*")
-
-    def reads(self, entry: str) -> ConfigEntry:
-        """As the mapper of vLLM's class leaves it."""
-        return ConfigEntry("exclude", entry, (self.rename.name(entry),))
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """`should_ignore_layer`, then the config of the layer; heads are never quantized."""
@@ -133,11 +128,11 @@ def read_quark(raw: Raw, rename: Renamer) -> Quark:
     listed = given.exclude or ()
     entries = [ConfigEntry("exclude", entry, (rename.name(entry),)) for entry in listed]
     found = Quark(
-        Entries(entry.read[0] for entry in entries),
-        layers,
-        usual,
-        rename,
-        tuple(entries),
+        exclude=Entries(entry.read[0] for entry in entries),
+        layers=layers,
+        usual=usual,
+        rename=rename,
+        entries=tuple(entries),
         pack_method=export.pack_method or "",
         error=_NO_EXPORT if given.export is None else "",
         error_unless_excluded=_NO_LAYER_TYPES if given.layer_type_quant_config is None else "",

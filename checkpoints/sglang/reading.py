@@ -77,17 +77,17 @@ def read(raw: Raw, view: FamilyView, part: Part) -> SglangReader:
     if method == "fp8":
         return _fp8(raw, view.config)
     if method == "quark":
-        quark = read_quark(raw, rename)._replace(error="", error_unless_excluded="")
+        quark = replace(read_quark(raw, rename), error="", error_unless_excluded="")
         return SglangReader("quark", quark, partial(_of_quark, quark))
     if method.startswith("modelopt"):
         return _modelopt(raw, rename)
-    unknown = UnknownDialect(method or NO_METHOD)
+    unknown = UnknownDialect(name=method or NO_METHOD)
     return SglangReader(unknown.name, unknown, lambda *_: unknown.answer)
 
 
 def fixed(name: str, answer: Resolution) -> SglangReader:
     """The same answer for every module."""
-    return SglangReader(name, OneAnswer(name, answer), lambda *_: answer)
+    return SglangReader(name, OneAnswer(name=name, answer=answer), lambda *_: answer)
 
 
 def is_excluded(name: str, entries: Sequence[str]) -> bool:
@@ -192,9 +192,9 @@ def _fp8(raw: Raw, config: Raw) -> SglangReader:
     # Each entry counts with and without `model.` before it.
     bare = [entry.removeprefix("model.") for entry in found.ignored]
     ignored = (*bare, *(f"model.{entry}" for entry in bare))
-    found = found._replace(ignored=())
+    found = replace(found, ignored=())
     if found.name != "fp8":
-        found = found._replace(experts=UNKNOWN, keeps_mxfp4=())  # DeepSeek-V4's may be MXFP4
+        found = replace(found, experts=UNKNOWN, keeps_mxfp4=())  # DeepSeek-V4's may be MXFP4
     return SglangReader("fp8", found, partial(_of_fp8, found, ignored))
 
 
