@@ -244,6 +244,10 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
     for piece in pieces:
         elements = piece.view(bits.holder)
         for chunk in elements.split(_CHUNK_BYTES // elements.element_size()):
+            # Of codes no more is asked than whether all are zero, or the same.
+            if bits.values is None and largest > 0 and min(lowest) < max(highest):
+                count += chunk.numel()
+                continue
             low, high = torch.aminmax(chunk)
             lowest.append(int(low))
             highest.append(int(high))
