@@ -37,7 +37,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
-# NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (docs/calibration.md).
+# NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (docs/large-runs.md).
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
 SERVED = $(if $(VLLM_ARGS),-- $(VLLM_ARGS))
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)") \

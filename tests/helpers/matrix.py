@@ -34,7 +34,7 @@ from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
-COLUMNS = ("sm90", "sm100", "sm120")  # sm89 has a section in docs/dryload.md
+COLUMNS = ("sm90", "sm100", "sm120")  # sm80 to sm89 are in docs/schemes.md
 DOCS = ROOT / "docs" / "tables" / "matrix.md"
 LOADS, CURED = "loads", "loads with cures"
 Cells = dict[tuple[str, str, str, int], str]

@@ -1,8 +1,8 @@
-"""The README's picture and its table of families, made from what they show; and COMMANDS,
+"""The README's picture, and docs/tables/models.md, made from what they show; and COMMANDS,
 those of README.md and docs/usage.md that quantize a large model, each with the GPU and the
 tensor-parallel size that the lines after it name.
 
-    make docs       writes docs/check.svg and the rows between the markers in README.md
+    make docs       writes docs/check.svg and docs/tables/models.md
 
 In: the shipped Qwen3.5 model, the family tables, the recipes, docs/tables/matrix.md and transformers'
 lists of classes. Out: the same bytes on every machine: a fixed width, a fixed id, and no font that
@@ -34,12 +34,20 @@ from transformers.models.auto.modeling_auto import (
 )
 from written_values import broken
 
-README, PICTURE, MATRIX = (
+README, PICTURE, MODELS_PAGE, MATRIX = (
     ROOT / "README.md",
     ROOT / "docs" / "check.svg",
+    ROOT / "docs" / "tables" / "models.md",
     ROOT / "docs" / "tables" / "matrix.md",
 )
-MARKERS = "<!-- families -->", "<!-- end of families -->"
+MODELS_HEAD = """\
+# Models with recipes
+
+Written by `make docs`: what becomes of their MTP block. *Calibrated* means that text can choose its scales and measure its acceptance.
+Of those with a star, keepmtp's draft is written from vLLM's code and was not compared with vLLM's numbers
+([families.md](families.md)).
+
+"""
 COLUMNS = 118
 # (accepted, drafted) in vLLM 0.32.0 on a CPU: tests/vllm/serve.py with the four prompts of
 # test_tiny_models.py. tests/vllm/test_serve.py serves the same two checkpoints, and compares.
@@ -127,7 +135,7 @@ def _printed(*words: str, folder: Path) -> str:
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
 
 
-def table() -> str:
+def models_page() -> str:
     """The models with recipes by what becomes of their MTP block, and what vLLM does not load."""
     models: dict[str, set[str]] = {}
     for recipe in shipped_recipes():
@@ -150,7 +158,8 @@ def table() -> str:
             partly.append(f"{model_type} {loaded} of {cells}")
     lines = ["| MTP block | models with recipes, or types without |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(names)} |" for kind, names in rows.items()]
-    return "\n".join([*lines, "", f"vLLM loads all cases by itself, except: {', '.join(partly)}."])
+    loads = f"vLLM loads all of [matrix.md](matrix.md) by itself, except: {', '.join(partly)}."
+    return MODELS_HEAD + "\n".join([*lines, "", loads]) + "\n"
 
 
 def _loads(model_type: str) -> tuple[int, int]:
@@ -172,20 +181,10 @@ def _is_calibrated(family: Family) -> bool:
     return not family.no_draft and (family.built_as or family.model_type) in known
 
 
-def with_table(readme: str) -> str:
-    """The README with today's table between its markers."""
-    start, end = map(re.escape, MARKERS)
-    written, count = re.subn(
-        f"(?s)({start}\n).*({end})", lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", readme
-    )
-    assert count == 1, f"README.md must have {MARKERS[0]} and {MARKERS[1]} once"
-    return written
-
-
 def main() -> None:
     PICTURE.write_text(picture())
-    README.write_text(with_table(README.read_text()))
-    print(f"{PICTURE.relative_to(ROOT)} and the table of families in {README.name} are written")
+    MODELS_PAGE.write_text(models_page())
+    print(f"{PICTURE.relative_to(ROOT)} and {MODELS_PAGE.relative_to(ROOT)} are written")
 
 
 if __name__ == "__main__":
