@@ -2,7 +2,8 @@
 
 In: the file, and `_shared.yaml` for the blocks and layouts that many families have. Out: a
 `Family`. The keys are the attributes of `Family`, `Layout`, `Draft` and `Loader`. A layout may be
-the name of a shared one, or differ from one (`use`).
+the name of a shared one, or differ from one (`use`); so may a draft and a loader. Without layouts a
+family has the shared one `inlined`, and a draft has the model_type of its family.
 
 A block is a list of groups of modules. A group is the name of another block, of the file's own
 `blocks` or a shared one; or a mapping with attributes of `Row` for all of its modules, and these
@@ -59,13 +60,14 @@ def _family(raw: Raw) -> Family:
     for key in ("block", "linear_block", "mtp_block"):
         fields[key] = _rows(fields.get(key, ()), blocks)
     layouts = dict[str, Layout]()
-    for name, layout in fields["layouts"].items():
+    for name, layout in fields.get("layouts", {"*": "inlined"}).items():
         layouts[name] = _layout(layout, blocks)
     fields["layouts"] = layouts
     fields["aliases"] = [Alias(**alias) for alias in fields.get("aliases", ())]
-    fields["loader"] = Loader(**_fields(fields.get("loader", {})))
+    fields["loader"] = Loader(**_fields(_used("loaders", fields.get("loader", {}))))
     if fields.get("draft"):
-        fields["draft"] = Draft(**_fields(_used("drafts", fields["draft"])))
+        draft = {"model_type": raw["model_type"]} | _used("drafts", fields["draft"])
+        fields["draft"] = Draft(**_fields(draft))
     return Family(**_fields(fields))
 
 
