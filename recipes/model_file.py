@@ -6,14 +6,17 @@ mapping of each variant, as `schema.Recipe` reads it, and its text. For example:
 
     groups: [attention, dense_mlp, shared_experts, experts]
     default: nvfp4a16-fp8
+    usual: {rest: FP8_DYNAMIC, mtp: bf16}
     variants:
-      nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048}
+      nvfp4-fp8: {experts: NVFP4, calibration: ultrachat-256x2048}
+      nvfp4a16-fp8:
 
-`groups` names the module groups that the model has. `rest` gives one word to all groups that the
-variant does not name; `backbone: auto` is `rest: auto`, as in a flat recipe. `calibration` is the
-name of a block in the file's own `calibrations` or in `recipes/calibrations.yaml`, a block, or
-null. `summary` is made of the variant's words where it is left out. Each of `BLOCKS` may be a key
-of the file, for all variants, or of one variant.
+`groups` names the module groups that the model has. `usual` has the words of all variants, which a
+variant's own replace; one without words has those of its name in `recipes/variants.yaml`. `rest`
+gives one word to all groups that the variant does not name; `backbone: auto` is `rest: auto`, as in
+a flat recipe. `calibration` is the name of a block in the file's own `calibrations` or in
+`recipes/calibrations.yaml`, a block, or null. `summary` is made of the variant's words where it is
+left out. Each of `BLOCKS` may be a key of the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not
 merged. The file's `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these
@@ -57,7 +60,9 @@ _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_A_WORD = ("mtp_auto", "mtp_tuned", *_OF_A_SEARCH)
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("mtp", "calibration")
+_USUAL = "usual"
 _KINDS = (
+    (_USUAL, dict, "a mapping of words"),
     (CALIBRATIONS, dict, "a mapping of names"),
     ("groups", list, "a list"),
     ("variants", dict, "a mapping of names"),
@@ -115,6 +120,12 @@ def calibrations() -> Mapping[str, Raw]:
     return load_shipped(_HERE / "calibrations.yaml")
 
 
+@cache
+def _usual_variants() -> Mapping[str, Raw]:
+    """What a variant says that has a name alone."""
+    return load_shipped(_HERE / "variants.yaml")
+
+
 def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
     """The flat recipe of each variant, by the variant's name.
 
@@ -134,7 +145,8 @@ def flat_recipes(raw: Raw, where: object) -> dict[str, Json]:
                 got=f"{key}: {raw[key]} for all of them",
                 cure="Move it into one of the variants",
             )
-    _refuse_keys(where, raw, _OF_THE_MODEL, (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS), "a model file")
+    allowed = (*BLOCKS, *_OF_A_SEARCH, CALIBRATIONS, _USUAL)
+    _refuse_keys(where, raw, _OF_THE_MODEL, allowed, "a model file")
     for key, kind, words in _KINDS:
         if not isinstance(raw.get(key, kind()), kind):
             raise RecipeError(
@@ -184,6 +196,8 @@ class _Dumper(yaml.SafeDumper):
 def _flat(raw: Raw, name: str, where: str) -> Json:
     variant = raw["variants"][name]
     groups = raw["groups"]
+    if variant is None:
+        variant = _usual_variants().get(name)
     if not isinstance(variant, Mapping):
         raise RecipeError(
             where,
@@ -196,6 +210,7 @@ def _flat(raw: Raw, name: str, where: str) -> Json:
         if not isinstance(named, Mapping):
             named = {"rest": named}
         variant = {**named, **without(variant, "backbone")}
+    variant = {**raw.get(_USUAL, {}), **variant}
     allowed = ("summary", *BLOCKS, *_OF_A_SEARCH, *groups, *TABLE_ROLES, "rest")
     _refuse_keys(where, variant, _OF_A_VARIANT, allowed, "a variant")
     calibration = variant["calibration"]

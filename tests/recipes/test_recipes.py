@@ -348,6 +348,17 @@ def test_a_variant_is_expanded_to_the_whole_recipe():
     assert "rest" not in text and "variants" not in text
 
 
+def test_a_variant_is_a_name_alone(tmp_path):
+    raw = edited(MINE, {"usual": {"rest": "FP8_BLOCK", "mtp": "bf16"}, "variants.nvfp4-fp8": None})
+    recipe = find_recipe(written(tmp_path, raw), scheme="nvfp4-fp8")[0]
+    assert recipe.backbone == {
+        "attention": "FP8_BLOCK",
+        "dense_mlp": "FP8_BLOCK",
+        "experts": "NVFP4",
+    }
+    assert recipe.calibration == Calibration.model_validate(calibrations()["ultrachat-256x2048"])
+
+
 def test_a_calibration_is_named_or_written_out(tmp_path):
     named = find_recipe(str(HERE / "mine.yaml"), scheme="auto")[0].calibration
     assert named == Calibration.model_validate(calibrations()["ultrachat-256x2048"])
@@ -407,9 +418,11 @@ def test_the_flat_text_reads_like_a_file_that_a_person_wrote():
 def test_shipped_files_are_named_like_their_models_and_name_every_calibration():
     raws = {path.stem: yaml.safe_load(path.read_text()) for path in model_files()}
     assert all(raw["model"] == stem for stem, raw in raws.items())
+    usual = yaml.safe_load((model_files()[0].parents[1] / "variants.yaml").read_text())
     named = set()
     for raw in raws.values():
-        named.update(variant["calibration"] for variant in raw["variants"].values())
+        for name, words in raw["variants"].items():
+            named.add((raw.get("usual", {}) | (words or usual[name]))["calibration"])
     assert named == {None, *calibrations()}, "each block is used"
     for block in calibrations().values():
         Calibration.model_validate(block)
