@@ -1,11 +1,11 @@
-"""The fuzzer: one changed checkpoint, recipe, result, log, prompt or name after the other, until
-the time is over.
+"""The fuzzer: hypothesis draws one damaged checkpoint, recipe, result, prompt or name after the
+other, until the time is over.
 
-    python tests/fuzz/campaign.py --seconds 60            a fresh seed, printed
-    python tests/fuzz/campaign.py --seed 7 --case 1234    one case again, with what it printed
+    python tests/fuzz/campaign.py --seconds 60
 
-In: seconds, a seed. Out: how many cases of each kind were tried and misbehaved, and each failure
-with seed, number and the fewest edits that still fail; exit status 1 if there is one.
+In: seconds. Out: how many cases of each kind were tried, and of each kind that misbehaves the
+smallest case; exit status 1 if there is one. A case that failed is tried first the next time:
+hypothesis keeps it in .hypothesis/.
 
 A case misbehaves if its exit status is not 0, 1, 2 or 3, if there is a traceback, if it takes more
 than ten seconds or a gigabyte, if it prints raw control characters, if it passes what safetensors
@@ -14,15 +14,11 @@ refuses, if a file other than its outputs changes, or if an output has a secret 
 
 import argparse
 import os
-import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection
-from contextlib import chdir
-from dataclasses import replace
-from itertools import count
+from contextlib import chdir, suppress
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,15 +27,19 @@ if __name__ == "__main__":
     # Before anything is imported: nothing outside this machine is asked, and one thread computes.
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "dumb"}
 
-import canary  # noqa: E402
 import corpus  # noqa: E402
-import kinds  # noqa: E402
-import planted  # noqa: E402
-import verbs  # noqa: E402
+import interrupted  # noqa: E402
+import promises  # noqa: E402
 import warm  # noqa: E402
-from case import Case  # noqa: E402
-from edits import UNEDITABLE  # noqa: E402
+from damage import UNEDITABLE, replace  # noqa: E402
+from data_files import put_json  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
 from judged import Verdict, judged  # noqa: E402
+from kinds import KINDS, Case, cases  # noqa: E402
+from sealed import seal  # noqa: E402
+from test_wheels import no_server  # noqa: E402
+
+AT_A_TIME = 20
 
 
 def tried(case: Case) -> Verdict:
@@ -47,79 +47,76 @@ def tried(case: Case) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="keepmtp-case-") as name:
         room = Path(name)
         folder = room / case.name
-        canary.guard(room)
+        promises.guard(room)
         corpus.copied(corpus.folder(case.base), folder)
         words = tuple(word.replace("{}", str(folder)) for word in case.words)
-        if case.begun:
-            killed = planted.interrupted(case.begun, lambda: os._exit(0))
-            with chdir(room):
-                judged(words, folder, reads_weights=False, call=killed)
-        for edit in case.edits:
-            try:
-                edit.do(folder)
-            except UNEDITABLE:
-                continue
-        call = case.call or warm.main
-        if case.changes:
-            call = planted.interrupted(case.changes, lambda: planted.change(Path(words[1])))
-        before = canary.seen(room)
+        call = warm.main
         with chdir(room):
+            if case.begun:
+                judged(words, folder, call=interrupted.at(case.begun, lambda: os._exit(0)))
+            _damage(case, folder)
+            if case.changes:
+                source = Path(words[1])
+                call = interrupted.at(case.changes, lambda: interrupted.change(source))
+            before = promises.seen(room)
             verdict = judged(words, folder, reads_weights=case.reads_weights, call=call)
-        beside = (*canary.left(case, room, before), *case.also(case, folder, verdict.status))
-        return replace(verdict, faults=(*verdict.faults, *beside))
+        verdict.faults.extend(promises.broken(case, room, before, verdict.status))
+        return verdict
 
 
-def shrunk(case: Case) -> Case:
-    """The case with the fewest edits that still misbehaves."""
-    for number in reversed(range(len(case.edits))):
-        smaller = case.without(number)
-        if smaller.edits and tried(smaller).faults:
-            case = smaller
-    return case
+def _damage(case: Case, folder: Path) -> None:
+    for edit in case.edits:
+        with suppress(*UNEDITABLE):
+            edit.do(folder)
+    if case.sealed:
+        with suppress(*UNEDITABLE):
+            seal(folder)
+    if case.changes:  # the base's own files stay
+        for path in folder.rglob("*.safetensors"):
+            replace(path, path.read_bytes())
+    if case.base in corpus.OF["answered"]:
+        answers = {}
+        for path in (folder / "answers").iterdir():
+            if path.is_file() and path.stat().st_size < 2**20:
+                answers[path.stem.replace("+", "/")] = path.read_bytes().decode("latin1")
+        for checkpoint in (folder, folder / "source"):
+            put_json(checkpoint / "answers.json", answers)
 
 
-def campaign(
-    seconds: float,
-    seed: int,
-    *,
-    chosen: Collection[str] = tuple(kinds.KINDS),
-) -> int:
-    """Run the cases of these kinds until the time is over; returns how many misbehaved."""
-    print(f"KEEPMTP_FUZZ_SEED={seed}", flush=True)
-    counts = Counter()
-    bad = Counter()
-    start = time.monotonic()
-    for number in count():
-        if time.monotonic() - start >= seconds:
-            break
-        if kinds.kind_of(number) not in chosen:
-            continue
-        case = kinds.make(seed, number)
-        verdict = tried(case)
-        counts[case.kind] += 1
-        if verdict.faults:
-            bad[case.kind] += 1
-            _say(f"case {number}: {'; '.join(verdict.faults)}\n    {shrunk(case)}")
-    for kind in counts:
-        print(f"{kind:16} {counts[kind]:6} tried {bad[kind]:5} misbehaved")
-    print(
-        f"{'all':16} {counts.total():6} tried {bad.total():5} misbehaved in "
-        f"{time.monotonic() - start:.0f} s"
-    )
-    return bad.total()
+def campaign(seconds: float) -> int:
+    """Try cases of all kinds in turn until the time is over; returns how many kinds misbehaved."""
+    counts: Counter[str] = Counter()
+    bad = set[str]()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for kind in KINDS.keys() - bad:  # in another order each time
+            if time.monotonic() < end and not _keeps_its_promises(kind, end, counts):
+                bad.add(kind)
+    for kind, number in counts.items():
+        print(f"{kind:16} {number:6} tried{', misbehaves' * (kind in bad)}")
+    print(f"{counts.total()} tried, {len(bad)} kinds misbehaved")
+    return len(bad)
 
 
-def repeat(seed: int, number: int) -> int:
-    """One case again, with what it printed."""
-    case = kinds.make(seed, number)
-    verdict = tried(case)
-    ended = "; ".join(verdict.faults) or "as promised"
-    _say(f"{case}\nstatus {verdict.status}: {ended}\n\n{verdict.printed}")
-    return bool(verdict.faults)
+def _keeps_its_promises(kind: str, end: float, counts: Counter[str]) -> bool:
+    """Some cases of a kind; one that fails is made smaller, however long that takes, and printed."""
+    failed = []
 
+    @settings(max_examples=AT_A_TIME, deadline=None, suppress_health_check=[*HealthCheck])
+    @given(cases(kind))
+    def keeps_its_promises(case: Case) -> None:
+        if failed or time.monotonic() < end:
+            counts[kind] += 1
+            faults = tried(case).faults
+            failed.extend(faults)
+            assert not faults, f"[{kind}] {'; '.join(faults)}"
 
-def _say(words: str) -> None:
-    print(words.encode("ascii", "backslashreplace").decode(), flush=True)
+    try:
+        keeps_its_promises()
+    except AssertionError as error:
+        words = "\n    ".join([str(error), *getattr(error, "__notes__", ())])
+        print(words.encode("ascii", "backslashreplace").decode(), flush=True)
+    return not failed
 
 
 def main() -> None:
@@ -127,21 +124,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--case", type=int, default=None, help="run this one alone")
-    parser.add_argument("--kinds", default=",".join(kinds.KINDS), help="these alone, with commas")
-    given = parser.parse_args()
-    fresh = random.SystemRandom().randrange(2**32)
-    seed = given.seed
-    if given.seed is None:
-        seed = int(os.environ.get("KEEPMTP_FUZZ_SEED") or fresh)
+    given_words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="keepmtp-fuzz-") as scratch:
-        python = verbs.no_server(Path(scratch) / "python")
+        python = no_server(Path(scratch) / "python")
         os.environ |= {"HOME": scratch, "TMPDIR": scratch, "VLLM_PYTHON": str(python)}
         tempfile.tempdir = scratch
-        if given.case is not None:
-            sys.exit(repeat(seed, given.case))
-        sys.exit(bool(campaign(given.seconds, seed, chosen=given.kinds.split(","))))
+        sys.exit(bool(campaign(given_words.seconds)))
 
 
 if __name__ == "__main__":

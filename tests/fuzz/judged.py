@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edits import UNEDITABLE, regular
+from damage import UNEDITABLE, regular
 
 SECONDS = 10
 MORE_BYTES = 2**30
@@ -42,20 +42,24 @@ class Verdict:
     """How a call ended; `faults` names each promise that it broke."""
 
     status: int
-    faults: tuple[str, ...]
+    faults: list[str]
     printed: str = ""
 
 
 def judged(
-    words: tuple[str, ...], folder: Path, *, reads_weights: bool, call: Callable[[], None]
+    words: tuple[str, ...],
+    folder: Path,
+    *,
+    call: Callable[[], None],
+    reads_weights: bool = False,
 ) -> Verdict:
     """Run `call` with these words as its command line, and judge what it did.
 
     Args:
         words: for sys.argv.
         folder: what it reads, for the question whether safetensors would take it.
-        reads_weights: whether status 0 says that the folder's files are good.
         call: the command's entry point.
+        reads_weights: whether status 0 says that the folder's files are good.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = os.fork()
@@ -71,7 +75,7 @@ def judged(
         why = refused(folder)
         if why:
             faults.append(f"false pass: {why}")
-    return Verdict(status=status, faults=tuple(faults), printed=printed[-3000:] + said[-6000:])
+    return Verdict(status=status, faults=faults, printed=printed[-3000:] + said[-6000:])
 
 
 def refused(folder: Path) -> str:

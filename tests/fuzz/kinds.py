@@ -1,318 +1,158 @@
-"""The kinds of fuzz cases: which files are changed, and which verbs then read them.
+"""The kinds of fuzz cases: which folder is damaged, how, and which command line then reads it.
 
-In: a random generator. Out: a `Case`: a folder to start from, edits, and a command line. KINDS is
-the list that the campaign counts by.
-
-Easy to get wrong: a case is made from its generator alone, so that seed and number repeat it. It
-must not ask what other cases did.
+In: a name in the table `kinds` of odd.yaml. Out: a strategy of `Case`s.
 """
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial, wraps
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import corpus
-import cures
-import edits
-import planted
-import sealed
-import verbs
-import wheels
-import yaml
-from case import Case, some
-from data_files import json_of, spelled, table
-from edits import ODD, Edit
+import damage
+from corpus import ROOT
+from damage import FILES, NAMES, ODD, Other, Renamed, damaged, trees
+from hypothesis import strategies as st
+from test_wheels import ABOUT, GOOD, NOTED, WHEEL, zipped
 
-INDEX = "model.safetensors.index.json"
+KINDS = ODD["kinds"]
+STEPS = 60
+"""A small run is over by then."""
 
 
-def make(seed: int, number: int) -> Case:
-    """The case of this number."""
-    rng = Random(f"{seed} {number}")
-    kind = kind_of(number)
-    return replace(KINDS[kind](rng), kind=kind)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call of the command.
 
-
-def kind_of(number: int) -> str:
-    """Kinds take turns."""
-    return list(KINDS)[number % len(KINDS)]
-
-
-def checkpoint_words(rng: Random, base: str) -> tuple[str, ...]:
-    """A verb that reads a checkpoint."""
-    model = corpus.model_of(base)
-    ways = list(ODD["on_checkpoint"])
-    if model:
-        ways += ODD["on_model"]
-    if base in corpus.REAL:
-        ways.append("quantize MODEL --source {} --out {}.out")
-    return tuple(rng.choice(ways).replace("MODEL", model).split())
-
-
-def _on_checkpoint(edit: "OnFolder", pick: Callable[[Random], str]) -> Callable[[Random], Case]:
-    """A kind: some such edits of a checkpoint, and a verb that reads it."""
-
-    @wraps(edit)
-    def kind(rng: Random) -> Case:
-        base = pick(rng)
-        folder = corpus.folder(base)
-        made = some(rng, lambda: edit(rng, folder))
-        return Case(base=base, edits=made, words=checkpoint_words(rng, base))
-
-    return kind
-
-
-OnFolder = Callable[[Random, Path], Edit]
-of_any = partial(_on_checkpoint, pick=corpus.pick)
-of_quantized = partial(_on_checkpoint, pick=partial(corpus.pick, quantized=True))
-of_modelopt = partial(_on_checkpoint, pick=lambda rng: corpus.MODELOPT_FILE)
-
-
-# --- weights --------------------------------------------------------------------------------------
-
-
-@of_any
-def header_bytes(rng: Random, folder: Path) -> Edit:
-    """Headers whose bytes are wrong: flipped, cut, in another encoding, with another length."""
-    file = _shard(rng, folder)
-    way = rng.random()
-    _, start = edits.read_header(folder / file)
-    if way < 0.35:
-        return _inside_header(file, edits.mangled(rng, file, start - 8))
-    if way < 0.5:
-        return edits.mangled(rng, file, start)
-    length = rng.choice(ODD["lengths"])
-
-    def relength(folder: Path) -> None:
-        tree, _ = edits.read_header(folder / file)
-        edits.write_shard(folder / file, json.dumps(tree).encode(), length=length)
-
-    return Edit(f"{file}: length field {length}", relength)
-
-
-@of_any
-def header_tree(rng: Random, folder: Path) -> Edit:
-    """Headers that are JSON and wrong: types, dtypes, shapes, offsets, names, metadata,
-    duplicates.
+    Attributes:
+        base: a name of corpus.py: the folder that is copied.
+        edits: what is changed in the copy.
+        words: the command line; {} is the copied folder.
+        name: of the copied folder.
+        reads_weights: whether status 0 claims that the weights' files are good.
+        writes: files in the copied folder that the verb may change.
+        begun: the call of the system below OUT.partial at which a first run was killed; 0: no run.
+        changes: the one at which the source's last shard is written to; 0: never.
+        sealed: whether its results are sealed anew.
     """
-    file = _shard(rng, folder)
-    tree, _ = edits.read_header(folder / file)
-    names = [name for name in tree if name != "__metadata__"] or [""]
-    one = rng.choice(names)
-    many = rng.choice((1000, 200_000))
-    if rng.random() < 0.5:
-        return edits.grafted(rng, file, {one: tree.get(one)}, header=True)
-    if rng.random() < 0.1:
-        return Edit(f"{file}: header has a key twice", lambda folder: _twice(folder / file))
-    key = rng.choice(list(ODD["header"]))
-    more = {"dtype": "x" * 10_000, "shape": [1] * 2000}
-    new = rng.choice([*ODD["header"][key], more.get(key)])
-    metadata = rng.choice(ODD["metadata"])
-    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    ways = (
-        ("offsets one byte later", lambda tree: _shift(tree[one], 1, 1)),
-        ("offsets one byte longer", lambda tree: _shift(tree[one], 0, 1)),
-        ("half the shape", lambda tree: tree[one].update(shape=tree[one]["shape"][1:])),
-        ("no tensors", lambda tree: {}),
-        (f"{many} empty tensors", lambda tree: tree.update({f"e.{n}": empty for n in range(many)})),
-    )
-    of_tree = edits.on_tree(file, *rng.choice(ways), header=True)
-    values = (
-        edits.put(file, (one, key), new, header=True),
-        edits.put(file, ("__metadata__",), metadata, header=True),
-        # One tensor's offsets for two.
-        edits.put(file, (f"{one}.twin",), tree.get(one), header=True),
-    )
-    return rng.choice((*values, *[of_tree] * len(ways)))
+
+    base: str
+    edits: tuple[Any, ...]
+    words: tuple[str, ...]
+    name: str = "in"
+    reads_weights: bool = False
+    writes: tuple[str, ...] = ()
+    begun: int = 0
+    changes: int = 0
+    sealed: bool = False
 
 
-def _shift(entry: Any, start: int, end: int) -> None:
-    entry["data_offsets"] = [entry["data_offsets"][0] + start, entry["data_offsets"][1] + end]
+@dataclass(frozen=True)
+class Zipped:
+    """A wheel whose member is another."""
+
+    file: str
+    member: str
+    content: bytes
+
+    def do(self, folder: Path) -> None:
+        damage.replace(folder / self.file, zipped(GOOD | {self.member: self.content}))
 
 
-def _twice(path: Path) -> None:
-    raw = json.dumps(edits.read_header(path)[0]).encode()
-    edits.write_shard(path, b"{" + raw[1 : raw.index(b"}") + 1] + b"," + raw[1:])
+@st.composite
+def cases(draw: st.DrawFn, kind: str) -> Case:
+    told = KINDS[kind]
+    base = draw(st.sampled_from(corpus.OF[told["of"]]))
+    how = told.get("how", "damaged")
+    more: dict[str, Any] = {
+        "reads_weights": told.get("reads_weights", False),
+        "writes": tuple(told.get("writes", ())),
+        "sealed": how == "sealed",
+    }
+    if how == "planted":
+        line, places = draw(st.sampled_from(sorted(ODD["planted"].items())))
+        more["begun"] = draw(st.just(0) | st.integers(0, STEPS))
+        place = f"../in{draw(st.sampled_from(places))}"
+        edits = [Other(place, draw(st.sampled_from(ODD["stranger"])))]
+    elif how == "changing":
+        reads = [line for line in ODD["planted"] if "TO" in line or "/lost" in line]
+        line = draw(st.sampled_from(reads))
+        more |= {"changes": draw(st.integers(1, STEPS)), "writes": ("",)}
+        edits = []
+    else:
+        line = draw(st.sampled_from(_lines(told["lines"], base)))
+        edits = draw(_edits(base, told, how, line))
+    if "NAME" in line:
+        base = corpus.MEASURED
+    elif base == corpus.MEASURED:
+        line = line.replace("{}", "{}/NAME")
+    if "name" in told:
+        more["name"] = draw(FILES)
+    if "ends" in told:
+        line += " " + draw(st.sampled_from(told["ends"]))
+    file = ""
+    if "FILE" in line:
+        file = edits[0].file
+    stands = {
+        "MODEL": corpus.model_of(base),
+        "TO": corpus.DIALECTS[corpus.CURED.get(base, "modelopt")],
+        "OTHER": str(corpus.folder(corpus.OTHER)),
+        "HELD": str(ROOT / "models" / "held_out.jsonl"),
+        "TASK": file.removeprefix("rows-").partition(".")[0],
+        "{}/FILE": f"{{}}/{file}",
+    }
+    words = [stands.get(word, word) for word in line.split()]
+    if "ODD" in words:
+        # No shell can type the others.
+        typed = NAMES.filter(lambda name: not {"\x00", *map(chr, range(0xD800, 0xE000))} & {*name})
+        words[words.index("ODD")] = draw(st.sampled_from(ODD["missing"]) | typed)
+    return Case(base=base, edits=tuple(edits), words=tuple(words), **more)
 
 
-def _inside_header(file: str, inner: Edit) -> Edit:
-    """An edit of bytes, applied to the JSON of a header whose length field stays right."""
-
-    def do(folder: Path) -> None:
-        path = folder / file
-        tree, _ = edits.read_header(path)
-        shard = path.rename(folder / "shard")
-        path.write_bytes(json.dumps(tree).encode())
-        inner.do(folder)
-        changed = path.read_bytes()
-        edits.write_shard(shard.rename(path), changed)
-
-    return Edit(f"{inner.says} (in the header)", do)
+def _lines(names: list[str], base: str) -> list[str]:
+    """Command lines, or the names of lists of them."""
+    found = [line for name in names for line in ODD.get(name, [name])]
+    if "on_checkpoint" in names and corpus.model_of(base):
+        found += ODD["on_model"]
+        if base in corpus.REAL:
+            found.append("quantize MODEL --source {} --out {}.out")
+    return found
 
 
-def _shard(rng: Random, folder: Path) -> str:
-    return rng.choice(sorted(path.name for path in folder.glob("*.safetensors")))
+def _edits(base: str, told: dict[str, Any], how: str, line: str) -> st.SearchStrategy[list[Any]]:
+    """One change of the folder, or up to three."""
+    folder = corpus.folder(base)
+    inner = [word.removeprefix("{}/") for word in line.split() if word.startswith("{}/")]
+    where = st.sampled_from(inner)  # of cures: a folder in the base
+    ends = st.sampled_from(ODD["file_ends"])
+    if how == "strange":
+        inside = {corpus.MEASURED: "NAME/"}.get(base, "")
+        names = st.builds("{}{}{}".format, st.just(inside), FILES, ends)
+        return st.lists(st.builds(Other, names, st.just("{{}}")), max_size=2)
+    if how == "links":
+        places = st.builds("{}/{}".format, where, st.sampled_from(ODD["links"]))
+        one = st.builds(Other, places, st.sampled_from(ODD["targets"]))
+    elif how == "renamed":
+        added = st.builds("{}/{}{}".format, where, FILES, ends)
+        new = NAMES | FILES | st.sampled_from(ODD["tensors"])
+        one = st.builds(Other, added, st.just("{{}}")) | st.builds(
+            Renamed, where, st.integers(0, 99), new, st.booleans()
+        )
+    else:
+        files = {*told.get("absent", ())}
+        for pattern in told.get("files", ()):
+            files |= {path.relative_to(folder).as_posix() for path in folder.glob(pattern)}
+        if not files:
+            return st.just([])
 
+        def change(file: str) -> st.SearchStrategy[Any]:
+            if how == "sealed":
+                return trees(folder, file)
+            return damaged(folder, file, told.get("under", ""))
 
-# --- JSON files of a checkpoint -------------------------------------------------------------------
-
-
-@of_any
-def index(rng: Random, folder: Path) -> Edit:
-    """The index: wrong types, files outside the folder, missing ones, wrong bytes."""
-    path = rng.choice((*ODD["shards"], "x" * 5000))
-    name = rng.choice(edits.NAMES)
-    if rng.random() < 0.4:
-        return edits.put(INDEX, ("weight_map", name), path)
-    return edits.spoilt(rng, folder, INDEX)
-
-
-@of_any
-def config(rng: Random, folder: Path) -> Edit:
-    """Every key of config.json: null, other types, numbers out of range, deep trees."""
-    return edits.spoilt(rng, folder, "config.json")
-
-
-@of_quantized
-def quantization(rng: Random, folder: Path) -> Edit:
-    """quantization_config of every dialect."""
-    return edits.spoilt(rng, folder, "config.json", under=("quantization_config",))
-
-
-@of_modelopt
-def modelopt_file(rng: Random, folder: Path) -> Edit:
-    """hf_quant_config.json."""
-    return edits.spoilt(rng, folder, "hf_quant_config.json")
-
-
-@of_any
-def counts(rng: Random, folder: Path) -> Edit:
-    """The numbers of config.json that something is counted by."""
-    tree = json_of(folder / "config.json")
-    numbers = [place for place in edits.places(tree) if isinstance(edits.at(tree, place), int)]
-    return edits.put("config.json", rng.choice(numbers), rng.choice(ODD["numbers"]))
-
-
-@of_quantized
-def regexes(rng: Random, folder: Path) -> Edit:
-    """Patterns of a stranger, in every list of names."""
-    tree = json_of(folder / "config.json").get("quantization_config", {})
-    lists = [place for place in edits.places(tree) if isinstance(edits.at(tree, place), list)]
-    pattern = rng.choice(edits.REGEXES)
-    *above, last = rng.choice([*lists, ("ignore",)])
-    if rng.random() >= 0.8:
-        pattern = pattern.removeprefix("re:")
-
-    def do(tree: Any) -> None:
-        holder = edits.at(tree, ("quantization_config", *above))
-        old = None
-        if isinstance(holder, list) or last in holder:
-            old = holder[last]
-        holder[last] = [*(old or []), pattern]
-
-    return edits.on_tree("config.json", f"{last} has {edits.shown(pattern)}", do)
-
-
-@of_any
-def files(rng: Random, folder: Path) -> Edit:
-    """A file of the checkpoint is a FIFO, a folder, a link that ends nowhere, a device."""
-    names = {path.name for path in folder.iterdir()}
-    names |= {"hf_quant_config.json", "README.md", "tokenizer.json"}
-    return edits.no_file(rng, rng.choice(sorted(names)))
-
-
-# --- recipes --------------------------------------------------------------------------------------
-
-
-def recipe_tree(rng: Random) -> Case:
-    """A recipe whose values are of other types."""
-    base = rng.choice(corpus.RECIPES)
-    tree = yaml.safe_load((corpus.folder(base) / RECIPE).read_text())
-    made = some(rng, lambda: _as_yaml(edits.grafted(rng, RECIPE, tree), RECIPE))
-    return Case(base=base, edits=made, words=tuple(rng.choice(ODD["on_recipe"]).split()))
-
-
-def recipe_text(rng: Random) -> Case:
-    """A recipe that is odd YAML: aliases of aliases, deep, huge, tagged, with a key twice."""
-    base = rng.choice(corpus.RECIPES)
-    text = spelled(rng.choice(list(table("recipes/test_yaml_file")["REFUSED"].values()))[0])
-    says = edits.shown(text)
-    ways = (
-        edits.mangled(rng, RECIPE, (corpus.folder(base) / RECIPE).stat().st_size),
-        edits.on_bytes(RECIPE, f"{says}, at the end", lambda raw: raw + b"\n" + text.encode()),
-        edits.on_bytes(RECIPE, f"{says}, alone", lambda raw: text.encode()),
-    )
-    return Case(
-        base=base, edits=(rng.choice(ways),), words=tuple(rng.choice(ODD["on_recipe"]).split())
-    )
-
-
-def _as_yaml(edit: Edit, file: str) -> Edit:
-    """An edit of a JSON tree, for a file that is YAML before and after."""
-
-    def do(folder: Path) -> None:
-        tree = yaml.safe_load(edits.regular(folder / file).read_text())
-        edits.replace(folder / file, json.dumps(tree).encode())
-        edit.do(folder)
-
-    return Edit(edit.says, do)
-
-
-RECIPE = "recipe.yaml"
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def command_line(rng: Random) -> Case:
-    """Words that name nothing: folders that are missing, odd names of repositories, of models, of
-    numbers.
-    """
-    base = rng.choice(corpus.REAL)
-    # No shell can type the others.
-    names = [name for name in edits.NAMES if "\x00" not in name and "\ud800" not in name]
-    odd = {"ODD": rng.choice([*ODD["missing"], *names]), "MODEL": base}
-    line = rng.choice(ODD["with_odd_words"]).split()
-    words = tuple(odd.get(word, word) for word in line)
-    return Case(base=base, edits=(), words=words, reads_weights=False)
-
-
-def broken_for_cures(rng: Random) -> Case:
-    """A checkpoint that verbs read, for those that write another one."""
-    return cures.written(rng, (header_tree, index, config, counts, quantization, regexes, files))
-
-
-_KINDS = (
-    header_bytes,
-    header_tree,
-    index,
-    config,
-    counts,
-    quantization,
-    regexes,
-    modelopt_file,
-    files,
-    recipe_tree,
-    recipe_text,
-    command_line,
-    verbs.prompt_files,
-    verbs.texts,
-    verbs.rows,
-    verbs.names,
-    verbs.companions,
-    verbs.results,
-    verbs.init,
-    verbs.answers,
-    broken_for_cures,
-    cures.links_for_cures,
-    cures.names_for_cures,
-    planted.planted,
-    planted.changing,
-    wheels.wheels,
-    sealed.sealed,
-)
-KINDS = {kind.__name__.replace("_", " "): kind for kind in _KINDS}
+        one = st.sampled_from(sorted(files)).flatmap(change)
+    if how == "zipped":
+        members = st.sampled_from([ABOUT, NOTED, "vllm/__init__.py", *ODD["members"]])
+        says = st.sampled_from([damage.spelled(text).encode("latin") for text in ODD["told"]])
+        programs = st.sampled_from([program.encode() for program in ODD["programs"]])
+        one |= st.builds(Zipped, st.just(WHEEL), members, says | programs)
+    return st.lists(one, min_size=1, max_size=3)

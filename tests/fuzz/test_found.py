@@ -7,7 +7,6 @@ from pathlib import Path
 
 import measured
 import pytest
-import sealed
 from checkpoint_files import write
 from commands import ROOT
 from data_files import json_of, put_json, table
@@ -30,6 +29,7 @@ from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.card_metadata import read_front_matter
 from keepmtp.validate.report.provenance import recipe_text
 from keepmtp.validate.report.report import of_checkpoint, read_json, refresh
+from sealed import seal
 
 TABLE = table("fuzz/test_found")
 READERS = {
@@ -154,7 +154,7 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys):
 def test_results_that_are_sealed_anew_do_not_hide_the_headers(change, says, tmp_path):
     measured.measured(tmp_path / "NAME")
     change(tmp_path)
-    sealed.seal(tmp_path)
+    seal(tmp_path)
     if not says:
         assert of_checkpoint(tmp_path / "NAME").verdict.ok
         return

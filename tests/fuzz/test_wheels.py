@@ -1,18 +1,73 @@
 """A stranger's wheel for `check --vllm` ends in one sentence, and only vLLM's Python is kept of it."""
 
+import io
+import json
+import struct
+import sys
+import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import verbs
+import stub_vllm
+from damage import ODD
 from data_files import spelled
-from edits import ODD
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.dryload import loader
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import cache_folder, had_vllms
 from real_vllm import CPU
-from wheels import ABOUT, GOOD, NOTED, WHEEL, listed, zipped
 
+WHEEL = "vllm-9.1.0-py3-none-any.whl"
+ABOUT = "vllm-9.1.0.dist-info/METADATA"
+NOTED = "vllm/_version.py"
+Members = dict[str, bytes]
+GOOD: Members = {
+    "vllm/__init__.py": b"",
+    NOTED: b"__version__ = version = '9.1.0'\n",
+    ABOUT: b"Metadata-Version: 2.1\nName: vllm\nVersion: 9.1.0\nRequires-Python: >=3.8\n",
+}
+# Where a field of the list of members is, after its mark: size in bytes and place.
+FIELDS = {"flags": ("<H", 8), "method": ("<H", 10), "packed": ("<I", 20), "size": ("<I", 24)}
+FIELDS |= {"name": ("<H", 28), "extra": ("<H", 30), "offset": ("<I", 42)}
+
+
+def zipped(members: Members) -> bytes:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    return raw.getvalue()
+
+
+def listed(raw: bytes, at: int, field: str, value: int) -> bytes:
+    """The zip with another value in the list of its members, of the member `at`."""
+    form, place = FIELDS[field]
+    start = 0
+    for _ in range(at + 1):
+        start = raw.index(b"PK\1\2", start + 1)
+    changed = bytearray(raw)
+    struct.pack_into(form, changed, start + place, value % 2 ** (8 * struct.calcsize(form)))
+    return bytes(changed)
+
+
+def no_server(path: Path) -> Path:
+    """A Python for VLLM_PYTHON that tells versions, serves a checkpoint with answers.json alone, by
+    a stub, and loads with vllm/__init__.py alone.
+    """
+    told = json.dumps(stub_vllm.VERSIONS)
+    stub = path.with_name("stub")
+    stub.mkdir()
+    serves = f'[ -f "$4/answers.json" ] && exec {stub_vllm.stub_vllm(stub, start=0)} "$@"'
+    loads = f'*/in_vllm*) exec {sys.executable} -I "$PYTHONPATH/vllm/__init__.py"'
+    path.write_text(
+        f"#!/bin/sh\ncase \" $* \" in *' serve '*) {serves}; exit 3;; {loads};; esac\necho '{told}'\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+WHOLE_WHEEL = zipped(GOOD)
 WHOLE = "must be a whole wheel"
 PLAIN = "must be a wheel of vLLM"
 SAYS = "must say which version"
@@ -36,7 +91,7 @@ def running(program: str) -> bytes:
 def loaded(tmp_path, monkeypatch):
     """What a wheel ends in: no vLLM is in any, so it is a refusal."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own = replace(CPU, python=verbs.no_server(tmp_path / "python"))
+    own = replace(CPU, python=no_server(tmp_path / "python"))
 
     def load(raw: bytes) -> str:
         (tmp_path / WHEEL).write_bytes(raw)
