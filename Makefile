@@ -88,7 +88,7 @@ vllm: $(VENV_VLLM)/.vllm
 
 # A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
 test: SUITE := not full
-test-all: SUITE := full
+test-all: SUITE := full and not spare
 test test-all: $(VENV)/.test $(VENV_VLLM)/.vllm build/wheels/.wheels build/sglang/.wheel
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
 

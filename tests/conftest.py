@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | N
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first where workers share the suite; and of a large product, all but `few` cases
-    at even distances, the first among them, are `full`.
+    at even distances, the first among them, are `full`, and all but a second number are `spare`.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(TABLE["LONG"])}
@@ -85,11 +85,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
-        (number,) = cases[0].get_closest_marker("few").args
-        kept = {place * len(cases) // number for place in range(number)}
+        number, *more = cases[0].get_closest_marker("few").args
+        quick = _spread(number, len(cases))
+        asked = quick.union(*(_spread(each, len(cases)) for each in more))
         for place, case in enumerate(cases):
-            if place not in kept:
+            if place not in quick:
                 case.add_marker(pytest.mark.full)
+            if more and place not in asked:
+                case.add_marker(pytest.mark.spare)
+
+
+def _spread(number: int, length: int) -> set[int]:
+    return {place * length // number for place in range(number)}
 
 
 def pytest_collection_finish() -> None:

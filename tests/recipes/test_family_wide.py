@@ -44,7 +44,7 @@ def test_a_common_variant_fits_every_family(model, variant):
     assert {*plan.needs_calibration} <= {heavy}
 
 
-@pytest.mark.few(48)
+@pytest.mark.few(48, 96)
 @pytest.mark.parametrize("model, variant", CASES)
 def test_what_it_writes_has_no_findings(model, variant):
     plan = planned(released(model), variant)

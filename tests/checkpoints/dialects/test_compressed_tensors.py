@@ -32,7 +32,7 @@ def hits(entries: list[str], name: str) -> list[str]:
     return [e for e in entries if (re.match(e[3:], name) if e.startswith("re:") else e == name)]
 
 
-@pytest.mark.few(112)
+@pytest.mark.few(112, 224)
 @pytest.mark.parametrize("mtp", [None, "bf16", "FP8_DYNAMIC", "W4A16"])
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):

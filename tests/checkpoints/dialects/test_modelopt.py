@@ -31,7 +31,7 @@ PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOC
 NAMELESS = "vLLM renames every entry that could name"
 
 
-@pytest.mark.few(36)
+@pytest.mark.few(36, 72)
 @pytest.mark.parametrize("words", PAIRS, ids=" ".join)
 @pytest.mark.parametrize("model", releases.MODELS)
 def test_every_family_passes_the_check(model, words, tmp_path):

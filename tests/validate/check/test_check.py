@@ -49,7 +49,7 @@ def test_good_checkpoints_pass_without_a_word(name, tmp_path):
     assert report.ok
 
 
-@pytest.mark.few(280)
+@pytest.mark.few(280, 560)
 @pytest.mark.parametrize("mtp", ["bf16", "source", "as backbone"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("model", releases.MODELS)
@@ -63,7 +63,7 @@ def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_p
     assert report.findings == ()
 
 
-@pytest.mark.few(54)
+@pytest.mark.few(54, 108)
 @pytest.mark.parametrize("mtp", ["bf16", "as backbone"])
 @pytest.mark.parametrize("scheme", [scheme for scheme in ALGORITHMS if scheme not in LINEAR_ONLY])
 @pytest.mark.parametrize("model", releases.MODELS)

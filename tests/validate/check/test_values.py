@@ -22,7 +22,7 @@ def folder(tmp_path):
     return write(tmp_path / "checkpoint", GOOD[NVFP4]())
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(20, 40)
 @pytest.mark.parametrize("name", GOOD)
 def test_good_values_pass_without_a_word(name, tmp_path):
     assert check_values(fill(write(tmp_path / "checkpoint", GOOD[name]())), "all") == ()

@@ -20,7 +20,7 @@ from transformers.models.glm4_moe import modeling_glm4_moe
 
 # Each rerun is killed at another place, later than the last; the fourth has finished its layer, but
 # told no one.
-@pytest.mark.few(1)
+@pytest.mark.few(1, 4)
 @pytest.mark.parametrize(
     "name, places, told",
     [

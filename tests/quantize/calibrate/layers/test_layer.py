@@ -58,7 +58,7 @@ def num_modules(results: list) -> int:
     return sum(len(result.coverage) for result in results)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(1, 5)
 @pytest.mark.parametrize(
     "model, scheme, knobs",
     [
@@ -88,7 +88,7 @@ def group_of(scheme: str) -> dict:
     return {scheme: QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(2, 6)
 @pytest.mark.parametrize(
     "model, scheme, algorithm, knobs",
     [

@@ -115,7 +115,7 @@ def sources(tmp_path_factory):
     return source
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(16, 48)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("form", FORMS)
 def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
