@@ -3,7 +3,7 @@
 #
 #     examples/fine_tune.sh ./my-fine-tune zai-org/GLM-4.7 out/mine
 #
-# A killed run continues when the line is repeated. docs/fine-tune.md goes on from here: bench, eval, card, upload.
+# A killed run continues when the line is repeated. docs/publishing.md goes on from here: bench, eval, card, upload.
 set -euo pipefail
 fine_tune=$1
 release=$2

@@ -24,12 +24,11 @@ def loaded(code: str) -> set[str]:
 
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
-    """Top to bottom, in one folder; a command in a comment is run as a command."""
+    """The README's too: top to bottom, in one folder; a command in a comment is run as a command."""
     monkeypatch.chdir(tmp_path)
     known: dict[str, object] = {}
-    parts = re.findall(
-        r"<!-- (keepmtp [^\n]*) -->|```python\n(.*?)```", PAGE.read_text(), re.DOTALL
-    )
+    pages = (ROOT / "README.md").read_text() + PAGE.read_text()
+    parts = re.findall(r"<!-- (keepmtp [^\n]*) -->|```python\n(.*?)```", pages, re.DOTALL)
     assert len(parts) >= 8
     for command, code in parts:
         if command:

@@ -1,7 +1,9 @@
 """examples/, each run as a reader runs it: from another folder, with `keepmtp` on the path."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from commands import KEEPMTP, ROOT, captured, keepmtp
@@ -16,15 +18,28 @@ EXAMPLES = ROOT / "examples"
 def test_each_example_is_run_here():
     """Adding a file to examples/ means adding a test of it."""
     names = {path.name for path in EXAMPLES.iterdir()}
-    assert names == {"fine_tune.sh", "check_hub_id.py", "two_kinds_of_text.yaml"}
+    assert names == {"fine_tune.sh", "check_hub_id.py", "quantize.sbatch", "two_kinds_of_text.yaml"}
+
+
+def run(folder: Path, name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """With what is in the folder on the path, too."""
+    path = f"{folder}:{os.path.dirname(KEEPMTP)}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "SLURM_JOB_NODELIST": "here"}
+    return captured((EXAMPLES / name, *words), cwd=folder, env=env, status=0)
+
+
+def test_the_slurm_file_starts_keepmtp_by_srun(tmp_path):
+    for name, line in (("srun", 'shift; exec "$@" --dry-run'), ("scontrol", "echo here")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    said = run(tmp_path, "quantize.sbatch", "tiny-glm4-moe.w4a16-fp8", GLM, "out").stdout
+    assert "W4A16" in said and not (tmp_path / "out").exists()
 
 
 @pytest.mark.full
 def test_a_fine_tune_is_quantized_and_checked(tmp_path):
     fine_tune(tmp_path, has_block=False)
-    path = f"{os.path.dirname(KEEPMTP)}:{os.environ['PATH']}"
-    words = (EXAMPLES / "fine_tune.sh", "my-fine-tune", GLM, "out/mine")
-    done = captured(words, cwd=tmp_path, env=os.environ | {"PATH": path}, status=0)
+    done = run(tmp_path, "fine_tune.sh", "my-fine-tune", GLM, "out/mine")
     assert "check passed out/mine: no findings" in done.stdout
     assert (tmp_path / "out" / "mine" / "keepmtp.json").is_file()
 

@@ -1,4 +1,4 @@
-"""docs/fine-tune.md, run as it stands: line by line, on a tiny fine-tune that lost its MTP block and
+"""docs/publishing.md, run as it stands: line by line, on a tiny fine-tune that lost its MTP block and
 on one that has it.
 """
 
@@ -30,7 +30,7 @@ ALONE = ("plan", "quantize")
 
 def lines_for(*, has_block: bool) -> list[str]:
     """The commands of the page, as it says that they are to be changed."""
-    block = (ROOT / "docs" / "fine-tune.md").read_text().split("```")[1]
+    block = (ROOT / "docs" / "publishing.md").read_text().split("```")[1]
     found = re.findall(r"^keepmtp (.*?)(?: +#.*)?$", block, re.MULTILINE)
     assert len(found) == 9
     if has_block:

@@ -10,11 +10,7 @@ from keepmtp.cli.ls import rows
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
-from readme import COMMANDS, MODELS_PAGE, PAGES, PICTURE, README, ROOT, models_page, picture
-
-# What make docs PAGE=quality and make gpu write in pages, between their markers. docs/tables/ has the
-# pages that targets write whole.
-BETWEEN = r"(?s)<!-- (?:table|begin).*?<!-- end"
+from readme import COMMANDS, MODELS_PAGE, PICTURE, README, ROOT, models_page, picture
 
 
 def test_the_picture_is_what_is_made_today():
@@ -49,24 +45,20 @@ def test_the_page_of_models_is_what_is_made_today():
 
 def test_the_figures_are_those_of_their_pages():
     text = README.read_text()
-    page, quality, sglang = (
+    page, quality, schemes = (
         (ROOT / "docs" / f"{name}.md").read_text()
-        for name in ("benchmarks", "tables/quality", "tables/sglang")
+        for name in ("benchmarks", "tables/quality", "schemes")
     )
     table = text.partition("## Figures")[2]
     measured = re.findall(r"^\|[^|]*\|([^|]*)\|[^|]*\|$", table, re.MULTILINE)
     figures = re.findall(r"\d+(?:\.\d+)?", " ".join(measured))
     assert len(figures) > 10
     assert [each for each in figures if not re.search(rf"(?<![\d.]){each}(?![\d])", page)] == []
-    schemes = (ROOT / "docs" / "schemes.md").read_text()
     kept = re.findall(r"[\d.]+ ± [\d.]+", schemes)
     assert len(kept) > 15 and [each for each in kept if each not in quality] == []
     assert [
         row for row in rows("schemes", ()) if f"| {row['scheme']} | {row['bits']} |" not in schemes
     ] == []
-    counts = re.findall(r"^(\d+) of (\d+) outputs resolve", sglang, re.MULTILINE)
-    resolve, outputs = (sum(map(int, column)) for column in zip(*counts, strict=True))
-    assert f"{resolve} of {outputs} outputs" in " ".join(text.split())
 
 
 def test_the_page_counts_the_corpus():
@@ -81,16 +73,17 @@ def test_the_page_counts_the_corpus():
 
 def test_the_pages_can_be_finished():
     """Words of the README, and words of docs/ that a person wrote."""
-    assert len(README.read_text().split()) <= 1500
+    assert len(README.read_text().split()) <= 900
     pages = [*(ROOT / "docs").glob("*.md")]
     by_hand = [*pages, ROOT / "docs" / "tables" / "failures.md"]
-    words = {page.name: len(re.sub(BETWEEN, "", page.read_text()).split()) for page in by_hand}
-    assert sum(words.values()) <= 19_500, words
+    words = {page.name: len(page.read_text().replace("|", "").split()) for page in by_hand}
+    assert sum(words.values()) <= 16_000, words
+    assert len(pages) <= 12
 
 
 def test_what_is_quantized_loads_at_the_size_that_the_page_names():
     """By headers alone; tests/vllm/test_tensor_parallel.py lets vLLM load each."""
-    assert {command.page for command in COMMANDS} == {*PAGES}
+    assert COMMANDS
     for command in COMMANDS:
         plan = plan_of_recipe(command.recipe, "full")
         refused = why_not(plan.view.text_config, plan.cuts, Split(command.tp))

@@ -1,5 +1,5 @@
 """The README's picture, and docs/tables/models.md, made from what they show; and COMMANDS,
-those of README.md and docs/usage.md that quantize a large model, each with the GPU and the
+those of README.md that quantize a large model, each with the GPU and the
 tensor-parallel size that the lines after it name.
 
     make docs       writes docs/check.svg and docs/tables/models.md
@@ -191,35 +191,26 @@ if __name__ == "__main__":
     main()
 
 
-PAGES = ("README.md", "docs/usage.md")
-
-
 class Command(NamedTuple):
-    """What `make quantize` makes, and where the page serves it."""
+    """What `make quantize` makes, and where the README serves it."""
 
-    page: str
     recipe: str
     gpu: GPU
     tp: int
 
     def __str__(self) -> str:
-        return f"{self.page}: {self.recipe} at TP {self.tp}"
+        return f"{self.recipe} at TP {self.tp}"
 
 
 def _commands() -> list[Command]:
     found = []
-    for page in PAGES:
-        blocks = (ROOT / page).read_text().split("```")[1::2]
-        for block in blocks:
-            for made in re.finditer(r"make quantize +MODEL=(\S+) SCHEME=(\S+) .*OUT=(\S+)", block):
-                model, scheme, out = made.groups()
-                served = [line for line in block.splitlines() if f"OUT={out} " in line]
-                words = "\n".join(served)
-                sizes = re.findall(r"(?:\bTP=|--tensor-parallel-size )(\d+)", words) or ["1"]
-                gpus = re.findall(r"\bGPU=(\w+)", words) or ["sm90"]
-                found += [
-                    Command(page, f"{model}.{scheme}", gpus[0], int(size)) for size in {*sizes}
-                ]
+    for block in README.read_text().split("```")[1::2]:
+        for made in re.finditer(r"make quantize +MODEL=(\S+) SCHEME=(\S+) .*OUT=(\S+)", block):
+            model, scheme, out = made.groups()
+            words = "\n".join(line for line in block.splitlines() if f"OUT={out} " in line)
+            sizes = re.findall(r"(?:\bTP=|--tensor-parallel-size )(\d+)", words) or ["1"]
+            gpus = re.findall(r"\bGPU=(\w+)", words) or ["sm90"]
+            found += [Command(f"{model}.{scheme}", gpus[0], int(size)) for size in {*sizes}]
     return found
 
 

@@ -200,7 +200,7 @@ def test_runs_that_are_sampled_pair_by_question(tmp_path):
 
 
 def test_the_documentation_lists_every_task_as_it_is_asked():
-    text = (ROOT / "docs" / "tasks.md").read_text()
+    text = (ROOT / "docs" / "eval.md").read_text()
     for task, row in TASKS.items():
         protocol = Evaluation(task=task)
         asked = [f"{protocol.shots} shots"] * bool(protocol.shots)
