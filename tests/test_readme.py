@@ -56,9 +56,8 @@ def test_the_figures_are_those_of_their_pages():
     assert [each for each in figures if not re.search(rf"(?<![\d.]){each}(?![\d])", page)] == []
     kept = re.findall(r"[\d.]+ ± [\d.]+", schemes)
     assert len(kept) > 15 and [each for each in kept if each not in quality] == []
-    assert [
-        row for row in rows("schemes", ()) if f"| {row['scheme']} | {row['bits']} |" not in schemes
-    ] == []
+    for row in rows("schemes", ()):
+        assert f"| {row['scheme']} | {row['bits']} |" in schemes
 
 
 def test_the_page_counts_the_corpus():
@@ -74,11 +73,9 @@ def test_the_page_counts_the_corpus():
 def test_the_pages_can_be_finished():
     """Words of the README, and words of docs/ that a person wrote."""
     assert len(README.read_text().split()) <= 900
-    pages = [*(ROOT / "docs").glob("*.md")]
-    by_hand = [*pages, ROOT / "docs" / "tables" / "failures.md"]
-    words = {page.name: len(page.read_text().replace("|", "").split()) for page in by_hand}
-    assert sum(words.values()) <= 16_000, words
-    assert len(pages) <= 12
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "docs" / "tables" / "failures.md"]
+    words = {page.name: len(page.read_text().replace("|", "").split()) for page in pages}
+    assert sum(words.values()) <= 16_000 and len(words) <= 13, words
 
 
 def test_what_is_quantized_loads_at_the_size_that_the_page_names():
