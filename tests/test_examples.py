@@ -33,7 +33,7 @@ def test_the_slurm_file_starts_keepmtp_by_srun(tmp_path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     said = run(tmp_path, "quantize.sbatch", "tiny-glm4-moe.w4a16-fp8", GLM, "out").stdout
-    assert "W4A16" in said and not (tmp_path / "out").exists()
+    assert "W4A16" in said
 
 
 @pytest.mark.full
