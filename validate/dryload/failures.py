@@ -72,7 +72,6 @@ class Defect(Failure):
         silences: what vLLM does of it without a word.
         says: what happened, and why.
         versions: of vLLM that have it, as a PEP 440 specifier; "" for all.
-        sources: public threads, or files of vLLM.
         families, dialects: model_types and quantization dialects concerned; () for any.
         cure_in_vllm: the function of validate/keepmtp_cures that mends it where vLLM runs; "" for
             none.
@@ -81,7 +80,6 @@ class Defect(Failure):
     silences: tuple[Silence, ...] = ()
     says: str
     versions: str = ""
-    sources: str = "dry loads of vLLM 0.32.0"
     families: tuple[str, ...] = ()
     dialects: tuple[str, ...] = ()
     cure_in_vllm: str = ""
