@@ -41,7 +41,7 @@ from .acceptance import (
 )
 from .facts import CandidateFact, GainFact, KeptFact, MeasuredFact, MtpFact, Side, TunedFact
 from .mtp_block import bound_block
-from .mtp_policy import PolicyResults, block_tensors, is_served_changed, num_blocks
+from .mtp_policy import PolicyResults, is_served_changed, num_blocks
 
 # Of the way from the released weights to the trained ones, where held-out text of several kinds
 # chooses.
@@ -103,7 +103,7 @@ def mtp_pass(
             kept_of_block = _kept(of_both, of_backbone)
             is_tuned = tuned is not None and tuned.chosen
             rows.append(_row(served, "tuned" if is_tuned else "quantized", of_both))
-        if _depends_on_batches(final):
+        if final.may_calibrate_mtp:
             files = results.statistics(final)
     _publish(backbone, files)
     if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
@@ -190,7 +190,7 @@ def choose(
     least = auto.min_acceptance
     data = results.backbone.data
     groups = set[str]()  # of modules that a recipe decides about
-    for tensor in block_tensors(results.plan):
+    for tensor in results.plan.mtp:
         if not tensor.place.row.why_kept and tensor.place.leaf in ("weight", ""):
             groups.add(tensor.role)
     policies = candidates_for(auto.candidates, groups)
@@ -208,7 +208,7 @@ def choose(
     likely = []
     is_over = False
     for plan in plans:
-        is_rounded = any(tensor.fate == "quantize" for tensor in block_tensors(plan))
+        is_rounded = any(tensor.fate == "quantize" for tensor in plan.mtp)
         if is_over and is_rounded:  # blocks that are not rounded draft alike: one hypothesis
             continue
         measured = results.measured(plan)
@@ -250,7 +250,7 @@ def choose(
 
 def _num_bytes(plan: Plan) -> int:
     """Of the block."""
-    return sum(output.num_bytes for output in outputs_of(block_tensors(plan)))
+    return sum(output.num_bytes for output in outputs_of(plan.mtp))
 
 
 # --- mtp: tuned -----------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def refuse_mtp(plan: Plan) -> RecipeError | CheckpointError | None:
         CheckpointError: likewise, and its tensors are not those of its class.
     """
     refusal = cannot_run(plan)
-    if refusal is not None and (plan.recipe.measures_mtp or _depends_on_batches(plan)):
+    if refusal is not None and (plan.recipe.measures_mtp or plan.may_calibrate_mtp):
         raise refusal
     if plan.recipe.mtp != TUNED:
         return refusal
@@ -466,7 +466,3 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
             got=f"{sequences} sequences, {slots:,} tokens",
             cure="Raise calibration.held_out, or name a dataset with assistant turns",
         )
-
-
-def _depends_on_batches(plan: Plan) -> bool:
-    return any(tensor.calibrated or tensor.tuned for tensor in block_tensors(plan))

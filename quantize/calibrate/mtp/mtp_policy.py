@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ....checkpoints.files import write_whole
 from ...plan.plan import Plan
-from ...plan.tensor_plan import TensorPlan
 from ..data.claim import left_behind
 from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
@@ -125,10 +124,9 @@ class PolicyResults:
         self, blocks: Sequence[MtpBlock], plan: Plan, progress: Callable[[int], None] | None
     ) -> None:
         """Round or train the blocks as `plan` says; all that is written of them is then on disk."""
-        tensors_of_blocks = block_tensors(plan)
-        is_tuned = any(tensor.tuned for tensor in tensors_of_blocks)
+        is_tuned = any(tensor.tuned for tensor in plan.mtp)
         stream: Stream = "served"
-        if any(tensor.calibrated for tensor in tensors_of_blocks):
+        if any(tensor.calibrated for tensor in plan.mtp):
             stream = "mtp"
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
             work = LayerWork.of(plan, block.binding)
@@ -210,16 +208,11 @@ def blocks_that_draft(plan: Plan, blocks: list[MtpBlock]) -> list[MtpBlock]:
     return blocks[:1]
 
 
-def block_tensors(plan: Plan) -> list[TensorPlan]:
-    """What the plan says of all MTP blocks."""
-    return [tensor for tensor in plan.tensors if tensor.part == "mtp"]
-
-
 def is_served_changed(plan: Plan) -> bool:
     """Whether a server computes the block otherwise than the release: trained, rounded, FP8
     cache.
     """
-    for tensor in block_tensors(plan):
+    for tensor in plan.mtp:
         if tensor.fate == "quantize" or tensor.cache is not None or tensor.tuned:
             return True
     return False
@@ -236,7 +229,7 @@ def _key(plan: Plan) -> str:
     """
     schemes = {}
     caches = []
-    for tensor in block_tensors(plan):
+    for tensor in plan.mtp:
         if tensor.fate == "quantize":
             schemes[tensor.name] = tensor.scheme
         if tensor.cache is not None:

@@ -91,7 +91,7 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     statistics = Statistics.open(backbone.folder / "statistics", fingerprint=stamp)
     refuse_statistics(final, statistics)
     wanted = set()
-    for tensor in policy.block_tensors(plan):
+    for tensor in plan.mtp:
         wanted.update(output.name for output in tensor.calibrated_outputs)
     own = {name for name in statistics if statistics.entries[name].file.startswith("mtp-")}
     assert wanted and own == wanted
@@ -219,7 +219,7 @@ def test_played_games_pass_wrongly_as_seldom_as_the_confidence_says(glm, monkeyp
 
 def block_bytes(plan: Plan) -> int:
     size = 0
-    for tensor in policy.block_tensors(plan):
+    for tensor in plan.mtp:
         for output in tensor.outputs:
             size += output.num_bytes
     return size
