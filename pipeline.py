@@ -48,7 +48,7 @@ from .quantize.run.progress import SILENT, RunProgress
 from .quantize.write.output import claim, is_finished, publish, refuse_output, tidy
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
-from .recipes.find import find_recipe, read_recipe
+from .recipes.find import find_recipe
 from .recipes.frozen import Advance, Json, frozen
 from .recipes.model_file import find_path, flat_text
 from .recipes.schema import AUTO, Recipe, validated
@@ -318,7 +318,7 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
         partial_path(out).rmdir()  # empty, or another run's
     recipe = plan.recipe
     if recipe.is_searched:
-        recipe = read_recipe(out / RECIPE)
+        recipe, _ = find_recipe(str(out / RECIPE))
     elif recipe.mtp == AUTO:
         recipe = recipe.resolved(read_record(out / RECORD).recipe.whole["mtp"])
     if recipe is not plan.recipe:

@@ -88,7 +88,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.find import read_recipe
+from keepmtp.recipes.find import find_recipe
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 """
@@ -97,7 +97,7 @@ from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 recipe_file, folder, out = sys.argv[1:]
 started = time.process_time()
-recipe = read_recipe(Path(recipe_file))
+recipe, _ = find_recipe(recipe_file)
 data = calibration_data(recipe.calibration, open_source(folder))
 modifier = {"minmax": QuantizationModifier, "gptq": GPTQModifier}[recipe.calibration.algorithm]
 modifier = modifier(

@@ -81,17 +81,6 @@ def read_file(path: Path) -> RecipeFile:
     return RecipeFile(path=path, default=variant, flat={variant: raw}, text=text)
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Parse and validate a flat recipe, or the default recipe of a model file.
-
-    Raises:
-        RecipeError: not YAML, an unknown key, a missing one, or a value outside its range; names
-            file and key.
-    """
-    file = read_file(path)
-    return file.recipe(file.default)
-
-
 def find_recipe(
     model: str, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
 ) -> tuple[Recipe, str]:

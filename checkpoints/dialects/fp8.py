@@ -131,7 +131,10 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     """
     given = read_given(Fp8Given, raw)
     listed = given.ignored_layers or given.modules_to_not_convert or ()
-    own_class = _own_class(config)
+    family = family_of(config)
+    own_class = ""  # for this model's FP8; "" for the usual one
+    if family is not None:
+        own_class = family.fp8_class
     linear = _built(given, own_class)
     if own_class and given.weight_block_size == (32, 32) and _expert_dtype(config) == "fp4":
         linear = _MXFP8
@@ -148,12 +151,6 @@ def read_fp8(raw: Raw, config: Raw, rename: Renamer) -> Fp8:
     if given.moe_quant_algo != "NVFP4":
         return replace(found, experts=_MXFP4_EXPERTS)
     return replace(found, experts=modelopt_built("NVFP4", 16, 128), keeps_mxfp4=given.ignore or ())
-
-
-def _own_class(config: Raw) -> str:
-    """The class for this model's FP8; "" for the usual one."""
-    family = family_of(config)
-    return family.fp8_class if family is not None else ""
 
 
 def _expert_dtype(config: Raw) -> Any:

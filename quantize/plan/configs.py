@@ -1,12 +1,15 @@
 """The config files that a plan writes, and the modules that they speak of.
 
 In: a plan. Out: its matrices, the modules that a server asks about, and config.json with the
-quantization config in the dialect that the recipe's `format` names. `checkpoints/dialects/` does
-the writing, for a plan as for a finished checkpoint.
+quantization config in the dialect that the recipe's `format` names; and what modelopt's readers
+look for next to it.
 """
 
+from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...checkpoints.dialects.compressed_tensors import compressed_tensors_config
+from ...checkpoints.dialects.fp8 import fp8_config
+from ...checkpoints.dialects.modelopt import hf_quant_config, modelopt_config
 from ...checkpoints.dialects.modules import RuntimeModule, named_modules, runtime_modules
-from ...checkpoints.dialects.written import config_files, quantization_config
 from ...checkpoints.sglang import VERSION
 from ...checkpoints.sglang.entries import with_entries
 from ...recipes.conventions import FP8_CACHE
@@ -68,12 +71,21 @@ def modules_of(plan: Plan) -> list[RuntimeModule]:
 def config_of(plan: Plan) -> QuantizationConfig:
     """The quantization config that a plan writes, in the dialect that the recipe's `format`
     names.
+
+    Raises:
+        RecipeError: see `modelopt_config`.
     """
     cache = plan.recipe.kv_cache and dict(FP8_CACHE)
     if cache is None and plan.served is not None:
         cache = plan.served.kv_cache_scheme
     modules = named_modules(plan.view, matrices_of(plan))
-    value = quantization_config(plan.view, modules, format=plan.recipe.format, cache=cache)
+    if plan.recipe.format == "fp8":
+        value = fp8_config(modules)
+    else:
+        written = compressed_tensors_config
+        if plan.recipe.format == "modelopt":
+            written = modelopt_config
+        value = written(plan.view, modules) | {"kv_cache_scheme": cache}
     value, obstacles = with_entries(plan.view, modules, value)
     if "U8" in _tables_of(plan):
         obstacles = ("models/qwen4_exp.py has no n-gram table in NVFP4", *obstacles)
@@ -86,11 +98,13 @@ def _tables_of(plan: Plan) -> set[str]:
 
 
 def files_of(plan: Plan) -> dict[str, Json]:
-    """The config files of a plan: the source's config.json has a new quantization_config instead of
-    its own.
+    """The config files of a plan: the source's config.json with a new quantization_config, and
+    without any other in the places where vLLM looks for one.
     """
     family = plan.view.family
-    config = {**plan.source.config, **family.config_changes}
+    quantization = config_of(plan).value
+    changed = {**plan.source.config, **family.config_changes}
+    config = without(changed, "compression_config")
     tables = _tables_of(plan)
     if family.table_key and tables:  # the quantization config cannot say it
         told = without(config.get("text_config", config), family.table_key)
@@ -99,4 +113,16 @@ def files_of(plan: Plan) -> dict[str, Json]:
         if "text_config" in config:
             told = {**config, "text_config": told}
         config = told
-    return config_files(config, config_of(plan).value, plan.view)
+    # Some drafts read it from the language model's part of config.json.
+    is_wanted_twice = plan.view.layout.draft_reads_text_config
+    for name in ("text_config", "llm_config"):
+        inner = config.get(name)
+        if isinstance(inner, dict) and (is_wanted_twice or "quantization_config" in inner):
+            config[name] = inner = dict(inner)
+            inner.pop("quantization_config", None)
+            if is_wanted_twice:
+                inner["quantization_config"] = quantization
+    files = {"config.json": {**config, "quantization_config": quantization}}
+    if quantization["quant_method"] == "modelopt":
+        files[HF_QUANT_CONFIG] = hf_quant_config(quantization)
+    return files

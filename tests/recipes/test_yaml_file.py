@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from data_files import cases, put_json, spelled, table
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import find_recipe, read_file, read_recipe
+from keepmtp.recipes.find import find_recipe, read_file
 from keepmtp.recipes.model_file import model_files
 from keepmtp.recipes.yaml_file import load_shipped, read_yaml
 
@@ -57,10 +57,10 @@ def test_a_name_that_would_lead_to_another_folder(key, name, tmp_path):
     with pytest.raises(
         RecipeError, match=f"mine.yaml: {key}: must be a plain name of letters, digits,"
     ):
-        read_recipe(path)
+        find_recipe(path)
 
 
-def flat(folder: Path, key: str, value: object) -> Path:
+def flat(folder: Path, key: str, value: object) -> str:
     """A good recipe with another value of one key, in a file."""
     raw = find_recipe("glm-4.7.nvfp4-fp8")[0].model_dump(mode="json")
     *outer, last = key.split(".")
@@ -70,7 +70,7 @@ def flat(folder: Path, key: str, value: object) -> Path:
     holder[last] = value
     path = folder / "mine.yaml"
     put_json(path, raw)
-    return path
+    return str(path)
 
 
 @pytest.mark.parametrize("pattern", ["re:(", "re:[z-a]", "re:*", "re:(?P<a>x)(?P<a>y)"])
@@ -78,12 +78,12 @@ def test_a_regex_that_is_none(pattern, tmp_path):
     with pytest.raises(
         RecipeError, match=r"mine.yaml: keep\.0: must be a name, or re: and a regex; got "
     ):
-        read_recipe(flat(tmp_path, "keep", [pattern]))
+        find_recipe(flat(tmp_path, "keep", [pattern]))
     with pytest.raises(
         RecipeError,
         match=r"mine.yaml: overrides\.0\.modules: must be a name, or re: and a regex; got ",
     ):
-        read_recipe(flat(tmp_path, "overrides", [{"modules": pattern, "scheme": "bf16"}]))
+        find_recipe(flat(tmp_path, "overrides", [{"modules": pattern, "scheme": "bf16"}]))
 
 
 @pytest.mark.parametrize("value", [True, "3", 1.5, 2**31])
@@ -92,4 +92,4 @@ def test_a_count_that_is_none(key, value, tmp_path):
     if key == "seed" and value == 2**31:
         value = 2**64
     with pytest.raises(RecipeError, match=rf"mine.yaml: calibration\.{key}"):
-        read_recipe(flat(tmp_path, f"calibration.{key}", value))
+        find_recipe(flat(tmp_path, f"calibration.{key}", value))

@@ -40,7 +40,7 @@ from ..model.states import NextStates, States, Stream, as_state
 from .forwards import calibrating, serving
 from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
-from .tables import calibrate_head, calibrated_head, served_tables
+from .tables import calibrate_head, served_tables
 from .work import LayerWork
 
 
@@ -94,19 +94,19 @@ def calibrate_backbone(
 def _calibrate_head(backbone: "Backbone") -> None:
     """The input scale of a packed head, after the last layer."""
     skeleton = backbone.skeleton
-    head = calibrated_head(skeleton)
-    if head is None:
-        return
     file = backbone.folder / "statistics" / "head.safetensors"
-    if not backbone.ranks.of_first(file.is_file):
-        work, found = calibrate_head(skeleton, head, backbone.batches("calibration", size=1))
-        if backbone.ranks.is_first:
-            backbone.record(file, found, work, work.on_disk(found.tensors))
-        backbone.ranks.wait()
-    statistics = Statistics.open(file.parent)
-    skeleton.given = {
-        output.name: statistics.read(output.name) for output in head.calibrated_outputs
-    }
+    for head in skeleton.plan.packed_tables:
+        if not head.calibrated:
+            continue
+        if not backbone.ranks.of_first(file.is_file):
+            work, found = calibrate_head(skeleton, head, backbone.batches("calibration", size=1))
+            if backbone.ranks.is_first:
+                backbone.record(file, found, work, work.on_disk(found.tensors))
+            backbone.ranks.wait()
+        statistics = Statistics.open(file.parent)
+        skeleton.given = {
+            output.name: statistics.read(output.name) for output in head.calibrated_outputs
+        }
 
 
 def _calibrate_layer(backbone: "Backbone", index: int) -> None:

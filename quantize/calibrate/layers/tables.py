@@ -74,14 +74,6 @@ def _served(skeleton: Skeleton, tensor: TensorPlan, weight: Tensor) -> Tensor:
     return decompressed(scheme, packed, weight.shape).to(weight.dtype)
 
 
-def calibrated_head(skeleton: Skeleton) -> TensorPlan | None:
-    """The head, where its input scale comes from batches."""
-    for tensor in skeleton.plan.packed_tables:
-        if tensor.calibrated:
-            return tensor
-    return None
-
-
 def calibrate_head(
     skeleton: Skeleton, head: TensorPlan, batches: Batches
 ) -> tuple[LayerWork, Calibrated]:

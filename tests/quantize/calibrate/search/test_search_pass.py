@@ -29,7 +29,7 @@ from keepmtp.quantize.plan.choices import choices_of, found_plan, found_recipe, 
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, GateError
 from keepmtp.recipes.family import QUANTIZABLE_ROLES
-from keepmtp.recipes.find import read_recipe
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, even, plan_over
 from scipy.stats import spearmanr
@@ -119,7 +119,7 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept, monkeypatch):
     assert "auto" not in text and "budget" not in text.replace("found for", "")
     path = own.folder / "recipe.yaml"
     path.write_text(text)
-    again = make_plan(read_recipe(path), plan.source)
+    again = make_plan(find_recipe(str(path))[0], plan.source)
     for one, other in zip(again.tensors, plan.tensors, strict=True):
         assert (one.name, one.fate, one.scheme) == (other.name, other.fate, other.scheme)
     # One of its overrides is wrong: the unit is named.
