@@ -18,14 +18,24 @@ EXAMPLES = ROOT / "examples"
 def test_each_example_is_run_here():
     """Adding a file to examples/ means adding a test of it."""
     names = {path.name for path in EXAMPLES.iterdir()}
-    assert names == {"fine_tune.sh", "check_hub_id.py", "quantize.sbatch", "two_kinds_of_text.yaml"}
+    scripts = {"fine_tune.sh", "check_hub_id.py", "quantize.sbatch"}
+    assert names == {*scripts, "first_look.ipynb", "two_kinds_of_text.yaml"}
 
 
-def run(folder: Path, name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, name: str | Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """With what is in the folder on the path, too."""
     path = f"{folder}:{os.path.dirname(KEEPMTP)}:{os.environ['PATH']}"
     env = os.environ | {"PATH": path, "SLURM_JOB_NODELIST": "here"}
     return captured((EXAMPLES / name, *words), cwd=folder, env=env, status=0)
+
+
+def test_the_cells_of_the_notebook_run_from_top_to_bottom(tmp_path):
+    cells = json_of(EXAMPLES / "first_look.ipynb")["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "all.py").write_text("\n".join([f"#!{sys.executable}", *code]))
+    (tmp_path / "all.py").chmod(0o755)
+    assert "check passed fixed" in run(tmp_path, tmp_path / "all.py").stdout
+    assert (tmp_path / "errors.png").is_file()
 
 
 def test_the_slurm_file_starts_keepmtp_by_srun(tmp_path):
