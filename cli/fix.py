@@ -1,26 +1,53 @@
-"""`keepmtp fix`: cures of a finished checkpoint that need no new values.
+"""`keepmtp fix`: cures of a finished checkpoint, with its release's MTP block where it has none.
 
-In: a checkpoint. Out: a diff, with --out a new folder, and what the check finds of it.
+In: a checkpoint, and its release where it lacks a good block. Out: a diff, with --out a new folder,
+and what the check and vLLM's own loaders find of it.
 """
 
-import shlex
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from ..recipes.errors import RecipeError, size_in_words
+from ..recipes.extras import require_extra
+from ..recipes.frozen import Json
 from .new_folder import NewFolder
 from .options import PathArgument
-from .progress import spinner
+from .progress import bytes_bar, spinner
+from .tables import tell
+
+if TYPE_CHECKING:
+    from ..cure.block import MTPBlock
+    from ..cure.fix import Outcome
+    from ..cure.rewritten import Rewritten
 
 
 def fix(
     path: PathArgument,
     new: NewFolder,
+    release: Annotated[
+        str | None, typer.Option("--from", help="Its release, whose MTP block it gets.")
+    ] = None,
+    mtp: Annotated[
+        str | None, typer.Option(help="With --from: `source`, `bf16`, a scheme without data.")
+    ] = None,
 ) -> None:
     """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
-    folder.
+    folder. With --from, the MTP block of the release takes the place of one that is lost or broken.
 
     Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list,
     config.json and hf_quant_config.json that disagree, counts and lists of the wrong length, scales
     under another name or in another shape or dtype for the same bytes. No value of a weight
     changes. Each change is printed with its reason.
+
+    With --from, only the block's tensors of the release are read, from a Hub repository by range
+    requests; how many bytes is said before. They are packed as --mtp says, into files of their own,
+    and the configs and the index say so in the dialect that they have: compressed-tensors,
+    modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark. Without --mtp the block stays as released,
+    where the checkpoint's config can say that, else it becomes bf16. Refused before a byte is
+    written: another model or another width, a release without a trained block, a dialect that vLLM
+    or keepmtp does not have.
 
     Without --out nothing is written. With it, OUT gets the changed files, and hard links of all
     others: they take no room, and PATH stays as it is. Do not edit a linked file in place: it is
@@ -31,65 +58,113 @@ def fix(
     needs new shards is named, and can be cured in a download; the check alone judges what it would
     be. `hf upload PATH OUT . --create-pr` proposes them to its owner.
 
-    What needs new values is named with the command for it, such as `keepmtp graft`.
-
     Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
 
     \b
     Example: `keepmtp fix /data/GLM-4.7-NVFP4`
     Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
     Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --out NEW`
+    Example: `keepmtp fix GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out NEW`
     """
+    from ..checkpoints.source import open_source
     from ..cure.fix import proposed, write
     from ..cure.rewritten import Judged
     from ..validate.facts.findings import commands
     from .findings import check_json, with_values_read
 
+    opened = None
+    if release is not None:
+        require_extra("fix --from", "quantize")
+        opened = open_source(release)
+    elif mtp is not None:
+        rule = "is the form of the block that --from gives"
+        raise RecipeError("--mtp", rule, got=mtp, cure="Add --from RELEASE, or leave it out")
     with spinner() as doing:
-        outcome = proposed(path, progress=doing)
+        outcome = proposed(path, release=opened, mtp=mtp, progress=doing)
     proposal = outcome.proposal
+    block = outcome.block
+    if block is not None:
+        for line in _foreseen(block):
+            tell(line)
     judged = Judged(outcome.after)
-    # What is cured next: the new folder, if it has all of the checkpoint.
-    next_one = proposal.source.where
     written = None
     out = new.folder()
-    if out is not None and proposal.edits:
+    place = path
+    if out is not None and outcome.changes:
         # It shares files with the old one (hard links), so nothing is ever written into either.
-        written = write(outcome, out)
+        written = write(outcome, out, bar=bytes_bar)
         # Of a repository, OUT has the changed files alone: no checkpoint to judge.
         if proposal.source.folder is not None:
             judged = new.judge(out)
-            next_one = str(out)
-    # Names may have changed, and no value has.
-    checked = with_values_read(judged.checked, "norms")
-    # An edit that is left was tried.
-    others = [finding for finding in checked.data.findings if finding.cured_by != "edit"]
-    cures = commands(others, next_one)
-    diff = proposal.diffs()
-    value = check_json(checked.data, checked.accounts) | {
-        "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
-        "changes": [*dict.fromkeys(edit.why for edit in proposal.edits)],
-        "diff": diff,
-        "needs_shards": [*proposal.not_here],
-        "out": None,
-        "new": [],
-        "kept": 0,
-        "not_loaded": judged.no_vllm,
-        "cures": cures,
-    }
-    why = "not cured in a repository, because it needs the shards:"
-    notes = [f"{why} {reason}" for reason in proposal.not_here]
-    notes += [f"needs new values: {cure}" for cure in cures]
-    if written is not None:
-        value |= {"out": str(written.folder), "new": written.new, "kept": len(written.kept)}
-        if proposal.source.folder is None:
-            notes.append("not loaded by vLLM: OUT has only the files that changed")
-        notes.append(written.sentence)
-    elif proposal.edits:
-        notes.append(f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
-    else:
-        notes.append("nothing to change: there is no finding that fix can cure")
+            place = str(out)
+    checked = judged.checked
+    cures = list[str]()
+    if block is None or place != path:  # else its values are in no file yet
+        # Names may have changed, and no value has.
+        checked = with_values_read(checked, "norms")
+    if block is None:
+        left = [finding for finding in checked.data.findings if finding.cured_by == "block"]
+        cures = commands(left, proposal.source.where)
+    value = check_json(checked.data, checked.accounts) | _changes(outcome, written)
+    value |= {"not_loaded": judged.no_vllm, "cures": cures}
     if proposal.edits and judged.checked is outcome.after:
         supposed = checked.data.model_copy(update={"path": f"{path}, as it would be"})
         checked = checked._replace(data=supposed)
-    new.end(judged._replace(checked=checked), value, diff, notes, next_one)
+    notes = _notes(outcome, written, cures)
+    new.end(judged._replace(checked=checked), value, value["diff"], notes, place)
+
+
+def _changes(outcome: "Outcome", written: "Rewritten | None") -> Json:
+    """What changes, for machines."""
+    value: Json = {
+        "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
+        "changes": [*dict.fromkeys(edit.why for edit in outcome.proposal.edits)],
+        "diff": outcome.proposal.diffs(),
+        "block": None,
+        "needs_shards": [*outcome.proposal.not_here],
+        "out": None,
+        "new": [],
+        "kept": 0,
+    }
+    if outcome.block is not None:
+        plan = outcome.block.plan
+        value["block"] = {
+            "source": {"name": plan.source.where, "revision": plan.source.revision},
+            "mtp": plan.recipe.mtp,
+            "tensors": plan.num_outputs,
+            "bytes": {"read": outcome.block.num_bytes_read, "written": plan.num_bytes_after},
+            "shards": [shard.file for shard in plan.shards],
+        }
+    if written is not None:
+        value |= {"out": str(written.folder), "new": written.new, "kept": len(written.kept)}
+    return value
+
+
+def _notes(outcome: "Outcome", written: "Rewritten | None", cures: Iterable[str]) -> Iterator[str]:
+    """What is left, and what was written."""
+    proposal = outcome.proposal
+    for reason in proposal.not_here:
+        yield f"not cured in a repository, because it needs the shards: {reason}"
+    for cure in cures:
+        yield f"needs new values: {cure}"
+    if written is not None:
+        if proposal.source.folder is None:
+            yield "not loaded by vLLM: OUT has only the files that changed"
+        yield written.sentence
+    elif outcome.changes:
+        yield "nothing is written yet: the same command with --out NEW writes it"
+    else:
+        yield "nothing to change: there is no finding that fix can cure"
+
+
+def _foreseen(block: "MTPBlock") -> Iterator[str]:
+    """What will be read and written of the release."""
+    plan = block.plan
+    forms = set[str]()
+    for tensor in plan.tensors:
+        if len(tensor.shape) >= 2:
+            forms.add(tensor.scheme or "plain")
+    files = ", ".join(shard.file for shard in plan.shards)
+    read = size_in_words(block.num_bytes_read)
+    yield f"read: {read} of {plan.source.where}, the MTP block alone"
+    yield f"write: {size_in_words(plan.num_bytes_after)} in {files}: {', '.join(sorted(forms))}"

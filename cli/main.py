@@ -46,8 +46,7 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
         "doctor": "Print what is installed, and what is missing.",
     },
     "Mend": {
-        "fix": "Cure what needs no new values.",
-        "graft": "Put the release's MTP block into a checkpoint.",
+        "fix": "Cure what check finds, with the release's MTP block.",
         "convert": "Change a checkpoint's dialect.",
     },
     "Measure": {
@@ -69,6 +68,7 @@ VERBS: Mapping[str, str] = {
 WENT: Mapping[str, str] = {
     "explain": "Use keepmtp check PATH --modules",
     "all": "Use make all, or keepmtp quantize, check, eval and card",
+    "graft": "Use keepmtp fix PATH --from RELEASE --out NEW",
     "extra": "Run keepmtp quantize, which names what is missing",
     "where": "Name the folder: keepmtp quantize MODEL --out FOLDER",
     "report": "Use keepmtp card PATH, which writes its page too",
@@ -78,7 +78,7 @@ WENT: Mapping[str, str] = {
     "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
 }
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
-_GOES_ON = ("quantize", "graft", "eval", "bench", "closeness", "publish")
+_GOES_ON = ("quantize", "fix", "eval", "bench", "closeness", "publish")
 # What typer adds has no default, and to see that None is no bool, typer 0.29 imports pydantic.
 _STARTS = {"default_map": {"help": False, "install_completion": False, "show_completion": False}}
 _OPTION = re.compile(r"(--[\w-]+=)?(.*)", re.DOTALL)

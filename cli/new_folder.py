@@ -1,4 +1,4 @@
-"""What `keepmtp fix`, `graft` and `convert` share: a new folder from a finished checkpoint, which
+"""What `keepmtp fix` and `convert` share: a new folder from a finished checkpoint, which
 stays as it is, is judged and shown.
 
 In: the new folder. Out: what the check and vLLM's own loaders find of it; exit status 1 if an error

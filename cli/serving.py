@@ -177,7 +177,7 @@ def chosen_k(opened: Source, asked: int | None, num_mtp_layers: int, device: str
     rule = cure = ""
     if best.k and not num_mtp_layers:
         rule = "a checkpoint without an MTP block cannot draft"
-        cure = "Use -k 0, or `keepmtp graft` its release's block"
+        cure = "Use -k 0, or `keepmtp fix --from` its release"
     elif best.k > _MOST_K:
         rule = f"must be at most {_MOST_K}: later drafts build on guesses"
         cure = "Use -k 4 or less; `keepmtp bench` finds the best"

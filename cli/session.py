@@ -113,9 +113,9 @@ class Session:
         out = self.out / f"{Path(original.where).name}-with-mtp"
         tell(f"source: {original.where} has no MTP block; {out} gets that of {block.where}")
         require_extra("an MTP block for the source", "quantize")
-        from ..cure.graft import carry_out, plan_graft  # imports torch
+        from ..cure.fix import proposed, write
 
-        carry_out(plan_graft(downloaded(original), block), out, bar=bytes_bar)
+        write(proposed(downloaded(original), release=block), out, bar=bytes_bar)
         return open_source(out)
 
     @property

@@ -1,3 +1,1 @@
-"""Cures of finished checkpoints: fix, graft and convert write a new folder, and the old one stays
-as it is.
-"""
+"""Cures of finished checkpoints: a new folder, and the old one stays as it is."""

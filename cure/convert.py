@@ -99,7 +99,9 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     again = {shard.file: shard.entries for shard in plan.written}
     files = {entry.file for entry in source.entries.values()}
     files -= {shard.file for shard in plan.linked}
-    proposal.put_shards([entry for entry in plan.entries.values() if entry.file in files], again)
+    proposal.put_shards(
+        [entry for entry in plan.entries.values() if entry.file in files], again, why
+    )
     configs = files_of(plan)
     for name in (CONFIG, HF_QUANT_CONFIG):
         proposal.set(name, (), configs.get(name), why)

@@ -1,23 +1,26 @@
-"""`keepmtp fix`: what the check finds and what needs no new values, cured.
+"""`keepmtp fix`: what the check finds, cured, if need be with the MTP block of the release.
 
-In: a checkpoint. Out: an `Outcome`: the changes, each with its reason, the check before and after;
-and a new folder.
+In: a checkpoint, and its release where it lacks a good block. Out: an `Outcome`: the changes, each
+with its reason, the check before and after; and a new folder.
 
 Easy to get wrong: one cure uncovers another fault. Each round of fixes is judged by the check, from
 headers, before a byte is written, and what is written is the round with the fewest errors.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from ..checkpoints.source import Source, uncollected
 from ..recipes.errors import RecipeError
-from ..recipes.frozen import Say, silent
+from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists
+from .block import MTPBlock, put_block, refuse_unbuilt
 from .proposal import Faulty, Proposal
 from .rewritten import Rewritten, rewrite
 
@@ -28,13 +31,6 @@ _OF_NUMBERS: tuple[Fix, ...] = (
     fixes.mtp_count_is_what_is_there,
     fixes.mtp_names_have_the_promised_number,
 )
-LIST_FIXES: tuple[tuple[str, Fix], ...] = (
-    ("config-group", fixes_lists.lists_say_what_is_stored),
-    ("form", fixes_lists.lists_say_what_is_stored),
-    ("draft-head", fixes_lists.lists_say_what_is_stored),
-    ("two-configs", fixes.two_configs_agree),
-)
-"""The rule of a finding, and what cures it, if anything: what a quantization config lists."""
 FIXES: tuple[tuple[str, Fix], ...] = (
     ("names", fixes.layers_have_known_names),
     ("unindexed", fixes.mtp_files_are_indexed),
@@ -47,13 +43,16 @@ FIXES: tuple[tuple[str, Fix], ...] = (
     ("kv-cache", fixes.kv_cache_is_one_that_vllm_has),
     ("algorithm", fixes.modelopt_fields_are_there),
     ("config-group", fixes.activations_are_named),
-    *LIST_FIXES,
+    ("config-group", fixes_lists.lists_say_what_is_stored),
+    ("form", fixes_lists.lists_say_what_is_stored),
+    ("draft-head", fixes_lists.lists_say_what_is_stored),
+    ("two-configs", fixes.two_configs_agree),
     ("form", fixes.experts_are_named),
     ("form", fixes.tensors_have_the_form_that_is_built),
     ("form", fixes.orders_leave_the_draft),
     ("extras", fixes.extras_are_set),
 )
-"""In their order: what vLLM reads first comes first."""
+"""The rule of a finding, and what cures it. In their order: what vLLM reads first comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +63,18 @@ class Outcome:
         before: the check of the checkpoint as it is.
         after: the check of what it would be.
         proposal: the changes.
+        block: of the release, where it is asked for.
     """
 
     before: Checked
     after: Checked
     proposal: Proposal
+    block: MTPBlock | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether a new folder would be another checkpoint."""
+        return bool(self.proposal.edits) or self.block is not None
 
     @property
     def cured(self) -> tuple[Finding, ...]:
@@ -77,57 +83,87 @@ class Outcome:
         return tuple(each for each in self.before.data.findings if each.key not in left)
 
 
-def proposed(where: str, *, progress: Say = silent) -> Outcome:
+@uncollected()
+def proposed(
+    where: str | Source,
+    *,
+    release: Source | None = None,
+    mtp: str | None = None,
+    progress: Say = silent,
+) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
         where: a folder or a Hub id; of a repository only headers and small files are read.
+        release: what it was made from; its MTP block takes the place of the checkpoint's.
+        mtp: the form of that block; see `put_block`.
         progress: gets a line that says what is done now.
 
     Raises:
-        KeepMTPError: there is nothing to judge, or its files cannot be read.
+        KeepMTPError: there is nothing to judge, or its files cannot be read; or see `put_block`.
     """
     progress(f"{where}: static check")
-    checked = examine(where)
-    after, proposal = settled(checked, Proposal(checked.readable()), FIXES, progress)
-    return Outcome(checked, after, proposal)
+    before = examine(where)
+    proposal = Proposal(before.readable())
+    if release is None:
+        after, proposal = settled(before, proposal, progress)
+        return Outcome(before, after, proposal)
+    block = put_block(proposal, before, release, mtp)
+    after, proposal = settled(proposal.examined(), proposal, progress)
+    refuse_unbuilt(after)
+    return Outcome(before, after, proposal, block)
 
 
-def write(outcome: Outcome, out: Path) -> Rewritten:
+def write(
+    outcome: Outcome, out: Path, *, bar: Callable[[str], Bar] = lambda label: unwatched
+) -> Rewritten:
     """Write what is proposed: a new folder; see `rewritten.rewrite`.
+
+    Args:
+        outcome: from `proposed`.
+        out: the new folder; nothing may be there.
+        bar: a bar for bytes, by what is done with them.
 
     Raises:
         RecipeError: nothing would change, or OUT cannot be written.
+        CheckpointError: see `MTPBlock.write`.
     """
-    if not outcome.proposal.edits:
+    proposal = outcome.proposal
+    block = outcome.block
+    if not outcome.changes:
         raise RecipeError(
-            outcome.proposal.source.where,
+            proposal.source.where,
             "fix writes a folder only if something changes",
             got="nothing that it can cure",
             cure="Serve it as it is",
         )
-    return rewrite(outcome.proposal, out, made_by="fix")
+    if block is None:
+        return rewrite(proposal, out, made_by="fix")
+    return rewrite(
+        proposal,
+        out,
+        made_by=f"fix --mtp {block.plan.recipe.mtp}",
+        also_read=block.plan.source,
+        make_shards=partial(block.write, bar=bar),
+        num_bytes=block.num_bytes_on_disk,
+    )
 
 
 def settled(
-    checked: Checked,
-    proposal: Proposal,
-    rows: Iterable[tuple[str, Fix]],
-    progress: Say = silent,
+    checked: Checked, proposal: Proposal, progress: Say = silent
 ) -> tuple[Checked, Proposal]:
     """The round of fixes with the fewest errors, and the check of it.
 
     Args:
         checked: what the check finds of `proposal` as it is; further changes are made to copies.
         proposal: to begin with.
-        rows: as in FIXES.
         progress: gets a line for each check.
     """
     best = checked, proposal
     for _ in range(_MAX_ROUNDS):
         rules = {finding.rule for finding in checked.data.findings}
         cures = dict[Fix, None]()
-        for rule, cure in rows:
+        for rule, cure in FIXES:
             if rule in rules:
                 cures[cure] = None
         if checked.runtime is None or not cures:

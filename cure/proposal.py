@@ -173,7 +173,8 @@ class Proposal:
             return False
         shard = self._shards[entry.file]
         says = "left out"
-        if shard.get(entry.name) != entry:  # a change before this one was to the same tensor
+        # A change before this one was to the same tensor, or another writes the shard.
+        if shard.get(entry.name) != entry or entry.file in self.made_shards:
             return False
         if new is not None:
             if new.name != entry.name:
@@ -200,7 +201,9 @@ class Proposal:
             self._has_index = True
             self.edits.append(Edit(why, INDEX))
 
-    def put_shards(self, gone: Iterable[Entry], made: Mapping[str, Sequence[Entry]]) -> None:
+    def put_shards(
+        self, gone: Iterable[Entry], made: Mapping[str, Sequence[Entry]], why: str
+    ) -> None:
         """Take tensors away, and add whole shards that somebody else writes.
 
         Raises:
@@ -209,6 +212,7 @@ class Proposal:
         for entry in gone:
             del self._shards[entry.file][entry.name]
             self._touched.add(entry.file)
+            self.edits.append(Edit(why, says=f"{entry.name} -> left out"))
         for file, entries in made.items():
             for other in self._shards[file]:
                 raise CheckpointError(

@@ -55,19 +55,19 @@ def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: 
     if word == AUTO:
         raise RecipeError(
             "--mtp",
-            "graft measures nothing",
+            "fix measures nothing",
             got=word,
             cure="Say source, bf16 or a scheme; `keepmtp quantize` measures",
         )
     if word in SCHEMES and SCHEMES[word].needs_calibration:
         raise RecipeError(
             "--mtp",
-            f"{word} has input scales that only batches give, and graft runs none",
+            f"{word} has input scales that only batches give, and fix runs none",
             got=word,
             cure=f"Use {SCHEMES[word].data_free}, which needs no data, or bf16",
         )
     raw = {
-        "model": "graft",
+        "model": "block",
         "variant": "mtp",
         "default": False,
         "summary": "",

@@ -133,7 +133,7 @@ def test_plan_record_and_card_name_the_donors(filled, tmp_path):
 
 
 def test_a_block_that_was_lost(filled, tmp_path):
-    """As graft puts it back: config.json counts it; and packed, where --mtp says so."""
+    """As fix puts it back: config.json counts it; and packed, where --mtp says so."""
     first, _, block = filled()
     lost = drop_block(first, tmp_path / "lost")
     config = json_of(lost / "config.json")

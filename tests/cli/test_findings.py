@@ -159,8 +159,8 @@ def test_what_is_printed_is_a_text():
 
 
 def test_a_command_names_the_checkpoint():
-    assert with_path("Run `keepmtp graft PATH --out NEW` in PATH", "a b/c") == (
-        "Run `keepmtp graft 'a b/c' --out NEW` in PATH"
+    assert with_path("Run `keepmtp fix PATH --out NEW` in PATH", "a b/c") == (
+        "Run `keepmtp fix 'a b/c' --out NEW` in PATH"
     )
 
 

@@ -11,6 +11,7 @@ from broken import BROKEN
 from checkpoint_files import write
 from commands import assert_shows
 from data_files import json_of
+from good import released
 from good_checkpoints import GOOD
 from keepmtp.cli.main import app, main
 from written_values import fill, poke
@@ -52,7 +53,7 @@ def test_without_out_the_diff_is_printed_and_nothing_is_written(fix, place):
         "# plain on disk, and built quantized by vLLM, which calls them so: mtp.fc",
         '"mtp.layers.0*" + "mtp.fc" ]',
         "check passed F11, as it would be: no findings; values: read of the MTP block's norms alone",
-        "nothing is written yet: keepmtp fix F11 --out NEW",
+        "nothing is written yet: the same command with --out NEW writes it",
     )
     assert [path.name for path in place.iterdir()] == ["F11"]
 
@@ -79,7 +80,7 @@ def test_static_only_does_not_look_for_vllm(fix):
 
 
 def test_all_cures_end_alike():
-    for verb in ("fix", "graft", "convert"):
+    for verb in ("fix", "convert"):
         options = {"dry_run", "gpus", "static_only", "as_json"}
         known = typer.main.get_command(app).get_command(None, verb)
         assert options <= {option.name for option in known.params}, verb
@@ -98,19 +99,24 @@ def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(fix, place
         fix("F1 --out new", status=1),
         "num_nextn_predict_layers=1 promises MTP layer 0, but no file has a tensor of it",
         "cure: Put the release's block in check failed F1: 1 error "
-        "needs new values: keepmtp graft F1 --from RELEASE --out NEW "
+        "needs new values: keepmtp fix F1 --from RELEASE --out NEW "
         "nothing to change: there is no finding that fix can cure",
     )
     assert not (place / "new").exists()
 
 
-def test_after_a_fix_the_next_command_takes_the_new_folder(fix, place):
-    """Else what was cured would be lost in the graft."""
+def test_one_command_cures_the_config_and_gives_the_block(fix, place):
     case = broken("F1 ")
     case.quantization["kv_cache_scheme"] = "fp8"
     write(place / "F1", case)
+    fill(write(place / "release", released("glm-5")))
     said = fix("F1 --out 'a new one'", status=1)
-    assert "needs new values: keepmtp graft 'a new one' --from RELEASE --out NEW" in said
+    assert "needs new values: keepmtp fix F1 --from RELEASE --out NEW" in said
+    assert "no findings" in fix("F1 --from release --out whole --static-only")
+    assert (
+        json_of(place / "whole" / "config.json")["quantization_config"]["kv_cache_scheme"] is None
+    )
+    assert "Add --from RELEASE" in fix("F1 --mtp bf16", status=2)
 
 
 def test_a_good_checkpoint_has_nothing_to_change(fix, place):
@@ -127,7 +133,7 @@ def test_a_block_with_norms_of_zero_is_not_called_good(kv_cache, fix, place):
     poke(place / "glm", "model.layers.3.enorm.weight", 0.0)
     said = fix("glm --out new --static-only", status=1)
     assert "error: model.layers.3.enorm.weight\n  its largest value is 0" in said
-    assert "--from RELEASE --replace" in said
+    assert "--from RELEASE --out NEW" in said
     assert (place / "new").exists() == (kv_cache is not None)
 
 

@@ -2,14 +2,13 @@
 `keepmtp check` prints for it works as it is pasted; and that the check is green afterwards.
 
 In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for
-those that `fix` or `graft` cures, a new folder that is green while the old one stays; for all
+those that `fix` cures, a new folder that is green while the old one stays; for all
 others, what they need.
 """
 
 import json
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -26,9 +25,9 @@ from good import llmcompressor, ours, released
 from good_checkpoints import GOOD
 from keepmtp import api
 from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.source_of import refuse_another_model
 from keepmtp.cli import main
 from keepmtp.cure import fix
-from keepmtp.cure.graft import carry_out, plan_graft, refuse_another_model
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values, with_values
@@ -49,8 +48,7 @@ NOT_CURED = [*ANEW, *RELEASED]
 CURED = [case for case in BROKEN if case not in GRAFTED and case not in NOT_CURED]
 STATIC = [case for case in DRY if "both" in case.by and (case.tp, case.num_drafts) == (1, 1)]
 CASES = {case.name: case for case in (*BROKEN, *STATIC)}
-VERBS = {case.name: "fix" for case in CURED} | {case.name: "graft" for case in GRAFTED}
-# By the base of a case: the word that gives the block its old form, where it is not what graft
+# By the base of a case: the word that gives the block its old form, where it is not what fix
 # chooses.
 WORDS = {"glm w4a16": "W4A16", "v3 nvfp4": "bf16", "dsv4 bf16": "bf16"}
 
@@ -70,7 +68,7 @@ def release(model: str, place: Path, *, is_filled: bool) -> Path:
 
 
 def release_of(folder: Path, place: Path) -> Path:
-    """The release that a checkpoint was made from, by graft's own comparison; with values."""
+    """The release that a checkpoint was made from, by fix's own comparison; with values."""
     of_type = open_source(folder).config["model_type"]
     for model, config in releases.MODELS.items():
         if config["model_type"] == of_type and model not in TWINS:
@@ -81,6 +79,11 @@ def release_of(folder: Path, place: Path) -> Path:
                 continue
             return release(model, place, is_filled=True)
     raise LookupError(folder)
+
+
+def grafted(old: Path, source: Path, new: Path, *, mtp: str | None) -> Path:
+    """What it is with the block of its release."""
+    return fix.write(fix.proposed(str(old), release=open_source(source), mtp=mtp), new).folder
 
 
 def errors(findings: Sequence[Finding]) -> list[Finding]:
@@ -102,52 +105,53 @@ def check(folder: Path, *words: str) -> list[dict]:
     return checked(folder, *words)["findings"]
 
 
-# The kind of a cure, and the verb that is printed for it.
-VERB_OF = {"edit": "fix", "block": "graft"}
+# The kinds of a cure for which a command is printed.
+KINDS = ("edit", "block")
+PRINTED = [case.name for case in (*CURED, *GRAFTED)]
 
 
 def _slow_twice() -> list[object]:
     """The first case of each number at once; the others, which fill more releases, with all
     tests.
     """
-    first = {name.partition(" ")[0]: name for name in reversed(VERBS)}.values()
+    first = {name.partition(" ")[0]: name for name in reversed(PRINTED)}.values()
     return [name if name in first else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
 
 @pytest.mark.parametrize("name", _slow_twice())
 def test_what_is_printed_works_as_pasted(name: str, place: Path, tmp_path, monkeypatch):
-    """RELEASE alone is filled in; each command runs where NEW is not there yet."""
+    """One command for all that has a cure; RELEASE alone is filled in."""
     monkeypatch.setenv("VLLM_PYTHON", "/nowhere")
-    folder, done = write(tmp_path / "it's", CASES[name].build()), dict[str, Result]()
+    folder, new = write(tmp_path / "it's", CASES[name].build()), tmp_path / "NEW"
     before, found = digests(folder), checked(folder)
-    findings, printed = found["findings"], defaultdict(set)
+    findings, kinds, meant = found["findings"], set[str](), set[tuple[str, str]]()
     for finding in findings:
-        printed[VERB_OF.get(finding["cured_by"])].add((finding["rule"], finding["where"]))
-    for number, command in enumerate(found["cures"]):
-        new = tmp_path / f"NEW{number}"
+        if finding["cured_by"] in KINDS:
+            kinds.add(finding["cured_by"])
+            meant.add((finding["rule"], finding["where"]))
+    without = [each for each in findings if each["severity"] == "error"]
+    without = [each for each in without if each["cured_by"] not in KINDS]
+    for command in found["cures"]:
         words = {"NEW": str(new)}
+        assert ("RELEASE" in command) == ("block" in kinds)
         if "RELEASE" in command:
             words["RELEASE"] = str(release_of(folder, place))
-        _, verb, *rest = (words.get(word, word) for word in shlex.split(command))
-        meant = printed[verb]
-        done[verb] = run(verb, *rest)
+        _, *typed = (words.get(word, word) for word in shlex.split(command))
+        done = run(*typed)
         left = {(each["rule"], each["where"]) for each in check(new)} if new.is_dir() else meant
-        assert not meant & left, (verb, done[verb].output)
+        assert not meant & left, done.output
+        assert done.exit_code == 0 or without, done.output
     assert digests(folder) == before, "the old folder stays"
-    assert done.keys() == printed.keys() - {None} or not found["cures"]
-    without = [each for each in findings if each["severity"] == "error"]
-    without = [each for each in without if each["cured_by"] not in VERB_OF]
-    if len(done) == 1 and not without:
-        assert [each.exit_code for each in done.values()] == [0], done
-    if verb := VERBS.get(name):
-        assert verb in done and not without
+    assert len(found["cures"]) <= bool(meant)
+    if name in PRINTED:
+        assert len(found["cures"]) == 1 and not without
 
 
-def test_a_block_that_sglang_misses_is_grafted(tmp_path):
+def test_a_block_that_sglang_misses_is_the_releases(tmp_path):
     checkpoint = ours("glm-4.7", "FP8_DYNAMIC")
     checkpoint.take(r"model\.layers\.3\..*")
     found = checked(write(tmp_path / "without", checkpoint), "--runtime", "sglang")
-    assert len(found["findings"]) == 1 and found["cures"][0].startswith("keepmtp graft ")
+    assert len(found["findings"]) == 1 and "--from RELEASE" in found["cures"][0]
 
 
 @cases
@@ -202,7 +206,7 @@ def test_fix_keeps_the_block_and_says_why(case: Case, tmp_path):
 
 @pytest.mark.few(12)
 @pytest.mark.parametrize("case", GRAFTED, ids=lambda case: case.name)
-def test_graft_gives_back_what_there_was(case: Case, place, tmp_path):
+def test_the_release_gives_back_what_there_was(case: Case, place, tmp_path):
     """Every name, dtype and shape; the backbone's bytes, and the release's where they are stored as
     released.
     """
@@ -210,8 +214,7 @@ def test_graft_gives_back_what_there_was(case: Case, place, tmp_path):
     fill(old)
     source = release_of(old, place)
     word = WORDS.get(str(case.base))
-    new = carry_out(plan_graft(open_source(old), open_source(source), mtp=word), tmp_path / "new")
-    new = new.folder
+    new = grafted(old, source, tmp_path / "new", mtp=word)
     assert examine(new).data.findings == ()
     assert errors(check_values(opened(new), "all")) == []
     view, now, count = opened(new).view, tensors_of(new), 0
@@ -229,7 +232,7 @@ def test_graft_gives_back_what_there_was(case: Case, place, tmp_path):
 
 
 @cases
-def test_graft_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
+def test_the_release_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
     tensor = f"model.layers.3.{leaf}"
     old = write(tmp_path / "old", GOOD["glm nvfp4"]())
     fill(old)
@@ -237,11 +240,9 @@ def test_graft_cures_values_of_the_block(rule, leaf, value, place, tmp_path):
     found = errors(check_values(opened(old), "all"))
     assert (rule, tensor) in [(each.rule, each.where) for each in found]
     judged = with_values(examine(old), "all").data.findings
-    assert commands(judged, "it") == ["keepmtp graft it --from RELEASE --replace --out NEW"]
+    assert commands(judged, "it") == ["keepmtp fix it --from RELEASE --out NEW"]
     assert {each.cured_by for each in errors(judged)} == {"block"}
-    source = open_source(release_of(old, place))
-    made = plan_graft(open_source(old), source, mtp="NVFP4A16", is_replaced=True)
-    new = carry_out(made, tmp_path / "new").folder
+    new = grafted(old, release_of(old, place), tmp_path / "new", mtp="NVFP4A16")
     assert check_values(opened(new), "all") == () == examine(new).data.findings
     forms = [{name: each[:2] for name, each in tensors_of(folder).items()} for folder in (old, new)]
     assert forms[0] == forms[1]
@@ -259,21 +260,20 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
     for each in fix.proposed(str(old)).after.data.findings:
         if (each.rule, each.severity) == (case.rule, case.severity) and case.where in each.where:
             left.add(each.cured_by)
-    assert left and left.isdisjoint(VERB_OF)
+    assert left and left.isdisjoint(KINDS)
 
 
 @pytest.mark.full
 @pytest.mark.vllm
 def test_vllm_loads_what_was_cured(place, tmp_path):
-    """One vLLM for all: everything that was grafted, and of the fixes the first of each number."""
+    """One vLLM for all: everything that got its block, and of the fixes the first of each number."""
     first = {case.name.partition(" ")[0]: case for case in reversed(CURED)}.values()
     folders = list[Path]()
     for number, case in enumerate((*first, *GRAFTED)):
         old, new = write(tmp_path / f"old{number}", case.build()), tmp_path / f"new{number}"
         if case in GRAFTED:
             fill(old)
-            source = open_source(release_of(old, place))
-            carry_out(plan_graft(open_source(old), source, mtp=WORDS.get(str(case.base))), new)
+            grafted(old, release_of(old, place), new, mtp=WORDS.get(str(case.base)))
         else:
             fix.write(fix.proposed(str(old)), new)
         folders.append(new)
@@ -302,7 +302,7 @@ def test_every_case_has_one_cure():
 # The rows of the page's table, and their cases.
 ROWS = {
     "`keepmtp fix`": CURED,
-    "`keepmtp graft`": GRAFTED,
+    "`keepmtp fix --from RELEASE`": GRAFTED,
     "quantize anew": ANEW,
     "the release's own files": RELEASED,
 }

@@ -145,7 +145,7 @@ def _as_the_target_builds(target: RuntimeView, draft: RuntimeView) -> Objections
         if SCHEMES[word].needs_calibration:
             where = shlex.quote(target.source.where)
             cure = f"{word} needs batches, which a block alone has not. Put the block into the "
-            cure += f"target: `keepmtp graft {where} --from RELEASE --out NEW`"
+            cure += f"target: `keepmtp fix {where} --from RELEASE --out NEW`"
     for rule in (stored_form_is_what_is_built, draft_head_is_excluded, schemes_are_known):
         for each in rule(built):
             says = f"{each.finding.says}; the draft reads the target's quantization config"

@@ -188,7 +188,8 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Objections:
                 taken = "the other scale of this layer"
         severity = "error"
         if part not in with_some:
-            # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
+            # As with a block of the release: the draft's cache is FP8 all the same, with scales
+            # of 1.
             severity = "warning"
         cure = "Calibrate the cache again: each layer has two scales"
         says = f"is not there, and other layers have theirs: vLLM takes {taken} for it, in silence"

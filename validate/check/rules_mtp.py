@@ -494,7 +494,7 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Obje
                 continue
         if name not in own:
             says = "is in the source's MTP block and not here: the draft runs without it"
-            cure = "Quantize again, or graft the source's MTP block"
+            cure = "Quantize again, or `keepmtp fix PATH --from RELEASE --out NEW`"
             yield objection("source", theirs.weight.name, says, cure, "lost")
             continue
         ours = own[name]

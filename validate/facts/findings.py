@@ -10,7 +10,7 @@ equal.
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
@@ -75,25 +75,24 @@ def errors_of(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity == "error"]
 
 
-def commands(findings: Sequence[Finding], path: str) -> list[str]:
-    """What cures all of a checkpoint that keepmtp can cure; RELEASE and NEW are filled in.
+def commands(findings: Iterable[Finding], path: str) -> list[str]:
+    """The command that cures all of a checkpoint that keepmtp can cure; RELEASE and NEW are filled
+    in.
 
-    Nothing where decoder layers are lost: the number of layers is in the names of many an MTP
-    block, and lists would be written for a wrong one.
+    None where decoder layers are lost: the number of layers is in the names of many an MTP block,
+    and lists would be written for a wrong one.
     """
-    if any(finding.rule.endswith("layer-missing") for finding in findings):
+    kinds = set[CuredBy]()
+    for finding in findings:
+        if finding.rule.endswith("layer-missing"):
+            return []
+        kinds.add(finding.cured_by)
+    if kinds.isdisjoint(("edit", "block")):
         return []
-    place = shlex.quote(path)
-    lines = list[str]()
-    if any(finding.cured_by == "edit" for finding in findings):
-        lines.append(f"keepmtp fix {place} --out NEW")
-    of_block = [finding for finding in findings if finding.cured_by == "block"]
-    if of_block:
-        words = "--from RELEASE --out NEW"
-        if any(finding.origin == "values" for finding in of_block):
-            words = "--from RELEASE --replace --out NEW"
-        lines.append(f"keepmtp graft {place} {words}")
-    return lines
+    words = f"keepmtp fix {shlex.quote(path)}"
+    if "block" in kinds:
+        words += " --from RELEASE"
+    return [f"{words} --out NEW"]
 
 
 class CheckpointFacts(Fact):

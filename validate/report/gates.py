@@ -239,7 +239,7 @@ def _acceptance(
         if has_no_block(serve, evaluation):
             says = (
                 "The source has no MTP block and was served with MTP off, so there is nothing to "
-                "compare with: `keepmtp graft SOURCE --from RELEASE --out WHOLE` puts the block "
+                "compare with: `keepmtp fix SOURCE --from RELEASE --out WHOLE` puts the block "
                 "back, and `keepmtp eval CHECKPOINT --source WHOLE` compares."
             )
         return unmeasured("acceptance", says)

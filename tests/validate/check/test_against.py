@@ -222,7 +222,7 @@ def test_compared_names_the_command_that_puts_the_block_back(written, tmp_path):
     (found,) = (finding for finding in findings if finding.rule == "release")
     assert (found.where, found.cure) == (mtp[0], "Put the release's block in")
     judged = with_values(examine(folder), "scales", source=str(release)).data.findings
-    assert commands(judged, "it") == ["keepmtp graft it --from RELEASE --replace --out NEW"]
+    assert commands(judged, "it") == ["keepmtp fix it --from RELEASE --out NEW"]
 
 
 @pytest.fixture

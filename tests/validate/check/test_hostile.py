@@ -103,7 +103,7 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
 @pytest.mark.parametrize(
     "words",
     [
-        ["graft", "checkpoint", "--from", "checkpoint", "--replace", "--dry-run"],
+        ["fix", "checkpoint", "--from", "checkpoint", "--dry-run"],
         ["fix", "checkpoint", "--dry-run"],
         ["check", "checkpoint", "--modules"],
     ],

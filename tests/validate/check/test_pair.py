@@ -103,7 +103,10 @@ def test_a_target_that_needs_batches_gets_the_block_itself(word, tmp_path):
     target.quantization["ignore"] = ["lm_head"]
     rows = found(tmp_path, target, draft_of(ours("glm-4.7", "FP8_DYNAMIC", word)))
     cures = {cure for rule, _, cure in rows if rule == "draft-form"}
-    assert cures and all("keepmtp graft " in cure and "--mtp" not in cure for cure in cures), rows
+    assert cures and all(
+        "keepmtp fix " in cure and "--from RELEASE" in cure and "--mtp" not in cure
+        for cure in cures
+    ), rows
 
 
 def test_a_target_in_a_dialect_that_is_not_written(tmp_path):

@@ -227,7 +227,7 @@ def test_kv_scales_have_a_place(case, tmp_path):
         lose(r"model\.layers\.0\.self_attn\.[kv]_scale"),
         where="model.layers.0.self_attn.k_scale",
     ),
-    # What a graft leaves: the draft's cache is FP8 all the same, with scales of 1.
+    # What a block from the release leaves: the draft's cache is FP8 all the same, with scales of 1.
     case(
         "a draft without its scales",
         partial(with_scales, "qwen3.5-27b"),

@@ -259,7 +259,7 @@ def test_drafts_are_trials(mine, theirs, of, title, says):
             {"source": {"drafts": 0}},
             "not measured",
             "The source has no MTP block and was served with MTP off, so there is nothing to "
-            "compare with: `keepmtp graft SOURCE --from RELEASE --out WHOLE` puts the block back, "
+            "compare with: `keepmtp fix SOURCE --from RELEASE --out WHOLE` puts the block back, "
             "and `keepmtp eval CHECKPOINT --source WHOLE` compares.",
         ),
         (

@@ -1,12 +1,11 @@
-"""`keepmtp graft`: the MTP block of the release, put into a checkpoint that lost it.
+"""`keepmtp fix --from`: the MTP block of the release, in place of one that is lost or broken.
 
-In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan
-of the block, and the checkpoint as it will be; then the new folder: shards with the block, configs
-and index, and hard links.
+In: the checkpoint's check, the opened release, and a word for the block. Out: an `MTPBlock`; and in
+the proposal, the checkpoint with it.
 
-The packing is that of `keepmtp quantize`, and lists of modules are those of `keepmtp fix`. What the
-new checkpoint will be is checked from headers before a byte is written. Only the block's tensors
-are read, from a Hub repository by range requests.
+The packing is that of `keepmtp quantize`. What the new checkpoint will be is checked from headers
+before a byte is written. Only the block's tensors are read, from a Hub repository by range
+requests.
 
 Easy to get wrong: vLLM reads whole files that the index names, so tensors of an old block must
 leave their files.
@@ -14,7 +13,7 @@ leave their files.
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import states_of
 from ..checkpoints.mtp_source import mtp_keys
 from ..checkpoints.safetensors_file import Entry, total_bytes
-from ..checkpoints.source import Source, refuse_changed_files, uncollected
+from ..checkpoints.source import Source, refuse_changed_files
 from ..checkpoints.source_of import refuse_another_model
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
@@ -43,29 +42,22 @@ from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Advance, Bar, unwatched
 from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
-from ..validate.check.values import check_values
-from ..validate.facts.findings import Finding
-from .fix import LIST_FIXES, settled
 from .fixes_lists import lists_say_what_is_stored
 from .proposal import CONFIG, Faulty, Proposal
-from .rewritten import Rewritten, rewrite, write_planned
+from .rewritten import write_planned
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 
 
 @dataclass(frozen=True)
-class Graft:
-    """What will be written, and why.
+class MTPBlock:
+    """What will be written of the release.
 
     Attributes:
         plan: of the block alone; its source is the release.
-        proposal: the checkpoint with the block.
-        checked: what the check finds of it, from headers.
     """
 
     plan: Plan
-    proposal: Proposal
-    checked: Checked
 
     @property
     def entries(self) -> list[Entry]:
@@ -81,39 +73,78 @@ class Graft:
         """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
         return total_bytes(joined(self.plan.source, self.entries))
 
+    @property
+    def num_bytes_on_disk(self) -> int:
+        """Bytes that are written, and kept until they are whole."""
+        if self.plan.source.folder is None:
+            return self.plan.num_bytes_after + self.num_bytes_read
+        return self.plan.num_bytes_after
 
-@uncollected()
-def plan_graft(
-    quantized: Source, source: Source, *, mtp: str | None = None, is_replaced: bool = False
-) -> Graft:
-    """Decide everything from headers, and check the result.
+    def write(self, folder: Path, bar: Callable[[str], Bar] = lambda label: unwatched) -> None:
+        """Write its files into an unfinished folder; a run that was killed is continued.
+
+        Args:
+            folder: what is kept in its `.keepmtp` is still there when the command runs again.
+            bar: a bar for bytes, by what is done with them.
+
+        Raises:
+            CheckpointError: the block was never trained, a file ends early, or the release changed
+                meanwhile.
+        """
+        from ..validate.check.values import check_values  # imports torch, which `fix` does not need
+
+        plan = self.plan
+        release = plan.source
+        if release.folder is None:
+            with bar("fetching")(self.num_bytes_read) as progress:
+                plan = replace(plan, source=_fetched(self, folder / WORK / "release", progress))
+        entries = {entry.name: entry for entry in self.entries}
+        block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
+        for found in check_values(block, "all", reading=bar("reading values")):
+            # A block of chance may be served by whoever measures it; but nobody wants it put into
+            # another checkpoint.
+            if found.severity == "error" or found.rule == "mtp-untrained":
+                raise CheckpointError(
+                    f"{release.where}: {found.where}",
+                    "the release's MTP block must hold what a trained model holds",
+                    got=found.says,
+                    cure="Download the release again; "
+                    "if its values stay so, nothing can draft with them",
+                )
+        with bar("packing")(plan.num_bytes_before) as progress:
+            write_planned(plan, folder, progress)
+        refuse_changed_files(release, release.states, cure="Run the same command again")
+
+
+def put_block(
+    proposal: Proposal, checked: Checked, source: Source, mtp: str | None = None
+) -> MTPBlock:
+    """Give a checkpoint the block of its release, and the lists that say so.
 
     Args:
-        quantized: the checkpoint that lacks its MTP block, or whose block is broken.
+        proposal: of the checkpoint, without a change.
+        checked: the check of the checkpoint.
         source: the release that it was made from.
         mtp: `source`, `bf16` or a scheme; None for `source` where the checkpoint's dialect can say
             it, else `bf16`.
-        is_replaced: take the release's block also in place of one that is good.
 
     Raises:
         RecipeError: another family or another width; a word that is not possible.
-        CheckpointError: a tensor with another shape, a block that is there and good, no block in
-            the release, an unknown dialect, or a result that would not load.
+        CheckpointError: a tensor with another shape, no block in the release, or an unknown
+            dialect.
     """
-    checked = examine(quantized)
-    ours = _readable(checked)
-    _ = _readable(examine(source))
+    quantized = proposal.source
+    dialect = readable(checked).dialect
+    family = readable(checked).view.family
+    _ = readable(examine(source))
     refuse_another_model(quantized, source)
-    dialect = ours.dialect
-    family = ours.view.family
     if isinstance(dialect, UnknownDialect):
         raise CheckpointError(
             "config.json: quantization_config",
-            "graft writes dialects that keepmtp knows",
+            "fix --from writes dialects that keepmtp knows",
             got=dialect.name,
             cure="Quantize the release with keepmtp, which keeps its MTP block",
         )
-    proposal = Proposal(quantized)
     for place, value, why in mtp_keys(proposal.value(CONFIG, ()), source.config, family):
         proposal.set(CONFIG, place, value, why)
     view = FamilyView(family, proposal.value(CONFIG, ()), quantized.entries)
@@ -121,19 +152,6 @@ def plan_graft(
     # Whole or not, also under a wrong prefix.
     both = (*quantized.entries.values(), *quantized.unindexed.values())
     old = [entry for entry in both if runtime.is_mtp_name(entry.name)]
-    is_good = bool(ours.found) and ours.found == {*range(ours.promised)}
-    for finding in checked.data.findings:
-        is_good &= not _is_about_the_block(finding, ours)
-    if old and is_good and not is_replaced and not _spoiled(check_values(ours, "norms")):
-        facts = checked.data.facts
-        forms = ", ".join(facts.mtp_forms)
-        raise CheckpointError(
-            checked.data.path,
-            "graft gives a block to a checkpoint that lacks a good one",
-            got=f"{facts.num_mtp_tensors:,} tensors in {forms}, and no finding "
-            "in headers and norms",
-            cure="Use it as it is, or say --replace to take the release's block all the same",
-        )
     word = mtp or "bf16"
     if mtp is None and isinstance(dialect, CompressedTensors | Fp8 | Unquantized):
         word = "source"
@@ -152,7 +170,7 @@ def plan_graft(
         made[shard.file] = shard.entries
     # A file with nothing but the old block is left out, and one with tensors of the backbone is
     # written again without them.
-    proposal.put_shards(old, made)
+    proposal.put_shards(old, made, "the release's block takes the place of the old one")
     if proposal.shards_again and quantized.folder is None:
         raise CheckpointError(
             quantized.where,
@@ -162,98 +180,37 @@ def plan_graft(
         )
     if isinstance(dialect, CompressedTensors):
         _name_in_compressed_tensors(proposal, plan)
-    checked = proposal.examined()
     # Without a finding too: some schemes of AutoRound and Quark are not judged, and the block must
     # be on the list.
-    lists_say_what_is_stored(Faulty(_readable(checked), checked.data.findings, proposal))
-    checked, proposal = settled(proposal.examined(), proposal, LIST_FIXES)
-    runtime = _readable(checked)
+    checked = proposal.examined()
+    lists_say_what_is_stored(Faulty(readable(checked), checked.data.findings, proposal))
+    return MTPBlock(plan)
+
+
+def refuse_unbuilt(checked: Checked) -> None:
+    """Refuse a new block that is not built as it is stored: a broad entry of the old config reaches
+    it.
+
+    Raises:
+        CheckpointError: names what is wrong with it.
+    """
+    runtime = readable(checked)
     for each in checked.data.findings:
-        if _is_about_the_block(each, runtime):  # a broad entry of the old config reaches it
+        is_of_block = each.rule in _ABOUT_THE_BLOCK or runtime.is_mtp_name(each.where)
+        if each.severity == "error" and is_of_block:
             raise CheckpointError(
                 each.where,
                 "the new MTP block must be built as it is stored",
                 got=each.says,
                 cure=f"{each.cure}, in {checked.data.path}",
             )
-    return Graft(plan=plan, proposal=proposal, checked=checked)
 
 
-def _spoiled(findings: Iterable[Finding]) -> list[Finding]:
-    """Those that no block should have. A block of chance may be served by whoever measures it; but
-    nobody wants it put into another checkpoint.
-    """
-    spoiled = list[Finding]()
-    for found in findings:
-        if found.severity == "error" or found.rule == "mtp-untrained":
-            spoiled.append(found)
-    return spoiled
-
-
-def _no_bar(label: str) -> Bar:
-    """Nobody watches."""
-    return unwatched
-
-
-def carry_out(
-    graft: Graft,
-    out: Path,
-    *,
-    bar: Callable[[str], Bar] = _no_bar,
-) -> Rewritten:
-    """Write the new folder; a run that was killed is continued by the same call, with the same
-    bytes.
-
-    Args:
-        graft: from `plan_graft`.
-        out: the new folder; nothing may be there.
-        bar: a bar for bytes, by what is done with them.
-
-    Raises:
-        RecipeError: see `rewritten.rewrite`.
-        CheckpointError: the release's block was never trained, a file ends early, or a folder
-            changed meanwhile.
-    """
-    release = graft.plan.source
-    num_bytes = graft.plan.num_bytes_after
-    if release.folder is None:
-        num_bytes += graft.num_bytes_read
-
-    def make(folder: Path) -> None:
-        """Write the block's files."""
-        plan = graft.plan
-        if release.folder is None:
-            with bar("fetching")(graft.num_bytes_read) as progress:
-                plan = replace(plan, source=_fetched(graft, folder / WORK / "release", progress))
-        entries = {entry.name: entry for entry in graft.entries}
-        block = RuntimeView.of(replace(plan.source, entries=entries, unindexed={}))
-        for found in _spoiled(check_values(block, "all", reading=bar("reading values"))):
-            raise CheckpointError(
-                f"{release.where}: {found.where}",
-                "the release's MTP block must hold what a trained model holds",
-                got=found.says,
-                cure="Download the release again; "
-                "if its values stay so, nothing can draft with them",
-            )
-        with bar("packing")(plan.num_bytes_before) as progress:
-            write_planned(plan, folder, progress)
-        refuse_changed_files(release, release.states, cure="Run the same command again")
-
-    return rewrite(
-        graft.proposal,
-        out,
-        made_by=f"graft {graft.plan.recipe.mtp}",
-        also_read=release,
-        make_shards=make,
-        num_bytes=num_bytes,
-    )
-
-
-def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
+def _fetched(block: MTPBlock, folder: Path, progress: Advance) -> Source:
     """The release with the block's tensors in a folder of its own; what an earlier run brought
     there is not asked for again.
     """
-    source = graft.plan.source
+    source = block.plan.source
     lines = folder / "ranges.jsonl"
     lock = Lock()
     refuse_strange(folder, below=True, is_alone=True)
@@ -266,7 +223,7 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
     left = list[tuple[str, int, int]]()
-    for stretch in joined(source, graft.entries):
+    for stretch in joined(source, block.entries):
         first = stretch.entries[0]
         end = first.start + stretch.num_bytes
         size = -(-stretch.num_bytes // max(1, stretch.num_requests))
@@ -296,7 +253,7 @@ def _fetched(graft: Graft, folder: Path, progress: Advance) -> Source:
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for _ in pool.map(bring, left):
             pass
-    files = {entry.file for entry in graft.entries}
+    files = {entry.file for entry in block.entries}
     return replace(source, folder=folder, states=states_of(folder, files))
 
 
@@ -326,7 +283,7 @@ def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
     proposal.set_quantization(("config_groups",), groups, why)
 
 
-def _readable(checked: Checked) -> RuntimeView:
+def readable(checked: Checked) -> RuntimeView:
     """Refuse a checkpoint that the check cannot read, such as a config.json with values of another
     type.
     """
@@ -336,8 +293,3 @@ def _readable(checked: Checked) -> RuntimeView:
             first.where, "the check must be able to read it", got=first.says, cure=first.cure
         )
     return checked.runtime
-
-
-def _is_about_the_block(finding: Finding, runtime: RuntimeView) -> bool:
-    is_of_block = finding.rule in _ABOUT_THE_BLOCK or runtime.is_mtp_name(finding.where)
-    return finding.severity == "error" and is_of_block

@@ -1,4 +1,4 @@
-"""What graft writes into a quantization config: for every family, and in every dialect as vLLM
+"""What fix writes for a block of the release into a quantization config: for every family, and in every dialect as vLLM
 itself matches it.
 """
 
@@ -16,7 +16,8 @@ from foreign_form import in_hf_quant_config, modelopt
 from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cure.graft import Graft, carry_out, plan_graft
+from keepmtp.cure.fix import Outcome, proposed
+from keepmtp.cure.fix import write as write_fixed
 from keepmtp.quantize.plan.configs import modules_of
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.dryload.check_on import check_on
@@ -30,16 +31,15 @@ MODELS = [model for model in releases.MODELS if "assistant" not in model]
 IN_BLOCKS_OF_32 = ["dsv4.1-flash"]
 
 
-def graft(place: Path, model: str, checkpoint: Checkpoint, **choices: Any) -> Graft:
+def grafted(place: Path, model: str, checkpoint: Checkpoint, **choices: Any) -> Outcome:
     lost = write(place / "lost", without_block(checkpoint))
-    return plan_graft(
-        open_source(lost), open_source(write(place / "release", released(model))), **choices
-    )
+    release = open_source(write(place / "release", released(model)))
+    return proposed(str(lost), release=release, **choices)
 
 
-def errors(made: Graft) -> list[tuple[str, str]]:
+def errors(made: Outcome) -> list[tuple[str, str]]:
     return [
-        (each.where, each.says) for each in made.checked.data.findings if each.severity == "error"
+        (each.where, each.says) for each in made.after.data.findings if each.severity == "error"
     ]
 
 
@@ -56,14 +56,14 @@ def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
         if word == "source" and model in IN_BLOCKS_OF_32:
             word = "bf16"
         place = tmp_path / f"{make.__name__} {word}"
-        assert errors(graft(place, model, make(model, "FP8_DYNAMIC"), mtp=word)) == [], place
+        assert errors(grafted(place, model, make(model, "FP8_DYNAMIC"), mtp=word)) == [], place
 
 
 @pytest.mark.parametrize("model", IN_BLOCKS_OF_32)
 def test_blocks_of_another_size_than_a_scheme_has_do_not_stay(model, tmp_path):
     says = r"mtp attention: `source` needs a form that compressed-tensors can say; got fp8_block in mtp"
     with pytest.raises(RecipeError, match=says):
-        graft(tmp_path, model, ours(model, "FP8_DYNAMIC"), mtp="source")
+        grafted(tmp_path, model, ours(model, "FP8_DYNAMIC"), mtp="source")
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
     for inner in (holder.get("quantization", holder) for holder in holders):
         for key in inner.keys() & {"exclude_modules", "ignore"}:
             inner[key] = [entry for entry in inner[key] if not entry.startswith(block)]
-    made = graft(tmp_path, model, checkpoint)
+    made = grafted(tmp_path, model, checkpoint)
     assert errors(made) == [] and made.proposal.edits, "an entry was needed, and written"
     with pytest.raises(
         RecipeError, match="a packed MTP block is written in compressed-tensors only"
     ):
-        plan_graft(made.proposal.source, made.plan.source, mtp="FP8_DYNAMIC")
+        proposed(made.proposal.source, release=made.block.plan.source, mtp="FP8_DYNAMIC")
 
 
 def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
@@ -100,7 +100,7 @@ def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
         module = f"model.layers.{layer}.self_attn.o_proj"
         checkpoint.tensors[f"{module}.weight"] = ("BF16", checkpoint.tensors[f"{module}.weight"][1])
         del checkpoint.tensors[f"{module}.weight_scale"]
-    made = graft(tmp_path, "glm-4.7", checkpoint, mtp="FP8_DYNAMIC")
+    made = grafted(tmp_path, "glm-4.7", checkpoint, mtp="FP8_DYNAMIC")
     assert errors(made) == []
     ignore = json.loads(made.proposal.files()["config.json"])["quantization_config"]["ignore"]
     assert r"re:.*self_attn\.o_proj$" not in ignore
@@ -108,15 +108,15 @@ def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
 
 
 def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
-    made = graft(tmp_path / "v3", "deepseek-r1", native_bf16_mtp())
+    made = grafted(tmp_path / "v3", "deepseek-r1", native_bf16_mtp())
     assert errors(made) == [], "entries for the plain block of the old config are gone"
-    names = {output.name for tensor in made.plan.tensors for output in tensor.outputs}
+    names = {output.name for tensor in made.block.plan.tensors for output in tensor.outputs}
     assert "model.layers.3.self_attn.o_proj.weight_scale_inv" in names
-    plain = graft(tmp_path / "plain", "deepseek-r1", native_bf16_mtp(), mtp="bf16")
+    plain = grafted(tmp_path / "plain", "deepseek-r1", native_bf16_mtp(), mtp="bf16")
     assert errors(plain) == []
     release = write(tmp_path / "release", qwen_fp8())
     lost = write(tmp_path / "lost", without_block(qwen_fp8()))
-    made = plan_graft(open_source(lost), open_source(release))
+    made = proposed(str(lost), release=open_source(release))
     assert errors(made) == [] and made.proposal.edits == [], "config.json says it already"
 
 
@@ -168,12 +168,12 @@ def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp
         for method, raw in QUANTIZED.items():
             checkpoint = ours(model, "W4A16")
             checkpoint.config["quantization_config"] = raw
-            made = graft(tmp_path / f"{model}-{method}", model, checkpoint)
+            made = grafted(tmp_path / f"{model}-{method}", model, checkpoint)
             new = json.loads(made.proposal.files()["config.json"])["quantization_config"]
-            view = RuntimeView(source=made.proposal.source, view=made.plan.view)
+            view = RuntimeView(source=made.proposal.source, view=made.block.plan.view)
             is_plain = {
                 module.name: True
-                for module in modules_of(made.plan)
+                for module in modules_of(made.block.plan)
                 if not module.name.endswith("embed_tokens")
             }
             for module in view.modules:
@@ -200,8 +200,8 @@ KNOWN = {
 
 @pytest.mark.full
 @pytest.mark.vllm
-def test_vllm_loads_the_graft(tmp_path):
-    """Written from random releases; one vLLM judges all. vllm #44087: the graft of Step's flash
+def test_vllm_loads_the_block(tmp_path):
+    """Written from random releases; one vLLM judges all. vllm #44087: the block of Step's flash
     models is right, and vLLM 0.32.0 cannot construct the draft.
     """
     folders = {}
@@ -210,8 +210,8 @@ def test_vllm_loads_the_graft(tmp_path):
         place = tmp_path / name
         release = releases.write_checkpoint(place / "release", config, tensors, data="random")
         lost = write(place / "lost", without_block(make(name, scheme)))
-        made = plan_graft(open_source(lost), open_source(release), mtp=word)
-        folders[name] = str(carry_out(made, place / "new").folder)
+        made = proposed(str(lost), release=open_source(release), mtp=word)
+        folders[name] = str(write_fixed(made, place / "new").folder)
     found = check_on(list(folders.values()), vllms=[find_vllm()], gpus=["sm100"])
     for name, checked in zip(folders, found, strict=True):
         (load,), findings = checked.data.dry, checked.data.findings

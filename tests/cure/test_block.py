@@ -16,8 +16,9 @@ from hub import Fault, Hub, serving
 from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
-from keepmtp.cure import graft
-from keepmtp.cure.graft import Graft, carry_out, plan_graft
+from keepmtp.cure import block
+from keepmtp.cure.fix import Outcome, proposed
+from keepmtp.cure.fix import write as write_fixed
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.validate.check import reading
 from keepmtp.validate.check.check import check
@@ -42,12 +43,12 @@ def lost(whole, tmp_path_factory) -> Path:
     return drop_block(whole, tmp_path_factory.mktemp("lost") / "glm")
 
 
-def planned(lost: Path | str, source: Path | str = GLM, **choices) -> Graft:
-    return plan_graft(open_source(lost), open_source(source), **choices)
+def planned(lost: Path | str, source: Path | str = GLM, **choices) -> Outcome:
+    return proposed(str(lost), release=open_source(source), **choices)
 
 
 def grafted(lost: Path, out: Path, source: Path | str = GLM, **choices) -> Path:
-    return carry_out(planned(lost, source, **choices), out).folder
+    return write_fixed(planned(lost, source, **choices), out).folder
 
 
 # --- the same bytes -------------------------------------------------------------------------------
@@ -92,10 +93,10 @@ def test_a_kill_at_any_moment_and_the_same_command_give_the_same_bytes(lost, tmp
     if not (tmp_path / "new").exists():
         grafted(lost, tmp_path / "new", mtp="FP8_DYNAMIC")
     assert digests(tmp_path / "new") == wanted and not partial_path(tmp_path / "new").exists()
-    assert carry_out(planned(lost, mtp="FP8_DYNAMIC"), tmp_path / "new").is_from_before
+    assert write_fixed(planned(lost, mtp="FP8_DYNAMIC"), tmp_path / "new").is_from_before
 
 
-def test_another_release_of_the_same_name_is_no_graft_from_before(lost, tmp_path):
+def test_another_release_of_the_same_name_is_none_from_before(lost, tmp_path):
     release = tmp_path / "release"
     shutil.copytree(GLM, release)
     grafted(lost, tmp_path / "new", release)
@@ -115,6 +116,14 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
     for name, value in tensors_of(out).items():
         assert value == (block if "layers.3." in name else values)[name]
     assert check(out).ok
+
+
+def test_a_good_block_is_replaced_too(whole, tmp_path):
+    out = grafted(whole, tmp_path / "new")
+    assert tensors_of(out) == tensors_of(whole)
+    assert not (out / "model-00002-of-00002.safetensors").exists(), (
+        "it had nothing but the old block"
+    )
 
 
 # --- over the Hub ---------------------------------------------------------------------------------
@@ -143,41 +152,38 @@ def test_only_the_block_is_fetched_and_nothing_twice(hub, whole, lost, tmp_path,
     """A cut line goes on. Of a run that dies after half of the ranges, the others are asked for."""
     made = planned(lost, "org/release")
     asked(hub)
-    carry_out(made, tmp_path / "all")
+    write_fixed(made, tmp_path / "all")
     count = asked(hub)
-    block = {tensor.name for tensor in made.plan.tensors}
-    size = sum(len(data) for name, (_, _, data) in tensors_of(GLM).items() if name in block)
+    names = {tensor.name for tensor in made.block.plan.tensors}
+    size = sum(len(data) for name, (_, _, data) in tensors_of(GLM).items() if name in names)
     whole_bytes = sum(path.stat().st_size for path in GLM.glob("*.safetensors"))
-    assert size <= made.num_bytes_read < size + 10_000 < whole_bytes / 2 and count > 2
+    assert size <= made.block.num_bytes_read < size + 10_000 < whole_bytes / 2 and count > 2
     hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", spoils="truncate", times=2))
-    assert tensors_of(carry_out(made, tmp_path / "cut").folder) == tensors_of(whole)
+    assert tensors_of(write_fixed(made, tmp_path / "cut").folder) == tensors_of(whole)
     assert asked(hub) == count + 2
-    monkeypatch.setattr(graft, "AT_A_TIME", 1)
+    monkeypatch.setattr(block, "AT_A_TIME", 1)
     gone = Fault(r"GET /org/release/resolve/.*safetensors", status=404, skip=count // 2, times=99)
     hub.faults.append(gone)
     with pytest.raises(CheckpointError):
-        carry_out(made, tmp_path / "new")
+        write_fixed(made, tmp_path / "new")
     hub.faults.clear()
     asked(hub)
-    assert tensors_of(carry_out(made, tmp_path / "new").folder) == tensors_of(whole)
+    assert tensors_of(write_fixed(made, tmp_path / "new").folder) == tensors_of(whole)
     assert asked(hub) == count - count // 2
 
 
 @pytest.mark.full
 def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-    words = f"graft org/lost --from org/release --out {tmp_path}/new --json --static-only"
+    words = f"fix org/lost --from org/release --out {tmp_path}/new --json --static-only"
     done = keepmtp(words, **at, status=0)
     files = {path.name for path in (tmp_path / "new").iterdir() if path.name != WORK}
     assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, (
         "config.json says all that is needed"
     )
     said = json.loads(done.stdout)
-    assert said["check"]["ok"] and set(said["new"]) == files
-    assert (
-        "OUT gets only files that are new or changed: org/lost is not on this machine"
-        in done.stderr
-    )
+    assert said["ok"] and set(said["new"]) == files and said["block"]["bytes"]["written"]
+    assert "read: " in done.stderr and " of org/release, the MTP block alone" in done.stderr
 
 
 def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_path):
@@ -192,8 +198,8 @@ def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_
         planned("org/broken", "org/right")
 
 
-def test_a_block_with_norms_of_zero_is_no_good_one(whole, tmp_path):
-    """Without --replace: it loads without a word, and drafts at 0 %."""
+def test_a_block_with_norms_of_zero_is_replaced(whole, tmp_path):
+    """It loads without a word, and drafts at 0 %."""
     broken = shutil.copytree(whole, tmp_path / "broken")
     poke(broken, "model.layers.3.enorm.weight", 0.0)
     assert tensors_of(grafted(broken, tmp_path / "new")) == tensors_of(whole)
@@ -202,21 +208,11 @@ def test_a_block_with_norms_of_zero_is_no_good_one(whole, tmp_path):
 # --- refused --------------------------------------------------------------------------------------
 
 
-def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
-    with pytest.raises(CheckpointError, match=r"34 tensors in BF16, and no finding.*--replace"):
-        planned(whole)
-    out = grafted(whole, tmp_path / "new", is_replaced=True)
-    assert tensors_of(out) == tensors_of(whole)
-    assert not (out / "model-00002-of-00002.safetensors").exists(), (
-        "it had nothing but the old block"
-    )
-
-
-REFUSED = table("cure/refused")["graft"]
+REFUSED = table("cure/refused")["block"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_grafted_is_refused(name, tmp_path):
+def test_what_cannot_be_taken_is_refused(name, tmp_path):
     row = REFUSED[name]
     lost = without_block(ours("glm-4.7", "FP8_DYNAMIC"))
     lost.config |= row.get("lost", {})
@@ -249,10 +245,10 @@ def test_a_block_that_was_never_trained_is_refused_by_its_values(
 
 def test_words_that_need_data_are_refused(lost):
     with pytest.raises(
-        RecipeError, match=r"only batches give, and graft runs none; got NVFP4\. Use NVFP4A16"
+        RecipeError, match=r"only batches give, and fix runs none; got NVFP4\. Use NVFP4A16"
     ):
         planned(lost, mtp="NVFP4")
-    with pytest.raises(RecipeError, match="graft measures nothing"):
+    with pytest.raises(RecipeError, match="fix measures nothing"):
         planned(lost, mtp="auto")
 
 
@@ -262,8 +258,8 @@ def test_an_unknown_dialect_is_one_sentence(tmp_path):
     folder = write(tmp_path / "exl3", checkpoint)
     release = write(tmp_path / "release", released("glm-4.7"))
     for words in ("", " --dry-run"):
-        command = f"graft {folder} --from {release}{words}"
-        refused(command, says="the check must be able to read it")
+        command = f"fix {folder} --from {release}{words}"
+        refused(command, says="exl3")
 
 
 # --- config.json ----------------------------------------------------------------------------------
@@ -278,7 +274,7 @@ def test_keys_that_a_tool_dropped_come_from_the_release(tmp_path):
     made = planned(lost, write(tmp_path / "release", released("qwen3.5-27b")))
     config = json.loads(made.proposal.files()["config.json"])
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
-    assert made.checked.data.findings == ()
+    assert made.after.data.findings == ()
     shown = "\n".join(made.proposal.diffs())
     assert "# the release describes its MTP block so" in shown and "mtp" in shown
 
@@ -295,7 +291,7 @@ def test_lists_with_a_value_for_each_layer_are_whole_again(tmp_path):
 
 def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
     before = digests(lost)
-    done = keepmtp(f"graft {lost} --from {GLM} --dry-run --mtp FP8_DYNAMIC", status=0)
+    done = keepmtp(f"fix {lost} --from {GLM} --dry-run --mtp FP8_DYNAMIC", status=0)
     for line in (
         "# vLLM builds these modules of the MTP block packed\n",
         '\n+      "mtp_0": {\n',
@@ -303,7 +299,7 @@ def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
         '\n+      "re:^model\\\\.layers\\\\.3\\\\.mlp\\\\.gate$"\n',
         '\n-  "metadata": {}\n+  "metadata": {\n+    "total_size": 3547032\n',
         '\n+    "model.layers.3.mlp.experts.0.down_proj.weight_scale": "model-mtp-00001-of-00001.safetensors"\n',
-        f"\ncheck passed {lost}: no findings; values: not read (--values reads them)\n"
+        f"\ncheck passed {lost}, as it would be: no findings; values: not read (--values reads them)\n"
         "nothing is written yet: the same command with --out NEW writes it\n",
     ):
         assert line in done.stdout, done.stdout
