@@ -328,12 +328,14 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
 
 
 def _readable(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk, whose integers are what headers and config say."""
-    from .quantize.pack.unit import refuse_other_integers
+    """The plan over files on this disk, whose integers are what headers and config say, with the
+    dtypes that values need.
+    """
+    from .quantize.pack.unit import refuse_other_integers, with_dtypes
 
     plan = _downloaded(plan, out, progress)
     refuse_other_integers(plan)
-    return plan
+    return with_dtypes(plan)
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:

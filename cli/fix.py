@@ -5,33 +5,53 @@ and what the check and vLLM's own loaders find of it.
 """
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
-from ..recipes.errors import RecipeError, size_in_words
+from ..recipes.errors import RecipeError, printable, size_in_words
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Json
-from .new_folder import NewFolder
-from .options import PathArgument
+from . import exits
+from .options import (
+    DryRunOption,
+    GpusOption,
+    JsonOption,
+    PathArgument,
+    StaticOption,
+    chosen_gpus,
+)
 from .progress import bytes_bar, spinner
-from .tables import tell
+from .tables import answer, tell
 
 if TYPE_CHECKING:
     from ..cure.block import MTPBlock
     from ..cure.fix import Outcome
-    from ..cure.rewritten import Rewritten
+    from ..cure.rewritten import Judged, Rewritten
+
+
+# Of the lines of a diff, by how they begin.
+_COLOURS = {"---": "bold", "+++": "bold", "+": "green", "-": "red", "#": "bold", "@": "cyan"}
 
 
 def fix(
     path: PathArgument,
-    new: NewFolder,
+    out: Annotated[
+        Path | None, typer.Option(help="The new folder; without it, nothing is written.")
+    ] = None,
     release: Annotated[
         str | None, typer.Option("--from", help="Its release, whose MTP block it gets.")
     ] = None,
     mtp: Annotated[
         str | None, typer.Option(help="With --from: `source`, `bf16`, a scheme without data.")
     ] = None,
+    gpus: GpusOption = None,
+    static_only: StaticOption = False,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new
     folder. With --from, the MTP block of the release takes the place of one that is lost or broken.
@@ -61,7 +81,6 @@ def fix(
     Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
 
     \b
-    Example: `keepmtp fix /data/GLM-4.7-NVFP4`
     Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
     Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --out NEW`
     Example: `keepmtp fix GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out NEW`
@@ -70,7 +89,7 @@ def fix(
     from ..cure.fix import proposed, write
     from ..cure.rewritten import Judged
     from ..validate.facts.findings import commands
-    from .findings import check_json, with_values_read
+    from . import findings
 
     opened = None
     if release is not None:
@@ -88,30 +107,54 @@ def fix(
             tell(line)
     judged = Judged(outcome.after)
     written = None
-    out = new.folder()
     place = path
-    if out is not None and outcome.changes:
+    if out is not None and outcome.changes and not dry_run:
         # It shares files with the old one (hard links), so nothing is ever written into either.
         written = write(outcome, out, bar=bytes_bar)
         # Of a repository, OUT has the changed files alone: no checkpoint to judge.
         if proposal.source.folder is not None:
-            judged = new.judge(out)
+            judged = _judged(out, gpus, static_only=static_only)
             place = str(out)
     checked = judged.checked
     cures = list[str]()
     if block is None or place != path:  # else its values are in no file yet
         # Names may have changed, and no value has.
-        checked = with_values_read(checked, "norms")
+        checked = findings.with_values_read(checked, "norms")
     if block is None:
-        left = [finding for finding in checked.data.findings if finding.cured_by == "block"]
+        left = [each for each in checked.data.findings if each.cured_by == "block"]
         cures = commands(left, proposal.source.where)
-    value = check_json(checked.data, checked.accounts) | _changes(outcome, written)
+    value = findings.check_json(checked.data, checked.accounts) | _changes(outcome, written)
     value |= {"not_loaded": judged.no_vllm, "cures": cures}
     if proposal.edits and judged.checked is outcome.after:
         supposed = checked.data.model_copy(update={"path": f"{path}, as it would be"})
         checked = checked._replace(data=supposed)
-    notes = _notes(outcome, written, cures)
-    new.end(judged._replace(checked=checked), value, value["diff"], notes, place)
+    judged = judged._replace(checked=checked)
+    parts = [*_coloured(value["diff"]), *findings.parts(checked.data, path=place)]
+    if judged.no_vllm is not None:
+        parts.append(f"not loaded by vLLM: {judged.no_vllm}")
+    status = 0
+    if not judged.ok:
+        status = exits.FINDINGS
+    answer(value, [*parts, *_notes(outcome, written, cures)], as_json=as_json, status=status)
+
+
+def _coloured(diff: Iterable[str]) -> Iterator[RenderableType]:
+    for line in diff:
+        style = _COLOURS.get(line[:3]) or _COLOURS.get(line[:1], "")
+        yield Text(printable(line), style)
+
+
+def _judged(out: Path, gpus: list[str] | None, *, static_only: bool) -> "Judged":
+    """What the check, and vLLM's loaders on these GPUs, say of the new folder."""
+    from ..cure.rewritten import GPUS, judge
+
+    chosen = GPUS
+    if static_only:
+        chosen = ()
+    elif gpus:
+        chosen = chosen_gpus(gpus)
+    with exits.judging(out), spinner() as doing:
+        return judge(out, gpus=chosen, progress=doing)
 
 
 def _changes(outcome: "Outcome", written: "Rewritten | None") -> Json:

@@ -47,7 +47,6 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Mend": {
         "fix": "Cure what check finds, with the release's MTP block.",
-        "convert": "Change a checkpoint's dialect.",
     },
     "Measure": {
         "serve": "Serve a checkpoint with vLLM and MTP.",
@@ -68,6 +67,7 @@ VERBS: Mapping[str, str] = {
 WENT: Mapping[str, str] = {
     "explain": "Use keepmtp check PATH --modules",
     "all": "Use make all, or keepmtp quantize, check, eval and card",
+    "convert": "Use keepmtp quantize PATH --set format=modelopt, or format=compressed-tensors",
     "graft": "Use keepmtp fix PATH --from RELEASE --out NEW",
     "extra": "Run keepmtp quantize, which names what is missing",
     "where": "Name the folder: keepmtp quantize MODEL --out FOLDER",

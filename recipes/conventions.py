@@ -1,8 +1,7 @@
 """Two conventions for the same packed bytes: compressed-tensors' names and scales, and modelopt's.
 
 In: a scheme and a tensor of it as `Scheme.tensors` lists it. Out: the same tensor in modelopt's
-convention, and what becomes of its values. `quantize/` writes a checkpoint in either convention,
-and `cure/` converts a finished one.
+convention, and what becomes of its values. `quantize/` writes a checkpoint in either convention.
 
 Easy to get wrong: NVFP4's common scales are reciprocals of each other. compressed-tensors stores a
 divisor, modelopt a multiplier. The packed bytes were computed with the divisor, so the multiplier

@@ -13,8 +13,9 @@ whose largest code is 4 would get a scale of 4/6 and every code a new error.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from typing import Protocol
 
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 from ...checkpoints.dequantize import dequantize, refuse_odd_integers, refuse_other_order
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import WEIGHT_LEAVES, scale_of, weight_of
-from ...checkpoints.values import read_bytes, read_parts, row_ranges, typed
-from ...recipes.conventions import Change, in_compressed_tensors
+from ...checkpoints.values import read_bytes, read_parts, read_tensor, row_ranges, typed
+from ...recipes.conventions import FORMATS, Change, in_compressed_tensors
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ...recipes.forms import GLOBAL_SCALE
@@ -32,7 +33,7 @@ from ...recipes.frozen import frozen
 from ...recipes.schemes import SCHEMES
 from ..plan.decide import served_at
 from ..plan.plan import Plan
-from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of
+from ..plan.tensor_plan import Output, TensorPlan, batch_suffixes, importance_of, same_output
 from .pack import largest, pack, shared_scale
 
 CPU = torch.device("cpu")
@@ -328,6 +329,46 @@ def refuse_other_integers(plan: Plan) -> None:
             refuse_other_order(tensor.form, read)
         except CheckpointError as error:
             raise error.at(where) from error
+
+
+def with_dtypes(plan: Plan) -> Plan:
+    """The plan of a checkpoint that gets another dialect, in which each scale that is written in
+    another dtype is BF16, or F32 where that cannot hold its values.
+
+    Raises:
+        CheckpointError: a scale is re-expressed, and not positive and finite.
+    """
+    if plan.served is None or {plan.served.dialect.name, plan.recipe.format} != {*FORMATS}:
+        return plan
+    tensors = []
+    for tensor in plan.tensors:
+        if tensor.fate == "keep" and not plan.stays(tensor):
+            outputs = tuple(starmap(partial(_with_dtype, plan), carried(plan, tensor)))
+            tensor = tensor._replace(outputs=outputs)
+        tensors.append(tensor)
+    return replace(plan, tensors=tuple(tensors))
+
+
+def _with_dtype(plan: Plan, output: Output, entry: Entry, change: Change) -> Output:
+    other = plan.spelled.get(output.name)
+    if other is not None:
+        change = other.change
+    if change == "none" or plan.on_disk(output) == same_output(entry):
+        return output
+    value = read_tensor(plan.source, entry).float()
+    if not bool(((value > 0) & value.isfinite()).all()):
+        raise CheckpointError(
+            f"{plan.source.where}: {entry.name}",
+            "a scale that is re-expressed must be positive and finite",
+            got=f"{value.flatten().tolist()[:4]}",
+            cure="See `keepmtp check --values`",
+        )
+    if change != "dtype":
+        return output
+    dtype = "F32"
+    if torch.equal(value.bfloat16().float(), value):
+        dtype = "BF16"
+    return output._replace(dtype=dtype)
 
 
 def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:

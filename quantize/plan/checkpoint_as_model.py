@@ -182,6 +182,10 @@ def changed_recipe(
         cure = "Name each group by --set, or leave --set out"
         raise RecipeError("--scheme", "is for the whole checkpoint", got="also --set", cure=cure)
     served = served_view(source, view_of(source))
+    if served is not None and not places and words == {"format": served.dialect.name}:
+        rule = "format must be another one than the checkpoint's"
+        got = f"{words['format']}, which it is in already"
+        raise RecipeError("--set", rule, got=got, cure="There is nothing to do")
     source = with_donors(source, {group: open_source(place) for group, place in places.items()})
     donors = {}
     variant = "source"

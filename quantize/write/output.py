@@ -378,7 +378,9 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     }
     digest = hashlib.sha256(json.dumps(parts).encode())
     for tensor in plan.tensors:
-        digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
+        # The dtype of a scale may follow from the source's values.
+        outputs = [(output.name, output.shape) for output in tensor.outputs]
+        digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {outputs}\n".encode())
     return digest.hexdigest()
 
 

@@ -163,7 +163,7 @@ def test_a_stopped_command_says_how_to_go_on(number, tmp_path):
 
 @pytest.mark.parametrize("stop", ["raise KeyboardInterrupt", "sys.exit(143)"])
 def test_a_command_that_is_stopped_when_its_output_is_there_does_not_say_that_it_goes_on(stop):
-    """fix and convert judge a folder that is finished; the same command would refuse it."""
+    """fix judges a folder that is finished; the same command would refuse it."""
     judge = f"def judge():\n    with exits.judging(Path('a b')):\n        {stop}\n"
     code = f"import sys\nfrom pathlib import Path\nfrom keepmtp.cli import exits\n{judge}"
     done = python(code + RUN.format(command="judge"))

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 from broken import BROKEN
 from checkpoint_files import write
 from commands import assert_shows
 from data_files import json_of
 from good import released
 from good_checkpoints import GOOD
-from keepmtp.cli.main import app, main
+from keepmtp.cli.main import main
 from written_values import fill, poke
 
 
@@ -77,13 +76,6 @@ def test_with_out_a_new_folder_is_written_and_judged(fix, place):
 def test_static_only_does_not_look_for_vllm(fix):
     said = fix("F11 --out new --static-only")
     assert "check passed" in said and "not loaded" not in said and "/nowhere" not in said
-
-
-def test_all_cures_end_alike():
-    for verb in ("fix", "convert"):
-        options = {"dry_run", "gpus", "static_only", "as_json"}
-        known = typer.main.get_command(app).get_command(None, verb)
-        assert options <= {option.name for option in known.params}, verb
 
 
 def test_json_has_the_changes_the_diff_and_what_is_left(fix):

@@ -155,7 +155,7 @@ def make(folder: Path, first: str) -> None:
     block, and `broken` with an index that leaves the block out.
     """
     from calibrated import in_both_formats
-    from keepmtp.cure.convert import convert, plan_conversion
+    from keepmtp.pipeline import plan_for, quantize
     from written_values import drop_block
 
     forms = {"mtp": "bf16", "experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
@@ -163,7 +163,8 @@ def make(folder: Path, first: str) -> None:
     (folder / "made" / "source").rename(folder / "release")
     made[first][1].rename(folder / "first")
     shutil.rmtree(folder / "made")
-    convert(plan_conversion(str(folder / "first"), DIALECTS[first]), folder / "there")
+    other = plan_for(str(folder / "first"), changes=[f"format={DIALECTS[first]}"])
+    quantize(*other, out=folder / "there")
     drop_block(folder / "first", folder / "lost")
     shutil.copytree(folder / "first", folder / "broken")
     index = json_of(folder / "first" / INDEX)

@@ -94,7 +94,7 @@ def cases(draw: st.DrawFn, kind: str) -> Case:
         file = edits[0].file
     stands = {
         "MODEL": corpus.model_of(base),
-        "TO": corpus.DIALECTS[corpus.CURED.get(base, "modelopt")],
+        "format=TO": f"format={corpus.DIALECTS[corpus.CURED.get(base, 'modelopt')]}",
         "OTHER": str(corpus.folder(corpus.OTHER)),
         "HELD": str(ROOT / "models" / "held_out.jsonl"),
         "TASK": file.removeprefix("rows-").partition(".")[0],

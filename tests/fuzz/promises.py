@@ -83,7 +83,7 @@ def tensors_of(folder: Path) -> Tensors:
 def _of_values(case: Case, folder: Path, status: int) -> list[str]:
     """Tensors of a new checkpoint with other values than in the one that it was made of."""
     out = Path(f"{folder}.out")
-    if status or case.words[0] not in ("convert", "fix") or not out.is_dir():
+    if status or not {"fix", "--set"}.intersection(case.words) or not out.is_dir():
         return []
     if case.changes and (folder / "changed").exists():
         return ["takes a source that has changed"]

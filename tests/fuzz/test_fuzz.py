@@ -146,7 +146,7 @@ def test_what_a_new_folder_has_otherwise_is_a_fault(value, faults, tmp_path):
         (tmp_path / name).mkdir(parents=True)
         raw = struct.pack("<Q", len(header)) + header + struct.pack("<f", number)
         (tmp_path / name / "model.safetensors").write_bytes(raw)
-    case = Case(base="", edits=(), words=("convert", "{}/first"))
+    case = Case(base="", edits=(), words=("fix", "{}/first"))
     before = promises.seen(tmp_path)
     assert promises.broken(case, tmp_path, before, 0) == faults
     assert promises.broken(case, tmp_path, before, 2) == []

@@ -31,9 +31,7 @@ _error = partial(objection, runtime="sglang")
 _warning = partial(objection, severity="warning", runtime="sglang")
 _TRY = "Start SGLang with it, and look at the draft's acceptance"
 _ELSEWHERE = "Serve it with vLLM, or without a draft"
-_CONVERT = (
-    "Convert it: `keepmtp convert PATH --to compressed-tensors --out NEW`; or serve it with vLLM"
-)
+_CONVERT = "Run `keepmtp quantize PATH --set format=compressed-tensors`, or serve it with vLLM"
 # The list of what stays plain, where it is not called `ignore`.
 _LISTS = {"quark": "exclude", "fp8": "modules_to_not_convert"}
 # What SGLang does where rules_mtp finds that the block is not whole.

@@ -54,8 +54,7 @@ FILES = (
 """Everything that a card folder may hold."""
 _OF_OTHERS = (
     "A card is for what `keepmtp quantize` made: upload any other checkpoint, also one of fix, "
-    "graft or convert, with "
-    "`hf upload ORG/NAME FOLDER`, and let `keepmtp check ORG/NAME` judge it there"
+    "with `hf upload ORG/NAME FOLDER`, and let `keepmtp check ORG/NAME` judge it there"
 )
 
 

@@ -2,10 +2,8 @@
 a step of F32 away.
 """
 
-import json
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,23 +11,22 @@ import torch
 from broken import built
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, pack, write
-from commands import ran
+from commands import ran, refused
 from data_files import json_of, table
 from good import cached, llmcompressor, ours, outputs_of
 from good_checkpoints import GOOD
-from keepmtp.checkpoints.files import WORK, partial_path
+from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.main import app
-from keepmtp.cure.convert import Conversion, convert, plan_conversion
-from keepmtp.cure.rewritten import rewrite
 from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.pack.unit import with_dtypes
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.write.output import claim
 from keepmtp.quantize.write.writer import write_shards
-from keepmtp.recipes.errors import CheckpointError, KeepMTPError
+from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.check.check import check
 from outputs import digests
 from real_vllm import QWEN, in_vllm
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 from written_values import fill, poke, tensors_of
 
 WORDS = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
@@ -57,13 +54,17 @@ def assert_same(one: Path, other: Path) -> None:
             assert dtype == "F32" and (values[0] - values[1]).abs().max() == 1, name
 
 
-def converted(folder: Path, out: Path) -> Conversion:
+def planned(folder: Path, to: str) -> Plan:
+    return plan_for(str(folder), changes=[f"format={to}"])[0]
+
+
+def converted(folder: Path, out: Path) -> Plan:
     """To the other dialect; nothing of the old folder changes."""
     before = digests(folder)
-    planned = plan_conversion(str(folder), OTHER[quantization_in(folder)["quant_method"]])
-    convert(planned, out)
+    made = planned(folder, OTHER[quantization_in(folder)["quant_method"]])
+    quantize(made, "", out=out)
     assert digests(folder) == before
-    return planned
+    return made
 
 
 def assert_back(folder: Path, made: Path) -> None:
@@ -83,13 +84,13 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
     """Under the other dialect's names and dtypes; those that are vLLM's own stay."""
     made = write(tmp_path / "first", outputs_of(cached("glm-4.7", "NVFP4", format=first)))
     fill(made)
-    there = converted(made, tmp_path / "there")
+    converted(made, tmp_path / "there")
     named = "model.layers.0.self_attn.{}k_scale"
     was, becomes = [
         named.format("k_proj." * (name == "modelopt")) for name in (first, OTHER[first])
     ]
     before, after = tensors_of(made), tensors_of(tmp_path / "there")
-    assert was in before and was not in after and there.num_remade >= 6
+    assert was in before and was not in after
     # Numbers that BF16 does not hold stay F32.
     assert after[becomes][:2] == ("F32", () if OTHER[first] == "modelopt" else (1,))
     own = "model.layers.3.self_attn.attn.v_scale"
@@ -102,7 +103,7 @@ def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
 def test_there_and_back(twins, first, tmp_path):
     there = converted(twins[first], tmp_path / "there")
     back = converted(tmp_path / "there", tmp_path / "back")
-    assert (there.first, back.first, back.plan.recipe.format) == (first, OTHER[first], first)
+    assert (there.recipe.format, back.recipe.format) == (OTHER[first], first)
     assert_back(tmp_path, twins[first])
 
 
@@ -116,9 +117,7 @@ def test_a_converted_checkpoint_is_what_quantize_writes_in_that_format(twins, tm
 
 def test_the_plain_block_is_a_hard_link(twins, tmp_path):
     first = twins["compressed-tensors"]
-    planned = converted(first, tmp_path / "out")
-    shards = {file.name for file in first.glob("*.safetensors")}
-    linked = shards - planned.proposal.made_shards
+    linked = {shard.file for shard in converted(first, tmp_path / "out").linked}
     assert linked and all(
         os.path.samefile(first / name, tmp_path / "out" / name) for name in linked
     )
@@ -128,22 +127,14 @@ def test_the_plain_block_is_a_hard_link(twins, tmp_path):
 
 def test_a_killed_run_keeps_the_shards_that_it_had(twins, tmp_path):
     first, out = twins["modelopt"], tmp_path / "out"
-    planned = plan_conversion(str(first), "compressed-tensors")
-
-    def killed(folder: Path) -> None:
-        work = folder / WORK / "shards"
-        (work / WORK).mkdir(parents=True)
-        write_shards(planned.plan, work, threads=1)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        command = "convert --to compressed-tensors"
-        rewrite(planned.proposal, out, made_by=command, make_shards=killed)
-    work = partial_path(out) / WORK / "shards"
-    finished = {path.stat().st_ino for path in work.glob("*.safetensors")}
-    convert(planned, out)
+    made = planned(first, "compressed-tensors")
+    whole = with_dtypes(made)
+    with claim(whole, out) as work:
+        write_shards(whole, work, threads=1)
+    finished = {path.stat().st_ino for path in partial_path(out).glob("*.safetensors")}
+    quantize(made, "", out=out)
     assert finished <= {path.stat().st_ino for path in out.glob("*.safetensors")} and finished
-    convert(planned, tmp_path / "whole")
+    quantize(made, "", out=tmp_path / "whole")
     assert digests(out).items() >= digests(tmp_path / "whole").items()
 
 
@@ -161,14 +152,6 @@ def test_scales_of_one_module_may_have_two_dtypes(tmp_path):
     name = "model.layers.1.mlp.experts.0.up_proj.input_scale"
     before, after = tensors_of(first)[name], tensors_of(tmp_path / "there")[name]
     assert before == ("F32", (1,), after[2]) and after[:2] == ("F32", ())
-
-
-def test_a_second_config_that_nobody_reads_must_be_json(twins, tmp_path):
-    folder = tmp_path / "first"
-    shutil.copytree(twins["compressed-tensors"], folder)
-    (folder / "hf_quant_config.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: must be text in UTF-8"):
-        plan_conversion(str(folder), "modelopt")
 
 
 def unsloth_mixed() -> Checkpoint:
@@ -219,7 +202,7 @@ def test_what_others_wrote(name, tmp_path):
     assert_same(tmp_path / "back", first)
 
 
-REFUSED = table("cure/refused")["convert"]
+REFUSED = table("quantize/test_formats")["refused"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -227,20 +210,15 @@ def test_what_cannot_be_said_is_refused_before_a_byte(name, tmp_path):
     row = REFUSED[name]
     folder = write(tmp_path / "first", built(row))
     with pytest.raises(KeepMTPError) as caught:
-        plan_conversion(str(folder), "modelopt")
+        quantize(planned(folder, "modelopt"), "", out=tmp_path / "out")
     assert re.search(row["where"], f"{caught.value.where} {caught.value.got}")
     assert row["says"] in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_integers_of_other_tools_are_for_quantize(tmp_path):
+def test_integers_of_other_tools_become_a_scheme(tmp_path):
     folder = write(tmp_path / "first", built({"of": "glm gptq"}))
-    with pytest.raises(KeepMTPError) as caught:
-        plan_conversion(str(folder), "compressed-tensors")
-    cure = f"Run `keepmtp quantize {folder} --set format=compressed-tensors`"
-    assert f"got gptq. {cure}" in str(caught.value)
-    (command,) = re.findall(r"`keepmtp (.*)`", cure)
-    assert "W4A16" in ran(f"{command} --dry-run")
+    assert "W4A16" in ran(f"quantize {folder} --set format=compressed-tensors --dry-run")
 
 
 def test_a_scale_of_zero_is_named(tmp_path):
@@ -249,27 +227,13 @@ def test_a_scale_of_zero_is_named(tmp_path):
     name = "model.layers.1.mlp.experts.3.up_proj.weight_global_scale"
     poke(folder, name, 0.0)
     with pytest.raises(KeepMTPError, match=re.escape(name)):
-        plan_conversion(str(folder), "modelopt")
+        quantize(planned(folder, "modelopt"), "", out=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_the_command(twins, tmp_path):
-    out = str(tmp_path / "out")
-
-    def run(*words: str, of: str = str(twins["compressed-tensors"])):
-        return CliRunner().invoke(app, ["convert", of, "--to", "modelopt", *words])
-
-    shown = run("--dry-run")
-    assert shown.exit_code == 0 and '+    "quant_method": "modelopt"' in shown.stdout
-    planned = json.loads(run("--dry-run", "--json").stdout)
-    made = run("--out", out, "--static-only", "--json")
-    found = json.loads(made.stdout)
-    assert made.exit_code == 0 and found["check"]["ok"] and planned.items() <= found.items()
-    assert found["tensors_changed"] > found["tensors_with_other_bytes"] > 0
-    repeated = run("--out", out, "--static-only")
-    assert repeated.exit_code == 0 and "finished before, by the same command" in repeated.stdout
-    again = run("--out", str(tmp_path / "b"), of=out)
-    assert "got one in modelopt already. There is nothing to do" in str(again.exception)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_format_that_it_has_is_refused(twins):
+    command = f"quantize {twins['modelopt']} --set format=modelopt"
+    refused(command, says="got modelopt, which it is in already. There is nothing to do")
 
 
 @pytest.mark.full
