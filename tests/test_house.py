@@ -49,6 +49,7 @@ VAGUE = {
 # Sentences that people read no more.
 WENT = (
     "neither passes nor fails",
+    "rounds by less than",
     "Ask the probe, too",
     "at once of {",
     "needs an environment of its own; got",

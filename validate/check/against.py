@@ -206,7 +206,7 @@ def _compared(pair: Pair, own: Source, release: Source, *, is_ordered: bool) -> 
     yield _objection(
         "release",
         name,
-        f"differs from the release by {error:.1%}, where {weight.form} rounds by less than "
+        f"differs from the release by {error:.1%}, of which {weight.form} explains less than "
         f"{bound:.0%}: {words}",
         cure,
         f"{kind} {words}",
