@@ -25,6 +25,7 @@ TABLES["0.32.0", "NVFP4A16"] = "no module or parameter named 'ngram_embedding.we
 pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
 
+@pytest.mark.few(1, 12)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_what_is_written_loads(case, tmp_path, dry_loader):
     """The check has no word for it, and vLLM fills every parameter of target and draft."""
