@@ -10,7 +10,6 @@ import pytest
 from commands import ROOT
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, QWEN, asked_values, in_vllm
 from releases import made_of
-from written_values import broken
 
 QUESTION = (
     "Question: {0} has {2} {1}. {0} buys {3} more {1}. How many {1} does {0} have now?\nAnswer:"
@@ -38,7 +37,7 @@ pytestmark = NEEDS_VLLM
 
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, dict]:
-    """Results by checkpoint: the sources, the quantized ones, and one broken on purpose."""
+    """Results by checkpoint: the sources and the quantized ones."""
     made = tmp_path_factory.mktemp("made")
     asked = asked_values(request, "name")
     sources = {MADE[name][0] for name in asked & {*MADE}} | asked & {*SOURCES}
@@ -46,9 +45,6 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
     for name in asked & {*MADE}:
         model, choices = MADE[name]
         folders[name] = made_of(model, made / name, source=str(ROOT / "models" / model), **choices)
-    if "twin" in asked:
-        good = made_of("tiny-qwen3_5", made / "good", source=str(QWEN))
-        folders["twin"] = broken(good, made / "twin")
     jobs = [{"folder": str(each), "prompts": PROMPTS, "num_drafts": 1} for each in folders.values()]
     return dict(zip(folders, in_vllm("serve.py", jobs), strict=True))
 
@@ -76,9 +72,3 @@ def test_quantized_models_keep_their_draft(served, name):
     """At least 97 % of the source's acceptance, and the same answers."""
     assert acceptance(served[name]) >= 0.97 * acceptance(served[MADE[name][0]])
     assert answers(served[name]) == ANSWERS
-
-
-@pytest.mark.parametrize("name", ["twin"])
-def test_a_wrong_ignore_list_keeps_the_answers_and_loses_every_draft(served, name):
-    assert answers(served[name]) == ANSWERS
-    assert acceptance(served[name]) == 0
