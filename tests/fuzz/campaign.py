@@ -39,7 +39,7 @@ from kinds import KINDS, Case, cases  # noqa: E402
 from sealed import seal  # noqa: E402
 from test_wheels import no_server  # noqa: E402
 
-AT_A_TIME = 20
+AT_A_TIME = 5
 
 
 def tried(case: Case) -> Verdict:
