@@ -117,8 +117,8 @@ def known() -> Known:
     """The table."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     # The file has neither the words that all defects begin with nor the version that cures.
-    defects = [Defect.model_validate(row).in_full() for row in table["defects"]]
-    failures = [Failure.model_validate(row) for row in table["failures"]]
+    defects = [Defect(name=name, **row).in_full() for name, row in table["defects"].items()]
+    failures = [Failure(name=name, **row) for name, row in table["failures"].items()]
     return Known(defects=tuple(defects), failures=tuple(failures))
 
 

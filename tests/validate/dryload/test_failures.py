@@ -18,6 +18,7 @@ from keepmtp.validate.facts.dry_load import LoadFailure
 
 DEFECTS = {row.name: row for row in known().defects}
 FAILURES = {row.name: row for row in known().failures}
+STEP = "it cuts layer_types to the decoder layers, then looks up the draft's layer behind them"
 SAID = tomllib.loads((Path(__file__).parent / "said.toml").read_text())
 
 
@@ -66,16 +67,8 @@ def test_every_row_has_words_from_somewhere():
 @pytest.mark.parametrize(
     "family, version, says",
     [
-        (
-            "step3p5",
-            "0.31.0",
-            "it cuts layer_types to the decoder layers, then looks up the draft's layer behind them",
-        ),
-        (
-            "step3p5",
-            "0.32.0+cpu",
-            "it cuts layer_types to the decoder layers, then looks up the draft's layer behind them",
-        ),
+        ("step3p5", "0.31.0", STEP),
+        ("step3p5", "0.32.0+cpu", STEP),
         ("glm4_moe", "0.32.0", ""),
         ("step3p5", "0.33.0rc1.dev9", "it looks up the heads"),
         ("step3p5", "0.34.0", ""),
