@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile, gettempdir, mkdtemp
 
-from ..recipes.errors import CheckpointError, RecipeError, size_in_words
+from ..recipes.errors import CheckpointError, RecipeError, counted, size_in_words
 
 WORK = ".keepmtp"
 """A hidden folder in an unfinished output, for what the next run needs."""
@@ -356,7 +356,7 @@ def refuse_small_disk(out: Path, needed: int, *, cure: str) -> None:
         raise RecipeError(
             out,
             f"{size_in_words(needed)} must be free on its disk",
-            got=f"{missing:,} bytes too little",
+            got=f"{counted(missing, 'byte')} too little",
             cure=cure,
         )
 

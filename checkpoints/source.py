@@ -23,7 +23,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from ..recipes.errors import CheckpointError, NoCheckpointError
+from ..recipes.errors import CheckpointError, NoCheckpointError, counted
 from ..recipes.families import find_view
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
@@ -420,7 +420,7 @@ def _opened(
         raise CheckpointError(
             where,
             f"must have {SINGLE} or {INDEX}",
-            got=f"{len(present)} safetensors files",
+            got=counted(len(present), "safetensors file"),
             cure="Download all of its files; weights in .bin or GGUF files are not read",
         )
     for file in indexed:

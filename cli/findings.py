@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..recipes.errors import printable, shortened
+from ..recipes.errors import counted, printable, shortened
 from ..recipes.extras import missing
 from ..recipes.frozen import Json
 from ..recipes.runtimes import Runtime
@@ -33,7 +33,6 @@ from ..validate.facts import dry_load
 from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
 from ..validate.facts.findings import CheckpointFacts, CuredBy, Finding, commands
 from ..validate.facts.results import CheckData
-from ..validate.report.numbers import counted
 from . import exits
 from .tables import answer, by_reason, table
 
@@ -141,7 +140,7 @@ def _modules(groups: Sequence[BuiltGroup]) -> Iterator[RenderableType]:
     named = []
     for group in groups:
         modules = f"{_MODELS[group.part]} {group.modules}"
-        filled = f"{group.tensors:,} tensors, {group.stored}"
+        filled = f"{counted(group.tensors, 'tensor')}, {group.stored}"
         rows.append([f"{modules} ({group.count:,})", group.built, filled])
         named.append((group.why, modules))
     if rows:

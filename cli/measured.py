@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ..quantize.calibrate.mtp.facts import CalibrationFact
+from ..recipes.errors import counted
 from ..validate.facts.benched import BenchFact
 from ..validate.facts.evaluated import NO_CALL, EvaluationFact
 from ..validate.facts.schema import JudgementFact
@@ -84,8 +85,8 @@ def benched(found: BenchFact) -> Iterator[RenderableType]:
     if found.checkpoint.form == "chat":
         form = "as messages through the chat template"
     yield (
-        f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by "
-        f"themselves or after {found.output_tokens:,} tokens."
+        f"{counted(found.num_prompts, 'prompt')} of {found.prompts}, {form}, greedily; answers end "
+        f"by themselves or after {found.output_tokens:,} tokens."
     )
     yield "Each server was started once: what changed on the machine between them does not show."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
@@ -111,7 +112,7 @@ def served(found: ServeCheck, judged: JudgementFact, places: str) -> Iterator[Re
         "the target; same: outputs equal to those of k=0."
     )
     environment = found.environment
-    asked = f"{len(found.prompts)} prompts, {found.seconds:.0f} s in all"
+    asked = f"{counted(len(found.prompts), 'prompt')}, {found.seconds:.0f} s in all"
     yield f"vLLM {environment['vllm']} on {environment['device']}; {asked}."
     yield places
 

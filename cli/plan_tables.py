@@ -26,7 +26,7 @@ from ..quantize.plan.own_code import code_left_out
 from ..quantize.plan.plan import Plan, TensorPlan
 from ..quantize.write.refusals import not_installed, refusals
 from ..recipes import tensor_parallel
-from ..recipes.errors import printable, size_in_words
+from ..recipes.errors import counted, printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
 from ..recipes.model_file import find_path
@@ -37,7 +37,6 @@ from ..validate.facts.vllm_env import gpus_here
 from ..validate.measure.cures import switched_on
 from ..validate.measure.room import least_gpus
 from ..validate.measure.serve_line import method_words, separate_draft, serve_words
-from ..validate.report.numbers import counted
 from ..validate.report.provenance import gpus_of
 from . import tables
 from .tables import by_reason, in_words, table

@@ -13,9 +13,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable, size_in_words
+from ..recipes.errors import RecipeError, counted, printable, size_in_words
 from ..recipes.frozen import Json, without
-from ..validate.report.numbers import counted
 from .options import DryRunOption, JsonOption
 from .progress import bytes_bar
 from .tables import ERR, answer, in_words, table, tell
@@ -112,7 +111,7 @@ def publish(
                 value["proposed"] = {"files": changed, "bytes": num_bytes}
             answer(value, [_would_be_sent(files), _rest(value)], as_json=as_json)
             return
-        tell(f"to send     {len(changed)} files, {size_in_words(num_bytes)}")
+        tell(f"to send     {counted(len(changed), 'file')}, {size_in_words(num_bytes)}")
         # A new repository becomes public only after its bytes were checked there. One that is
         # public already shows them at once.
         if is_public and not yes:
@@ -121,7 +120,7 @@ def publish(
         verb, done = _sent(delivery, hub, public=public)
     value |= {"url": url, **done}
     said = Text.assemble((verb, "green"), f" {_rest(value)}")
-    answer(value, [said, f"checked there: {len(files)} files"], as_json=as_json)
+    answer(value, [said, f"checked there: {counted(len(files), 'file')}"], as_json=as_json)
 
 
 def _sent(delivery: "Delivery", hub: "Hub", *, public: bool) -> tuple[str, Json]:

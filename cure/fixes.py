@@ -14,6 +14,7 @@ from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of, read_dialect
 from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
+from ..recipes.errors import counted
 from ..recipes.family import HFName
 from ..recipes.frozen import Json
 from ..validate.check.layouts import refitted
@@ -40,7 +41,8 @@ def mtp_count_is_what_is_there(faulty: Faulty) -> None:
         found = runtime.block_at
         why = f"layer {found} has the modules of an MTP layer, so the decoder layers end before it"
     elif runtime.found == frozenset(range(len(runtime.found))):
-        why = f"the files have {found} MTP layers; with another count vLLM builds another draft"
+        layers = counted(found, "MTP layer")
+        why = f"the files have {layers}; with another count vLLM builds another draft"
     else:
         return
     if found:

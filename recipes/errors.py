@@ -55,6 +55,13 @@ def shortened(text: str, limit: int = MAX_GOT) -> str:
     return printable(text)
 
 
+def counted(number: int, what: str) -> str:
+    """`1 warning`, `2 warnings`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what}s"
+
+
 class KeepMTPError(ValueError):
     """A refusal. The command line prints it as one line, without a traceback.
 

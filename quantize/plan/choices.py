@@ -26,7 +26,7 @@ from math import ceil, prod
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source, view_of
 from ...checkpoints.stored import StoredWeight, stored_weights
-from ...recipes.errors import RecipeError
+from ...recipes.errors import RecipeError, counted
 from ...recipes.family import INDEX, QUANTIZABLE_ROLES, HFName, Part, Role
 from ...recipes.frozen import Json, frozen
 from ...recipes.model_file import flat_text, summary_of
@@ -362,9 +362,8 @@ def found_recipe(choices: Choices, assignment: Assignment) -> Recipe:
     overrides = (*recipe.overrides, *_overrides(choices, assignment, words))
     made = recipe.model_copy(update=changed | {"overrides": overrides})
     summary = summary_of(made.backbone, made.mtp, is_calibrated=True)
-    return made.model_copy(
-        update={"summary": f"{summary}, and {len(overrides)} overrides: found for {recipe.budget}"}
-    )
+    summary += f", and {counted(len(overrides), 'override')}: found for {recipe.budget}"
+    return made.model_copy(update={"summary": summary})
 
 
 def _overrides(

@@ -15,7 +15,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ...recipes.errors import RecipeError
+from ...recipes.errors import RecipeError, counted
 from ...recipes.frozen import frozen
 
 if TYPE_CHECKING:  # it imports pydantic, which a progress bar does not need
@@ -82,7 +82,7 @@ def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
         raise RecipeError(
             where,
             "every process must have a sequence of calibration text",
-            got=f"{got} samples for {size} processes",
+            got=f"{counted(got, 'sample')} for {size} processes",
             cure="Raise calibration.samples, or start fewer processes",
         )
     # modelopt sums its Hessians over none; auto-round's own processes each keep what was best on

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...recipes.errors import KeepMTPError, RecipeError
+from ...recipes.errors import KeepMTPError, RecipeError, counted
 from ...recipes.frozen import frozen
 from .processes import ProcessPlace, place_of_process
 
@@ -207,7 +207,7 @@ def _device_of(place: ProcessPlace) -> torch.device:
         return torch.device("cuda", place.local)
     if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return torch.device("cuda", 0)
-    got = f"{place.local_size} processes for {num_gpus} GPUs"
+    got = f"{place.local_size} processes for {counted(num_gpus, 'GPU')}"
     raise _without_gpu(f"rank {place.rank} of {place.size}", got)
 
 

@@ -23,6 +23,7 @@ from ...checkpoints.stored import (
     WEIGHT_LEAVES,
     StoredWeight,
 )
+from ...recipes.errors import counted
 from ...recipes.family import HFName, Part, Row
 from ...recipes.forms import FLOATS
 from ..facts.findings import Objection, Objections, objection
@@ -197,7 +198,8 @@ def layers_are_complete(runtime: RuntimeView) -> Objections:
     for index in lost:
         cure = _DOWNLOAD
         if index >= depth:
-            cure += f"; if the release has {depth} layers, set num_hidden_layers to {depth}"
+            whole = counted(depth, "layer")
+            cure += f"; if the release has {whole}, set num_hidden_layers to {depth}"
         says = _NO_LAYER.format(view.num_layers)
         yield objection("layer-missing", f"{view.disk_stem('backbone', index)}*", says, cure)
     units = defaultdict[str, set[str]](set)
@@ -343,9 +345,10 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
         expected = next((count for count in counts if isinstance(count, int) and count), 0)
         if not expected:
             continue
-        lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
-        more = f"exists, but config.json counts {expected} experts: vLLM raises"
-        counted = {*range(expected)}
+        all_of_them = counted(expected, "expert")
+        lost = f"is missing from {all_of_them}: vLLM leaves it uninitialised in silence"
+        more = f"exists, but config.json counts {all_of_them}: vLLM raises"
+        numbers = {*range(expected)}
         held: dict[str, set[int]] = defaultdict(set)
         for place, weight in module.members:
             if place.row.stacked:
@@ -357,7 +360,7 @@ def experts_are_complete(runtime: RuntimeView) -> Objections:
                 held[place.row.path].add(place.expert)
         stem = runtime.view.disk_stem(module.part, module.layer or 0)
         for path, experts in held.items():
-            for wrong, says in ((counted - experts, lost), (experts - counted, more)):
+            for wrong, says in ((numbers - experts, lost), (experts - numbers, more)):
                 if wrong:
                     where = stem + path.replace("{e}", str(min(wrong)))
                     cause = f"{module.part} {module.layer} {says}"

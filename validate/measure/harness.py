@@ -9,6 +9,7 @@ Easy to get wrong: a request that fails is no answer. And a model whose answers 
 served again.
 """
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -111,7 +112,7 @@ class Setup:
     @property
     def environment(self) -> dict[str, str]:
         """What a result says of it, by name."""
-        return {**self.vllm.versions, "words": " ".join(self.extra)}
+        return {**self.vllm.versions, "words": shlex.join(self.extra)}
 
     def asked_of(self, model: Model) -> Json:
         """What the header of every file says of a model and its servers."""

@@ -15,7 +15,7 @@ from ...checkpoints.dialects.runtime_view import RuntimeView
 from ...checkpoints.files import remove_left
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import Source
-from ...recipes.errors import RecipeError, VLLMError
+from ...recipes.errors import RecipeError, VLLMError, counted
 from ...recipes.frozen import Raw
 from ...recipes.tensor_parallel import WHOLE_EXPERTS, Cuts, Split, in_words, sizes_of, why_not
 from ..facts.vllm_env import GPU, VLLM
@@ -97,7 +97,7 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
             cure = f"Add -- --tensor-parallel-size {size}"
             if size > len(gpus):
                 cure += f", on a machine with {size} GPUs"
-        rule = f"its weights need {needed:.0f} GiB on each of {ranks} GPUs"
+        rule = f"its weights need {needed:.0f} GiB on each of {counted(ranks, 'GPU')}"
         got = f"{usable:.0f} GiB that vLLM may use on {gpus[0].name}"
         raise VLLMError(source.where, rule, got=got, cure=cure)
 

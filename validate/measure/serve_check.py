@@ -71,7 +71,7 @@ def serve_check(
         checkpoint=served,
         prompts=check.prompts,
         max_tokens=check.max_tokens,
-        environment=setup.vllm.versions,
+        environment=setup.environment,
         seconds=time.monotonic() - start,
         target=target,
     )

@@ -33,7 +33,7 @@ from ...checkpoints.identity import (
 )
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.source import is_repo_id, open_source
-from ...recipes.errors import CheckpointError, GateError, RecipeError
+from ...recipes.errors import CheckpointError, GateError, RecipeError, counted
 from ...recipes.frozen import Bar, frozen
 from ..facts.findings import errors_of
 from ..facts.results import report_folder
@@ -333,7 +333,8 @@ def propose(delivery: Delivery, hub: Hub) -> Published:
     repo = delivery.repo
     before = delivery.before or _must_be_there(hub, repo)
     variant = card.recorded(parcel.folder).recipe.variant
-    message = f"{variant}: {len(delivery.missing)} files, by keepmtp {parcel.report.keepmtp}"
+    files = counted(len(delivery.missing), "file")
+    message = f"{variant}: {files}, by keepmtp {parcel.report.keepmtp}"
     num_bytes = 0
     commit, page = _proposed(parcel, hub, repo, message)
     if not page:

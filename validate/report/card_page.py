@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.record import Record
-from ...recipes.errors import size_in_words
+from ...recipes.errors import counted, size_in_words
 from ...recipes.frozen import Json, Raw, frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import versions_in_short
@@ -26,7 +26,7 @@ from .base_model import BaseModel
 from .best_k import best_k_of_report
 from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
-from .numbers import counted, percent
+from .numbers import percent
 from .provenance import ModuleGroup
 
 if TYPE_CHECKING:
@@ -554,19 +554,29 @@ def _commands(facts: CardFacts) -> Iterator[str]:
         tried["tp"].append(load.tp)
     yield shell(["keepmtp", "check", *served, "--record", *_options(tried)])
     if facts.report.serve:
-        yield shell(["keepmtp", "serve-check", *served, *source])
+        further = _further(facts.report.serve.environment)
+        yield shell(["keepmtp", "serve-check", *served, *source, *further])
     if facts.report.evaluation:
         asked = facts.report.evaluation.protocol
         said = asked.model_dump(include=_ASKED_OTHERWISE, exclude_defaults=True)
         if facts.report.evaluation.tasks:  # each has its own
             said = {name: said[name] for name in ("k", "limit") if name in said}
-        yield shell(["keepmtp", "eval", out, "--source", facts.compared, *_options(said)])
+        words = (*_options(said), *_further(facts.report.evaluation.environment))
+        yield shell(["keepmtp", "eval", out, "--source", facts.compared, *words])
     if facts.report.bench:
-        yield shell(["keepmtp", "bench", out])
+        yield shell(["keepmtp", "bench", out, *_further(facts.report.bench.environment)])
     base = []
     if facts.base_model.name and not facts.base_model.is_proven:
         base = ["--base-model", facts.base_model.name]
     yield shell(["keepmtp", "card", out, *base])
+
+
+def _further(environment: Mapping[str, str]) -> Iterator[str]:
+    """The user's own words for `vllm serve`."""
+    words = shlex.split(environment.get("words", ""))
+    if words:
+        yield "--"
+        yield from words
 
 
 def _options(said: Raw) -> Iterator[str]:

@@ -19,7 +19,7 @@ from ...checkpoints.files import write_whole
 from ...checkpoints.record import RECORD
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.source import open_source, small_object
-from ...recipes.errors import CheckpointError, shortened, size_in_words
+from ...recipes.errors import CheckpointError, counted, shortened, size_in_words
 from ...recipes.extras import require_extra
 from ...recipes.forms import NOT_COMPUTED
 from ...recipes.frozen import Say, silent
@@ -88,7 +88,7 @@ def _telling(place: str) -> Iterator[None]:
 def _refuse_other_model(first: RuntimeView, other: RuntimeView) -> None:
     """Refuse another family, depth or width."""
     views = (first.view, other.view)
-    mine, got = [f"{view.family.model_type}, {view.num_layers} layers" for view in views]
+    mine, got = [f"{view.family.model_type}, {counted(view.num_layers, 'layer')}" for view in views]
     for module in first.weights.keys() & other.weights.keys():
         weights = (first.weights[module], other.weights[module])
         # A vocabulary may have more rows; the width of what is not computed with is a guess.

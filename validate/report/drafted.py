@@ -6,6 +6,7 @@ In: draft counters of servers, a speed matrix. Out: a `Drafted` for each station
 Easy to get wrong: two stations measured two things. The one that also asked the source comes first.
 """
 
+from ...recipes.errors import counted
 from ...recipes.frozen import frozen
 from ..facts.benched import BenchFact
 from ..facts.evaluated import EvaluationFact
@@ -49,7 +50,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
             theirs = None
         found.append(
             Drafted(
-                what=f"{mine.num_questions:,} questions of {evaluation.protocol.title}",
+                what=f"{counted(mine.num_questions, 'question')} of {evaluation.protocol.title}",
                 unit="questions",
                 k=evaluation.protocol.k,
                 num_asked=mine.num_questions,
@@ -70,7 +71,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
                 run = each
         found.append(
             Drafted(
-                what=f"serve-check's {len(serve.prompts):,} prompts",
+                what=f"serve-check's {counted(len(serve.prompts), 'prompt')}",
                 unit="prompts",
                 k=run.k,
                 num_asked=len(serve.prompts),

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from ...checkpoints.record import read_record
-from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.errors import CheckpointError, counted, first_fault
 from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
 from ..facts.benched import BenchFact
 from ..facts.binomial import limits, ratio_limits, student
@@ -31,7 +31,7 @@ from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
 from .drafted import counts_bench, drafted, has_no_block
-from .numbers import counted, nats, percent, points
+from .numbers import nats, percent, points
 from .settle import (
     Estimate,
     Recovery,
@@ -395,6 +395,7 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
     pair = task.pair(gates.filter)
     assert task.source is not None and pair is not None, "the callers ask for a source"
     num = task.checkpoint.num_questions // task.protocol.repeats
+    asked = counted(num, "question")
     alone = f"source alone {pair.only_source:,}, in the checkpoint alone {pair.only_checkpoint:,}"
 
     def bounds(times: float) -> tuple[float, float]:
@@ -407,7 +408,7 @@ def _dropped(gate: str, gates: Gates, task: TaskFact, most: float) -> ReasonFact
         samples=num,
         unit="questions",
         says=f"{task.protocol.title}, {name}: {percent(task.checkpoint.score(name).value)} of "
-        f"{num:,} questions, the source {percent(task.source.score(name).value)} (right in the "
+        f"{asked}, the source {percent(task.source.score(name).value)} (right in the "
         f"{alone}): a drop of {points(-pair.difference)}",
         how=f"{BOUND}, paired",
         shown=points,

@@ -46,13 +46,6 @@ def figure(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def counted(number: int, what: str) -> str:
-    """`1 warning`, `2 warnings`."""
-    if number == 1:
-        return f"1 {what}"
-    return f"{number:,} {what}s"
-
-
 def quoted(text: str) -> str:
     """Text of a model or for one, with its line ends and quotes visible."""
     return json.dumps(text, ensure_ascii=False)

@@ -24,7 +24,7 @@ from ...checkpoints.identity import Identity, file_sha256, identify, measured_an
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
-from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.errors import CheckpointError, counted, first_fault
 from ...recipes.frozen import without
 from ...recipes.protocol import Gates
 from ...recipes.runtimes.vllm import NEWEST, is_known
@@ -51,7 +51,7 @@ from ..facts.served import ServeCheck, TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
-from .numbers import counted, percent
+from .numbers import percent
 from .settle import of_pair
 
 JSON_FILE = "report.json"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from ...quantize.calibrate.mtp.facts import CalibrationFact, SearchFact
-from ...recipes.errors import size_in_words
+from ...recipes.errors import counted, size_in_words
 from ..facts.benched import BenchCell, Benched, BenchFact, words_of
 from ..facts.binomial import limits
 from ..facts.closeness import ClosenessFact
@@ -284,7 +284,7 @@ def results(report: FullReport) -> Table:
         cells = []
         for one in (task.source, task.checkpoint, task.plain):
             cells.append(score(one.score(name)) if one else "-")
-        asked = f"{task.checkpoint.num_questions:,} questions"
+        asked = counted(task.checkpoint.num_questions, "question")
         rows.append((f"{task.protocol.title}, {name}, {asked}", *cells))
     for asked, k, source, checkpoint in _drafts_by_k(report):
         rows.append((f"accepted, k={k}, {asked}", _in_short(source), _in_short(checkpoint), "-"))
@@ -308,7 +308,7 @@ def _drafts_by_k(report: FullReport) -> Iterator[tuple[str, int, Drafts | None, 
     if first := report.evaluation:
         yield first.protocol.title, first.protocol.k, first.source, first.checkpoint
     if report.serve:
-        asked = f"serve-check's {len(report.serve.prompts):,} prompts"
+        asked = f"serve-check's {counted(len(report.serve.prompts), 'prompt')}"
         before = {}
         if report.serve.source:
             before = {run.k: run for run in report.serve.source.drafting}

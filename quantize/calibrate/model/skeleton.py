@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from ....checkpoints.source import read
-from ....recipes.errors import CheckpointError, RecipeError
+from ....recipes.errors import CheckpointError, RecipeError, counted
 from ....recipes.family import HFName
 from ....recipes.frozen import Shape, frozen, without
 from ...plan.plan import Plan
@@ -403,7 +403,7 @@ def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     raise CheckpointError(
         plan.source.where,
         f"calibration needs a backbone, and its decoder layers in {type(model).__name__}",
-        got=f"no list of {count} layers",
+        got=f"no list of {counted(count, 'layer')}",
         cure="Use a data-free scheme (`keepmtp ls models`)",
     )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from ....checkpoints.files import making
-from ....recipes.errors import CheckpointError, GateError, RecipeError
+from ....recipes.errors import CheckpointError, GateError, RecipeError, counted
 from ....recipes.frozen import Json
 from ....recipes.schema import TUNED, MtpAuto, candidates_for
 from ...plan.plan import Plan, make_plan
@@ -463,6 +463,6 @@ def refuse_held_out(plan: Plan, data: CalibrationData) -> None:
             recipe.name,
             f"mtp: {recipe.mtp} needs {fewest} held-out sequences{of_each}, and {needed:,} tokens "
             "of them that a model writes",
-            got=f"{sequences} sequences, {slots:,} tokens",
+            got=f"{counted(sequences, 'sequence')}, {counted(slots, 'token')}",
             cure="Raise calibration.held_out, or name a dataset with assistant turns",
         )

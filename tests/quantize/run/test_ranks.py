@@ -258,7 +258,7 @@ def test_a_tasks_own_gpu_is_number_0(environment):
     assert found == (11, 20, 3, 8, "srun")
     assert _device_of(place) == torch.device("cuda", 0)
     environment("CUDA_VISIBLE_DEVICES=", num_gpus=1)
-    with pytest.raises(RecipeError, match="got 8 processes for 1 GPUs"):
+    with pytest.raises(RecipeError, match="got 8 processes for 1 GPU"):
         _device_of(place)
     environment(num_gpus=8)
     assert _device_of(place) == torch.device("cuda", 3)

@@ -368,7 +368,7 @@ def test_a_place_that_cannot_hold_the_output_is_refused(tmp_path, source, monkey
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: free)
         said = refusal_of_place(tmp_path / "out", source)
-    assert "MiB must be free on its disk; got 1 bytes too little." in said
+    assert "MiB must be free on its disk; got 1 byte too little." in said
     monkeypatch.setattr(os, "access", lambda *_: False)
     said = refusal_of_place(tmp_path / "out", source)
     assert f"got {tmp_path}, which you cannot write to." in said

@@ -39,7 +39,6 @@ SCRIPT = (
 )
 HOSTILE = ("hostile", "strange")
 BAD = Answers(both=600, only_source=60, only_checkpoint=10, neither=330)
-POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 DIED = reports.account("sm90", 1, failure=reports.REFUSED).load.model_copy(
     update={"target": LoadedModel(), "num_errors": 1}
 )
