@@ -5,8 +5,8 @@
 In: every family's tiny checkpoint with true headers, as released, quantized in both dialects, and
 in those of other tools. Of each kind of tensor one is transposed, halved, stored in other dtypes,
 and missing: a cell. Out: a table on the terminal: how many cells both call good or bad, which the
-static check alone calls bad (false alarms), which the dry load alone (missed), and which are known
-to be bad although a dry load does not show it.
+static check alone calls bad (false alarms), which the dry load alone (missed), which are known
+to be bad although a dry load does not show it, and which the dry load finds and no header shows.
 
 What vLLM does is kept in build/cells, by form: a run that was ended goes on, and a changed rule of
 the static check asks vLLM nothing again.
@@ -54,7 +54,7 @@ from keepmtp.validate.facts.vllm_env import find_vllm
 
 KEPT = Path(__file__).parent.parent / "build" / "cells"
 VERSION, GPU = "0.33.0", "sm90"
-HOWS = ("agree", "static alone", "dry alone", "not seen by the dry load")
+HOWS = ("agree", "static alone", "dry alone", "not seen by the dry load", "no header shows it")
 # What the static check calls bad with reason, and a dry load cannot tell from what is good.
 NOT_SEEN = {
     r"(sinks?|sink_bias|sink_param|A_log|mlp\.gate\.weight) halved$": "the rest of the vector "
@@ -62,6 +62,16 @@ NOT_SEEN = {
     r"\.hc_base missing$": "construction writes numbers of its own",
     r"(e_score_correction_bias|shard_\d+\.weight) as F8_E4M3$": "the model's loader casts it first",
     r"\.qzeros as U8$": "whole numbers of any width are taken, and words of codes are no bytes",
+}
+# What the dry load alone calls bad, and no header can show.
+_ALONE = "the only layer of its kind here, with no other to compare it with; a release has several"
+NOT_SHOWN = {
+    r"attn\.compressor\.(ape|wkv\.weight|wgate\.weight) (halved|transposed)$": _ALONE,
+    r"transformer_block\.attn\.[\w.]+ halved$": _ALONE,
+    r"layers\.0\.self_attn\.\w+\.weight halved$": _ALONE,
+    r"\.shard_1\.weight halved$": "the last part of a table has as many rows as are left",
+    r"\.attention_sink_bias missing$": "vLLM's class alone knows which layers have one",
+    r"\.tid2eid as F32$": "whole numbers in F32 are the same numbers",
 }
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E4M3", "F8_E8M0", "U8")
 OTHER_DTYPES = {
@@ -327,11 +337,12 @@ def main() -> None:
             for cell, static, loaded in judged(name, checkpoint, scratch / f"{number}", start):
                 how = "agree"
                 if bool(static) != bool(loaded):
-                    how = "static alone" if static else "dry alone"
+                    how = HOWS[1 + (not static)]
                     says = static or loaded
-                    for pattern, reason in NOT_SEEN.items():
-                        if static and re.search(pattern, cell.key):
-                            how = HOWS[-1]
+                    known = NOT_SEEN if static else NOT_SHOWN
+                    for pattern, reason in known.items():
+                        if re.search(pattern, cell.key):
+                            how = HOWS[3 + (not static)]
                             says = reason
                     if options.list:
                         print(f"{how}: {name}: {cell.key}: {says[:160]}")

@@ -71,8 +71,8 @@ class Row:
     Attributes:
         path: module path under the stem, `{e}` for the index of an expert. For a parameter without
             a module, its full path.
-        sides: of its weight, as sums of products of keys of config.json ("2 hidden_size"; a list
-            counts as its length); () where only the other layers show them.
+        sides: of its weight, as sums of products of keys of config.json and whole numbers ("2
+            hidden_size"; a list counts as its length); () where only the other layers show them.
         runtime: vLLM's path under the runtime stem where it differs: the fused module, or the
             router of experts.
         shares: modules with the same value (`{e}` filled in) are one fused parameter and need one

@@ -340,8 +340,10 @@ class FamilyView:
     def _product(self, words: str) -> int:
         product = 1
         for word in words.split():
-            value = self.text_config.get(word, self.config.get(word))
-            if word.isdigit():
+            value = _at(self.text_config, word)
+            if value is None:
+                value = self.config.get(word)
+            if word.lstrip("-").isdigit():
                 value = int(word)
             elif isinstance(value, list):
                 value = len(value)
@@ -363,7 +365,7 @@ class FamilyView:
         for row in self.family.mtp_block:
             # A rule compares an MTP layer with the decoder layers in what both have.
             is_own = row.path not in decoder and row.role in _COMPARED and row.in_every_layer
-            if is_own or row.role in _JOINING:
+            if is_own or row.role in _JOINING or row.is_drafts_own:
                 needed.append(row.path)
         for stem in stems:
             required += [HFName(stem + path) for path in needed]
@@ -585,9 +587,10 @@ def _by_path(rows: Iterable[Row]) -> dict[str, Row]:
     return {row.path: row for row in rows}
 
 
-def _at(holder: Raw, key: str) -> Any:
+def _at(holder: Any, key: str) -> Any:
     """The value at a dotted key; None if there is none."""
-    outer, _, inner = key.partition(".")
-    if not inner:
-        return holder.get(outer)
-    return _at(holder.get(outer) or {}, inner)
+    for part in key.split("."):
+        if not isinstance(holder, Mapping):
+            return None
+        holder = holder.get(part)
+    return holder

@@ -2,12 +2,16 @@
 does.
 """
 
+import re
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
 import cells
 import pytest
+import releases
+from checkpoint_files import as_source
+from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.validate.dryload import loader
 from keepmtp.validate.dryload.loader import DryLoader
 from keepmtp.validate.facts.vllm_env import find_vllm
@@ -40,3 +44,19 @@ def test_the_static_check_says_what_vllm_does(monkeypatch, tmp_path):
                     parted.append(f"{model} {cell.key}: {static or loaded}")
     assert {"transposed", "halved", "missing", "as F8_E4M3"} <= seen
     assert not parted
+
+
+FOUND = (
+    r"mixer.*(up|down)\.weight [ht]|ngram_heads_.* h|shard_(0.* [ht]|. missing)|qkv_proj.* [ht]"
+    r"|qkv_proj\.\w+ as U8|ffn\.gate\.\w+ h|(tid2eid|[og]_proj\.weight|wkv\.weight) transposed"
+    r"|engram\.embed\.(\w+ [ht]|scale as [BF])|index_\w+\.weight h|output\.weight missing"
+)
+
+
+@pytest.mark.parametrize("model", releases.MODELS)
+def test_what_no_other_layer_shows(model, tmp_path):
+    """vLLM 0.33.0 raises on each, or reads other numbers."""
+    checkpoint = cells.released(model)
+    for cell in cells.cells_of(RuntimeView.of(as_source(checkpoint, tmp_path)), is_block=False):
+        if re.search(FOUND, cell.key):
+            assert cells.static_says(checkpoint, tmp_path, cell)

@@ -117,11 +117,6 @@ class Stretch(NamedTuple):
         last = self.entries[-1]
         return last.start + last.num_bytes - self.entries[0].start
 
-    @property
-    def num_requests(self) -> int:
-        """The range requests that read it from the Hub."""
-        return math.ceil(self.num_bytes / _PIECE_BYTES)
-
 
 def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
     """The tensors that a level reads, in the order of the files."""

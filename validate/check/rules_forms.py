@@ -13,7 +13,7 @@ not the one on disk.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import mode
 
 from ...checkpoints.dialects.compressed_tensors import CompressedTensors
@@ -25,7 +25,7 @@ from ...checkpoints.dialects.quark import Quark
 from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
 from ...checkpoints.stored import OTHER_LEAVES, StoredWeight, scale_of
 from ...recipes.family import HFName, VLLMName
-from ...recipes.forms import E8M0, FP8
+from ...recipes.forms import E8M0, FORMS, FP8
 from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ...recipes.tensor_parallel import Split, in_words, why_not
@@ -399,23 +399,40 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Objections:
 
 
 def interleaved_rows_are_put_in_order(runtime: RuntimeView) -> Objections:
-    """q, k and v in one tensor, as in MiMo-V2.5, load right in the release's own FP8 only: vllm
-    #42803, #57508.
+    """q, k and v in one tensor, as in MiMo-V2.5, load right in the release's own FP8 only, with the
+    rows of config.json and scales of each slice or of all rows: vllm #42803, #57508.
+
+    vLLM 0.32.0 and 0.33.0 models/mimo_v2.py.
     """
     for module in runtime.modules:
         for member in module.members:
-            if not member.place.row.interleaved or _is_put_in_order(module, member):
+            weight = member.weight
+            if not member.place.row.interleaved:
                 continue
-            severity = "warning"
-            says = (
-                "holds q, k and v in one tensor, whose rows vLLM reads in another order than "
-                "the release's (vllm #42803)"
-            )
-            if member.weight.weight.dtype == "F8_E4M3":
-                severity = "error"
-                says = "holds q, k and v in FP8, which vLLM never loads without scales"
+            severity = "error"
+            says = "holds q, k and v in FP8, which vLLM never loads without scales"
             cure = "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` "
             cure += "writes them"
+            if _is_put_in_order(module, member):
+                count, *slices = runtime.view.slices(member.place)
+                rows = sum(slices)
+                scale = scale_of(weight.parts)
+                scales = (count * -(-rows // 128), -(-count * rows // 128))
+                is_whole = weight.shape[0] == count * rows and scale.shape[0] in scales
+                if is_whole and scale.dtype in FORMS["fp8_block"].scales:
+                    continue
+                says = (
+                    f"has shape {[*weight.shape]} and scales {scale.dtype}{[*scale.shape]}, in "
+                    f"config.json {count} slices of {rows} rows: vLLM raises, or reads other "
+                    "numbers"
+                )
+                cure = _AGAIN
+            elif weight.weight.dtype != "F8_E4M3":
+                severity = "warning"
+                says = (
+                    "holds q, k and v in one tensor, whose rows vLLM reads in another order than "
+                    "the release's (vllm #42803)"
+                )
             yield objection("rows", member.name, says, cure, module.part, severity)
 
 
@@ -475,6 +492,12 @@ def table_is_as_built(runtime: RuntimeView) -> Objections:
                 tables[HFName(stem + scale), module.name].append(member.weight)
     for (scale, name), parts in tables.items():
         built = _table_built(runtime, name)
+        parts.sort(key=lambda part: (len(part.module), part.module))  # as they are numbered
+        count = runtime.view.text_config.get("split_ngram_parts", len(parts))
+        if count != len(parts):
+            says = f"has {len(parts):,} parts, in config.json {count}: vLLM raises, or leaves rows "
+            says += "uninitialised in silence"
+            yield objection("table", name, says, "Take all of its parts from the release")
         wrong = [*_parts_stored_otherwise(parts, built)]
         scales = {"fp8": scale, "nvfp4": HFName(f"{scale}_2")}
         for form, shared in scales.items():
@@ -514,13 +537,24 @@ def ranks_get_whole_groups(runtime: RuntimeView, splits: Iterable[Split]) -> Obj
             yield objection("ranks", refused.where, says, cure)
 
 
-def _parts_stored_otherwise(parts: Iterable[StoredWeight], built: str) -> Iterator[HFName]:
-    """The tensors of a table that vLLM's loader does not take."""
+def _parts_stored_otherwise(parts: Sequence[StoredWeight], built: str) -> Iterator[HFName]:
+    """The tensors of a table that vLLM's loader does not take: of several parts all have one shape,
+    but the last may have fewer rows.
+    """
+    usual = parts[0].weight.shape
     for part in parts:
         rows = part.weight
+        is_shorter = part is parts[-1] and rows.shape[1:] == usual[1:] and rows.shape < usual
         scale = part.parts.get("weight_scale")
-        if _TABLES.get(rows.dtype, "plain") != built:
+        own = part.parts.get("scale")  # DeepSeek-V4.1's, one for 32 columns
+        if _TABLES.get(rows.dtype, "plain") != built or not (rows.shape == usual or is_shorter):
             yield rows.name
+        elif own and (
+            own.dtype not in E8M0
+            or own.shape[:1] != rows.shape[:1]
+            or 32 * own.num_bytes != rows.num_bytes
+        ):
+            yield own.name
         elif built == "nvfp4" and (
             scale is None or scale.dtype != "F8_E4M3" or 8 * scale.num_bytes != rows.num_bytes
         ):

@@ -34,12 +34,6 @@ from keepmtp.validate.facts.findings import errors_of
         where="backbone.layers.0.mixer.A_log",
     ),
     case(
-        "what joins the states of another model",
-        "v41 bf16",
-        reshape(r"mtp\.0\.main_proj\.weight", "n k -> 384 768"),
-        where="mtp.0.main_proj.weight",
-    ),
-    case(
         "an MTP block of another model, all of it packed but its norms",
         "v3 block",
         reshape(r"model\.layers\.3\.input_layernorm\.weight", "n -> 128"),
@@ -74,12 +68,6 @@ from keepmtp.validate.facts.findings import errors_of
         says="hc_mult=4",
     ),
     case(
-        "a compressor that one layer alone has",
-        "dsv4 bf16",
-        reshape(r"layers\.1\.attn\.compressor\.wkv\.weight", "n k -> k n"),
-        where="layers.1.attn.compressor.wkv.weight",
-    ),
-    case(
         "a parameter without a module",
         "released inkling",
         reshape(r"model\.mtp\..*rel_logits_proj\.proj", "n k -> k n"),
@@ -109,20 +97,6 @@ def test_misshaped_glue_of_every_family(model, tmp_path):
             findings = errors_of(check(as_source(broken, tmp_path)).findings)
             assert name.removesuffix("weight") in findings[0].where
             assert len({finding.where for finding in findings}) <= 2
-
-
-@rows(
-    "shapes",
-    case(
-        "the only layer with full attention, transposed",
-        "released step-3.5-flash",
-        reshape(r"model\.layers\.0\.self_attn\.o_proj\.weight", "n k -> k n"),
-        where="model.layers.0.self_attn.o_proj.weight",
-        says="hidden_size",
-    ),
-)
-def test_sides_are_those_of_config_in_part(case, tmp_path):
-    assert_found(case, tmp_path)
 
 
 @rows(

@@ -87,8 +87,10 @@ def _is_optional(name: str, method: Any, *, is_weight_only: bool) -> bool:
     # (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
     if is_weight_only and name.endswith(("input_scale", "input_global_scale")):
         return True
-    # Its integers are symmetric (quantization/auto_gptq.py: zero_points=False).
-    if name == "qzeros" and isinstance(method, auto_gptq.AutoGPTQLinearMethod):
+    # Its integers are symmetric (quantization/auto_gptq.py: zero_points=False). AutoRound's method
+    # has it inside (quantization/inc/schemes/inc_wna16_linear.py).
+    inner = getattr(getattr(method, "scheme", None), "linear_method", method)
+    if name == "qzeros" and isinstance(inner, auto_gptq.AutoGPTQLinearMethod):
         return True
     # Deleted again if none was loaded (quantization/auto_gptq.py:620).
     is_of_experts = isinstance(method, auto_gptq.AutoGPTQMoEMethod)
