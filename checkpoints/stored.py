@@ -33,7 +33,7 @@ SCALE_LEAVES = (
 # channel.
 TRANSPOSED_LEAVES = ("qweight", "scales", "qzeros", "g_idx")
 # Other tensors of a module, or a parameter that has no module ("").
-OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
+OTHER_LEAVES = ("", "bias", "e_score_correction_bias")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 
@@ -319,7 +319,10 @@ def num_slices(rows: int, scales: int, block: int) -> int:
 
 
 def _block_side(size: int, count: int) -> int:
-    """The block's side that cuts `size` into `count` blocks: 128 wherever it fits, else a power of
-    two; 0 if none.
+    """The block's side that cuts `size` into `count` blocks: 128 wherever it fits, else the one
+    power of two that does; 0 if none.
     """
-    return next((side for side in (128, 32, 64, 256, 512, 16) if -(-size // side) == count), 0)
+    for side in (128, 1, 2, 4, 8, 16, 32, 64, 256, 512):
+        if -(-size // side) == count:
+            return side
+    return 0

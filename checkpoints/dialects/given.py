@@ -8,7 +8,7 @@ belongs would be read letter by letter.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -17,6 +17,8 @@ from ...recipes.frozen import Raw
 
 _LARGEST = 2**31 - 1  # larger than any group or block that a kernel has
 _Size = Annotated[int, Field(ge=1, le=_LARGEST)]
+# What is no power of two a kernel of vLLM's has no tile for, and the scales' shape does not show.
+_Side = Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 _Group = Annotated[int, Field(ge=-1, le=_LARGEST)]
 _Bits = Annotated[int, Field(ge=1, le=32)]
 _Algorithm = Annotated[str, StringConstraints(to_upper=True)]
@@ -37,7 +39,7 @@ class GivenArguments(_Given):
     symmetric: bool | None = None
     dynamic: bool | str | None = None
     group_size: _Group | None = None
-    block_structure: tuple[_Size, _Size] | None = None
+    block_structure: tuple[_Side, _Side] | None = None
     actorder: bool | str | None = None
 
     @property
@@ -103,7 +105,7 @@ class Fp8Given(_Given):
     ignored_layers: _Names = None
     modules_to_not_convert: _Names = None
     ignore: _Names = None
-    weight_block_size: tuple[_Size, _Size] | None = None
+    weight_block_size: tuple[_Side, _Side] | None = None
     activation_scheme: str | None = None
     moe_quant_algo: _Algorithm | None = None
 
