@@ -3,14 +3,17 @@ hand. A figure has one page, and the README repeats it.
 """
 
 import re
+from typing import Any
 
 from dry_corpus import broken_cases, good_cases
 from good import plan_of_recipe, released
 from keepmtp.cli.ls import rows
+from keepmtp.cli.main import app
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
 from readme import COMMANDS, MODELS_PAGE, PICTURE, README, ROOT, models_page, picture
+from typer.main import get_command
 
 
 def test_the_picture_is_what_is_made_today():
@@ -76,6 +79,22 @@ def test_the_pages_can_be_finished():
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "docs" / "tables" / "failures.md"]
     words = {page.name: len(page.read_text().replace("|", "").split()) for page in pages}
     assert sum(words.values()) <= 16_000 and len(words) <= 13, words
+
+
+def test_every_command_of_the_pages_has_a_verb_and_its_options():
+    verbs: Any = get_command(app)
+    lines = []
+    for page in (README, *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        lines += re.findall(r"(?m)^keepmtp ([^#\n]+)", "".join(text.split("```")[1::2]))
+        lines += re.findall(r"`keepmtp ([a-z][^`\n]+)`", text)
+    assert len(lines) > 60
+    for line in lines:
+        words = line.partition(" -- ")[0].split()
+        known = {"--help"}
+        for option in verbs.get_command(None, words[0]).params:
+            known |= {*option.opts}
+        assert {word for word in words if word.startswith("-")} <= known, line
 
 
 def test_what_is_quantized_loads_at_the_size_that_the_page_names():
