@@ -45,7 +45,7 @@ from .quantize.plan.choices import choices_of, found_text, refuse_budget
 from .quantize.plan.draft_alone import draft_as_written, recipe_of_draft
 from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
 from .quantize.run.progress import SILENT, RunProgress
-from .quantize.write.output import claim, is_finished, publish, refuse_output, tidy
+from .quantize.write.output import claim, is_finished, publish, refuse_output, tidied
 from .quantize.write.refusals import refuse
 from .recipes.errors import GateError, RecipeError
 from .recipes.find import find_recipe
@@ -313,7 +313,7 @@ def default_out(recipe: Recipe) -> Path:
 
 def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> FinishedRun:
     """A run that an earlier one has finished. What that one had no time to remove is removed."""
-    tidy(out, keep_calibration=keep_calibration)
+    tidied(out, keep_calibration=keep_calibration)
     with suppress(OSError):
         partial_path(out).rmdir()  # empty, or another run's
     recipe = plan.recipe

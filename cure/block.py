@@ -39,12 +39,11 @@ from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
-from ..recipes.frozen import Advance, Bar, unwatched
+from ..recipes.frozen import Advance, Bar
 from ..validate.check.check import Checked, examine
 from ..validate.check.reading import joined
 from .fixes_lists import lists_say_what_is_stored
 from .proposal import CONFIG, Faulty, Proposal
-from .rewritten import write_planned
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 
@@ -80,7 +79,7 @@ class MTPBlock:
             return self.plan.num_bytes_after + self.num_bytes_read
         return self.plan.num_bytes_after
 
-    def write(self, folder: Path, bar: Callable[[str], Bar] = lambda label: unwatched) -> None:
+    def write(self, folder: Path, bar: Callable[[str], Bar]) -> None:
         """Write its files into an unfinished folder; a run that was killed is continued.
 
         Args:
@@ -91,7 +90,9 @@ class MTPBlock:
             CheckpointError: the block was never trained, a file ends early, or the release changed
                 meanwhile.
         """
-        from ..validate.check.values import check_values  # imports torch, which `fix` does not need
+        # They import torch, which `fix` does not need.
+        from ..quantize.write.writer import write_shards
+        from ..validate.check.values import check_values
 
         plan = self.plan
         release = plan.source
@@ -112,7 +113,7 @@ class MTPBlock:
                     "if its values stay so, nothing can draft with them",
                 )
         with bar("packing")(plan.num_bytes_before) as progress:
-            write_planned(plan, folder, progress)
+            write_shards(plan, folder, threads=os.cpu_count() or 1, progress=progress)
         refuse_changed_files(release, release.states, cure="Run the same command again")
 
 

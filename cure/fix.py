@@ -10,7 +10,6 @@ headers, before a byte is written, and what is written is the round with the few
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ..checkpoints.source import Source, uncollected
@@ -129,7 +128,6 @@ def write(
         CheckpointError: see `MTPBlock.write`.
     """
     proposal = outcome.proposal
-    block = outcome.block
     if not outcome.changes:
         raise RecipeError(
             proposal.source.where,
@@ -137,16 +135,7 @@ def write(
             got="nothing that it can cure",
             cure="Serve it as it is",
         )
-    if block is None:
-        return rewrite(proposal, out, made_by="fix")
-    return rewrite(
-        proposal,
-        out,
-        made_by=f"fix --mtp {block.plan.recipe.mtp}",
-        also_read=block.plan.source,
-        make_shards=partial(block.write, bar=bar),
-        num_bytes=block.num_bytes_on_disk,
-    )
+    return rewrite(proposal, out, block=outcome.block, bar=bar)
 
 
 def settled(

@@ -3,79 +3,74 @@ how it is judged, by the check and by vLLM's own loaders where there is a vLLM.
 
 In: a `Proposal`. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes
 no room and no time; a copy where the file system cannot link. Of a Hub repository that is not here,
-OUT has the changed files alone. OUT/.keepmtp/cure.json stays there: by it the same command finds
-that it has finished before.
+OUT has the changed files alone. OUT/.keepmtp/plan.sha256 stays there: by it the same command
+finds that it has finished before.
 
-Easy to get wrong: a hard link is a second name of the same file. Who writes into a file of OUT
-writes into the old checkpoint.
+Easy to get wrong: the old folder may be written to meanwhile. It is compared before its files are
+links, and after.
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field, ValidationError
-
 from .. import __version__
 from ..checkpoints.companions import inside
-from ..checkpoints.fact import Fact
 from ..checkpoints.files import (
-    WORK,
     can_link,
     complete,
-    held,
-    link,
     making,
     naming_file,
     note_on_links,
-    partial_path,
     refuse_name,
     refuse_small_disk,
-    refuse_strange,
-    remove,
     sync,
     within,
     write_whole,
 )
 from ..checkpoints.identity import states_of
+from ..checkpoints.output import (
+    STAMP,
+    claimed,
+    link_within,
+    refuse_place,
+    refuse_strays,
+    stamp_of,
+    tidy,
+)
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, lay_out, total_bytes
 from ..checkpoints.source import Source, read, refuse_changed_files
-from ..quantize.plan.plan import Plan
-from ..quantize.write.output import refuse_place
-from ..recipes.errors import RecipeError, VLLMError
-from ..recipes.frozen import Advance, Say, silent
+from ..recipes.errors import VLLMError
+from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..recipes.schemes import DTYPE_BITS
 from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
+from .block import MTPBlock
 from .proposal import Proposal
 
-_STAMP = f"{WORK}/cure.json"
 _CHANGED = "Run the same command again: it reads the checkpoint anew"
 _PART = 64 << 20
 GPUS: tuple[GPU, ...] = ("sm100",)
 """Where nobody names one: the GPU whose kernels take every scheme."""
 
 
-class Rewritten(Fact):
-    """What was written; OUT keeps it.
+class Rewritten(NamedTuple):
+    """What was written.
 
     Attributes:
-        command: a sum over what the new folder depends on.
+        folder: the new checkpoint.
         new: names of files that the old folder has not, or has with other bytes.
         kept: names of files that are the old folder's: links, or copies where there are none.
-        folder: the new checkpoint.
         is_from_before: the same command had finished before, and this one wrote nothing.
     """
 
-    command: str
-    new: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    folder: Path = Field(exclude=True, default=Path())
-    is_from_before: bool = Field(exclude=True, default=False)
+    folder: Path
+    new: tuple[str, ...]
+    kept: tuple[str, ...]
+    is_from_before: bool = False
 
     @property
     def sentence(self) -> str:
@@ -90,22 +85,16 @@ def rewrite(
     proposal: Proposal,
     out: Path,
     *,
-    made_by: str,
-    also_read: Source | None = None,
-    make_shards: Callable[[Path], None] = lambda folder: None,
-    num_bytes: int = 0,
+    block: MTPBlock | None = None,
+    bar: Callable[[str], Bar] = lambda label: unwatched,
 ) -> Rewritten:
-    """Write the new folder; a killed run's is begun again, and gets the same bytes.
+    """Write the new folder; a killed run is continued by the same call, with the same bytes.
 
     Args:
         proposal: what it would be.
         out: where; nothing may be there.
-        made_by: the command in words: two commands never share what a killed one has left.
-        also_read: another checkpoint that shards are made from.
-        make_shards: writes into the folder that it gets the shards that are not made from old
-            tensors. What it keeps in the folder's `.keepmtp` is still there when a killed command
-            runs again.
-        num_bytes: how much that will be.
+        block: of the release, whose shards are written too.
+        bar: a bar for bytes, by what is done with them.
 
     Raises:
         RecipeError: something is there, the disk is too small, or another run is at work.
@@ -121,91 +110,63 @@ def rewrite(
             gone.add(name)
         else:
             small[name] = data
-    parts = [__version__, made_by, *_states(source), small]
-    if also_read is not None:
-        parts += _states(also_read)
+    parts = [__version__, *_states(source), small]
+    num_bytes = sum(map(len, small.values())) + sum(map(total_bytes, again.values()))
+    if block is not None:
+        parts += [block.plan.recipe.mtp, *_states(block.plan.source)]
+        num_bytes += block.num_bytes_on_disk
     text = "\0".join(map(repr, parts))
-    command = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-    found = _finished(out, command)
-    if found is not None:
-        _tidy(out)
-        return found.model_copy(update={"folder": out, "is_from_before": True})
-    refuse_place(source, out)
+    stamp = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    was_there = stamp_of(out) == stamp
+    if not was_there:
+        refuse_place(source, out)
     new = {*small, *again, *proposal.made_shards}
     kept = [name for name in kept_files(source) if name not in new | gone]
-    num_bytes += sum(map(len, small.values())) + sum(map(total_bytes, again.values()))
+    made = Rewritten(out, tuple(sorted(new)), tuple(kept))
+    if was_there and _is_whole(made):
+        tidy(out, keeps_stamp=True)
+        return made._replace(is_from_before=True)
     if source.folder is not None and not can_link(source.folder, out):
         # What cannot be linked is copied.
         num_bytes += sum(os.stat(source.folder / name).st_size for name in kept)
     refuse_small_disk(
         out, num_bytes, cure="Choose an OUT on the checkpoint's own disk, or make room"
     )
-    partial = partial_path(out)
-    with held(partial, "only one run may write an output"), naming_file(partial):
-        refuse_place(source, out)  # another run may have finished since this one looked
-        begun = _stamp_in(partial)
-        if begun is None and any(path.name != WORK for path in partial.iterdir()):
-            raise RecipeError(
-                partial,
-                "an unfinished output can only be written by the command that began it",
-                got="files of another command",
-                cure="Choose another OUT",
-            )
-        # What the same command kept for itself stays.
-        for path in partial.iterdir():
-            if path.name != WORK or (begun is not None and begun.command != command):
-                remove(path)
+    with claimed(source, out, stamp, anew=True) as partial, naming_file(partial):
         states = refuse_changed_files(source, source.states, cure=_CHANGED)
-        write_whole(partial / _STAMP, Rewritten(command=command).model_dump_json())
         # New shards first, while the folder has no links; a file that is changed is made anew under
         # OUT.partial, and never opened where it was.
-        make_shards(partial)
+        if block is not None:
+            block.write(partial, bar)
         for name, entries in again.items():
-            _write_shard(within(partial, name), entries, source)
+            with making(within(partial, name)) as path:
+                _write_shard(path, entries, source)
         for name, data in small.items():
             with making(within(partial, name)) as path:
                 path.write_bytes(data)
         states = refuse_changed_files(source, states, cure=_CHANGED)
         if source.folder is not None:
             for name in kept:
-                link(source.folder / name, within(partial, name))
+                link_within(partial, name, source.folder / name)
         # The old folder is compared again, before its files are links and after.
         states = refuse_changed_files(source, states, cure=_CHANGED)
+        refuse_strays(partial, {*new, *kept})
         for root, _, _ in os.walk(partial):
             sync(Path(root))
-        done = Rewritten(command=command, new=tuple(sorted(new)), kept=tuple(kept), folder=out)
-        write_whole(partial / _STAMP, done.model_dump_json())
+        # Its time says when.
+        write_whole(partial / STAMP, stamp)
         refuse_changed_files(source, states, cure=_CHANGED)
         complete(out)
-    _tidy(out)
-    return done
+    tidy(out, keeps_stamp=True)
+    return made
 
 
-def _finished(out: Path, command: str) -> Rewritten | None:
-    """What the same command wrote before: all of its files are there, and none was written to after
-    the stamp was.
-    """
-    found = _stamp_in(out)
-    if found is None or found.command != command:
-        return None
-    names = (*found.new, *found.kept)
-    times = [state.mtime_ns for state in states_of(out, names).values()]
-    if len(times) < len(names) or max(times, default=0) > (out / _STAMP).stat().st_mtime_ns:
-        return None
-    return found
-
-
-def write_planned(plan: Plan, folder: Path, progress: Advance) -> None:
-    """Write the shards of a plan that are no links into an unfinished folder. What the same command
-    had finished before it was killed is kept.
-    """
-    from ..quantize.write.writer import write_shards  # imports torch, which `fix` does not need
-
-    work = folder / WORK / "shards"
-    (work / WORK).mkdir(parents=True, exist_ok=True)
-    write_shards(plan, work, threads=os.cpu_count() or 1, progress=progress)
-    for shard in plan.written:
-        os.replace(work / shard.file, within(folder, shard.file))
+def _is_whole(made: Rewritten) -> bool:
+    """Whether all of its files are there, and none was written to after the stamp was."""
+    names = (*made.new, *made.kept)
+    times = [state.mtime_ns for state in states_of(made.folder, names).values()]
+    made_ns = (made.folder / STAMP).stat().st_mtime_ns
+    return len(times) == len(names) and max(times, default=0) <= made_ns
 
 
 def _write_shard(path: Path, entries: Iterable[Entry], source: Source) -> None:
@@ -214,7 +175,7 @@ def _write_shard(path: Path, entries: Iterable[Entry], source: Source) -> None:
     """
     in_order = sorted(entries, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.start))
     layout = lay_out((entry.name, entry.dtype, entry.shape) for entry in in_order)
-    with naming_file(path), open(path, "xb") as file:
+    with open(path, "xb") as file:
         file.write(layout.header)
         for entry in in_order:
             buffer = memoryview(bytearray(min(_PART, entry.num_bytes)))
@@ -222,8 +183,6 @@ def _write_shard(path: Path, entries: Iterable[Entry], source: Source) -> None:
                 part = buffer[: entry.num_bytes - offset]
                 read(source, entry, part, offset=offset)
                 file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
         assert file.tell() == layout.num_bytes, f"{path}: bytes of another shape"
 
 
@@ -294,25 +253,9 @@ def kept_files(source: Source) -> tuple[str, ...]:
     return tuple(sorted(kept))
 
 
-def _tidy(out: Path) -> None:
-    """Remove what only an unfinished folder needs."""
-    refuse_strange(out / WORK, below=True)
-    for path in (out / WORK).iterdir():
-        if path != out / _STAMP:
-            remove(path)
-
-
 def _states(source: Source) -> list[Any]:
     """What tells a checkpoint from another one. A link changes the ctime."""
     states = [source.where, source.revision]
     for name, state in sorted(source.states.items()):
         states.append(f"{name} {state.model_dump(exclude={'ctime_ns', 'num_links'})}")
     return states
-
-
-def _stamp_in(folder: Path) -> Rewritten | None:
-    path = folder / _STAMP
-    if path.is_file():
-        with suppress(ValidationError):  # a stranger's
-            return Rewritten.model_validate_json(path.read_bytes())
-    return None

@@ -8,12 +8,11 @@ Easy to get wrong: only the same plan may continue from a killed run's shards.
 
 import hashlib
 import json
-import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,15 +23,20 @@ from ...checkpoints.files import (
     complete,
     final_path,
     fresh,
-    held,
-    is_held,
-    link,
     partial_path,
     refuse_strange,
     within,
     write_whole,
 )
-from ...checkpoints.identity import listed, states_of
+from ...checkpoints.identity import states_of
+from ...checkpoints.output import (
+    claimed,
+    link_within,
+    refuse_another,
+    refuse_place,
+    refuse_strays,
+    tidy,
+)
 from ...checkpoints.record import RECIPE, RECORD, Record, RecordedSource, read_record
 from ...checkpoints.source import (
     INDEX,
@@ -43,21 +47,13 @@ from ...checkpoints.source import (
     refuse_changed_files,
     sizes_from,
 )
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import CheckpointError
 from ...recipes.frozen import Json, Raw
 from ...recipes.model_file import find_path
 from ...recipes.schema import AUTO, Recipe
 from ..needs.room import calibration_folder, refuse_full_disk
 from ..plan.configs import config_of, files_of
 from ..plan.plan import Plan
-
-_ONE_RUN = "only one run may write an output"
-
-
-def _stamp(partial: Path) -> Path:
-    # The fingerprint of the plan is kept with the hashes of its finished shards. Both go when the
-    # folder has its final name.
-    return partial / WORK / "plan.sha256"
 
 
 def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> None:
@@ -78,31 +74,14 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
     refuse_strange(calibration_folder(out), below=True)
     refuse_full_disk(plan, out, with_calibration=calibration is None)
     if plan.source.folder is not None and calibration is not None:
-        _refuse_another_plan(partial_path(out), fingerprint(plan, calibration))
+        refuse_another(partial_path(out), fingerprint(plan, calibration))
 
 
-@contextmanager
-def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
-    """The partial folder, marked as this plan's and held against other runs for as long as the
-    context lasts. `calibration` is what `fingerprint` takes.
-
-    Raises:
-        RecipeError: another run holds it, or see `refuse_output`.
+def claim(plan: Plan, out: Path, *, calibration: str = "") -> AbstractContextManager[Path]:
+    """The partial folder, held as this plan's; see `claimed`. `calibration` is what `fingerprint`
+    takes.
     """
-    partial = partial_path(out)
-    # Nothing in it is read or written before it is held: two runs that start at the same time would
-    # mix their plans.
-    with held(partial, _ONE_RUN):
-        try:
-            refuse_place(plan.source, out)  # another run may have finished since this one looked
-            wanted = fingerprint(plan, calibration)
-            _refuse_another_plan(partial, wanted, is_ours=True)
-        except RecipeError:
-            with suppress(OSError):  # it may hold another run's work
-                partial.rmdir()
-            raise
-        write_whole(_stamp(partial), wanted)
-        yield partial
+    return claimed(plan.source, out, fingerprint(plan, calibration))
 
 
 def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | None = None) -> None:
@@ -137,29 +116,10 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Raw | No
         cure = f"Remove {partial} and {kept}, and run the same command again"
     states = refuse_changed_files(source, source.states, cure=cure)
     for shard in plan.linked:
-        old = source.folder / shard.file
-        new = partial / shard.file
-        refuse_strange(new)
-        # A killed run's link stays: another one in its place would be another state of the source.
-        if not (new.exists() and new.samefile(old)):
-            link(old, fresh(new))
+        link_within(partial, shard.file, source.folder / shard.file)
     for name in plan.companions:
         shutil.copyfile(inside(source.folder, name), fresh(within(partial, name)))
-    own.update(texts, plan.companions)
-    strays = list[str]()
-    for path in sorted(partial.rglob("*")):
-        name = path.relative_to(partial).as_posix()
-        is_folder = path.is_dir() and not path.is_symlink()
-        # What no part of this run wrote would be served and published with the output.
-        if not is_folder and name not in own and not name.startswith(f"{WORK}/"):
-            strays.append(name)
-    if strays:
-        raise CheckpointError(
-            partial,
-            "an output must hold nothing but what this run wrote",
-            got=listed(strays),
-            cure="Move these files away, and run the same command again",
-        )
+    refuse_strays(partial, own | texts.keys() | {*plan.companions})
     refuse_changed_files(source, states, cure=cure)
 
 
@@ -167,18 +127,14 @@ def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
     """Give a whole checkpoint its final name, and remove what only an unfinished one needs."""
     assert partial == partial_path(out)
     complete(out)
-    tidy(out, keep_calibration=keep_calibration)
+    tidied(out, keep_calibration=keep_calibration)
 
 
-def tidy(out: Path, *, keep_calibration: bool) -> None:
+def tidied(out: Path, *, keep_calibration: bool) -> None:
     """Remove what a finished output does not need."""
-    if not (out / WORK).is_dir():
-        return
-    refuse_strange(out / WORK)
-    if not keep_calibration:
+    if (out / WORK).is_dir() and not keep_calibration:
         shutil.rmtree(calibration_folder(out), ignore_errors=True)
-    # This folder is the last to go: while it is there, a later run knows that it must tidy.
-    shutil.rmtree(out / WORK, ignore_errors=True)
+    tidy(out)
 
 
 # --- what is there --------------------------------------------------------------------------------
@@ -276,72 +232,6 @@ def _name_of(source: Source) -> str:
     if source.revision == "local":
         return Path(source.where).name
     return source.where
-
-
-def is_empty(out: Path) -> bool:
-    """Whether it is an empty folder, which an output can replace."""
-    if out.is_symlink() or out.is_mount() or not out.is_dir():
-        return False
-    return not any(out.iterdir())
-
-
-def refuse_place(source: Source, out: Path) -> None:
-    """Refuse a path that cannot become an output made from `source`, whatever the disk has room
-    for.
-    """
-    found = ""
-    faults = list[tuple[str, str]]()
-    if out.is_symlink():
-        found = "a link"
-    elif out.exists() and not out.is_dir():
-        found = "a file"
-    elif out.is_mount():
-        found = "the root of a disk"
-    elif (out / RECORD).is_file():
-        found = "a finished checkpoint"
-    elif out.is_dir() and not is_empty(out):
-        found = "a folder with files in it"
-    if found:
-        faults.append(("an existing output is never overwritten", found))
-    real = Path(os.path.realpath(out))
-    for folder in (source.folder, *(other.folder for other in source.others.values())):
-        if folder is not None and real.is_relative_to(os.path.realpath(folder)):
-            faults.append(("the output must lie outside the source", f"a folder in {folder}"))
-    parent = out.absolute().parent
-    while not (parent.exists() or parent.is_symlink()):
-        parent = parent.parent
-    if not parent.is_dir():
-        faults.append(("must be in a folder", f"{parent}, a file"))
-    if not os.access(parent, os.W_OK | os.X_OK):
-        got = f"{parent}, which you cannot write to"
-        faults.append(("must be in a folder that can be written to", got))
-    for rule, got in faults:
-        raise RecipeError(out, rule, got=got, cure="Choose another OUT")
-    for path in (out, partial_path(out)):
-        refuse_strange(path, below=True)
-
-
-def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -> None:
-    """Refuse an unfinished output of another plan; `is_ours` where this run holds it."""
-    if not partial.is_dir():
-        return
-    stamp = _stamp(partial)
-    if stamp.is_file():
-        if stamp.read_text() == wanted:
-            return
-    elif {path.name for path in partial.iterdir()} <= {WORK}:
-        return
-    if not is_ours and is_held(partial):
-        raise RecipeError(
-            partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT"
-        )
-    raise RecipeError(
-        partial,
-        "an unfinished output can only be resumed with the same recipe, source, calibration data "
-        "and keepmtp version",
-        got="another plan",
-        cure="Remove it, or choose another OUT",
-    )
 
 
 # --- what made it ---------------------------------------------------------------------------------

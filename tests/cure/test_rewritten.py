@@ -62,7 +62,7 @@ def changed(old: Path) -> Proposal:
 
 
 def made(proposal: Proposal, out: Path) -> Rewritten:
-    return rewrite(proposal, out, made_by="test")
+    return rewrite(proposal, out)
 
 
 def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
@@ -72,7 +72,7 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     assert written.kept == ("modeling_x.py", "more/notes.txt", "mtp.safetensors")
     assert (out / "mtp.safetensors").samefile(old / "mtp.safetensors")
     assert digests(old) == before and not partial_path(out).exists()
-    assert sorted(digests(out)) == sorted({*written.new, *written.kept, f"{WORK}/cure.json"}), (
+    assert sorted(digests(out)) == sorted({*written.new, *written.kept, f"{WORK}/plan.sha256"}), (
         "no record, no hidden file of the old folder, no b.safetensors"
     )
     found = open_source(out)
@@ -140,7 +140,7 @@ def test_ended_at_every_step_the_same_command_gives_the_same_bytes(old, tmp_path
             is_whole = True
         ends.add((out.exists(), (out / WORK).exists()))
         assert not out.exists() or digests(out).items() >= wanted.items(), "whole or not there"
-        if not out.exists() or (out / WORK / "cure.json").exists():
+        if not out.exists() or (out / WORK / "plan.sha256").exists():
             made(changed(old), out)
         assert digests(out).items() >= wanted.items(), step
     assert step > 25 and {(False, False), (True, True)} <= ends
@@ -180,7 +180,7 @@ def test_a_kept_file_that_is_written_to_is_found(old, tmp_path, monkeypatch, is_
             calls = ended_at(step, patched, write)
             made(wanted, out)
             passed += calls[step - 1 : step]  # nobody has seen it
-    assert passed == ["mkdir", "link"] * 3 * is_dated_back + ["fsync", "replace", "fsync"]
+    assert passed == ["mkdir", "unlink", "link"] * 3 * is_dated_back + ["fsync", "replace", "fsync"]
 
 
 def test_a_disk_without_links_gets_copies(old, tmp_path, monkeypatch):

@@ -313,7 +313,7 @@ def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbro
     content.
     """
     out = tmp_path / "out"
-    monkeypatch.setattr("keepmtp.quantize.write.output.tidy", lambda _, **__: None)
+    monkeypatch.setattr("keepmtp.quantize.write.output.tidied", lambda _, **__: None)
     quantized(source, out)
     monkeypatch.undo()
     (tmp_path / "out.calibration" / "states").mkdir(parents=True)
