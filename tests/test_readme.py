@@ -5,10 +5,12 @@ hand. A figure has one page, and the README repeats it.
 import re
 from typing import Any
 
+import pytest
 from dry_corpus import broken_cases, good_cases
 from good import plan_of_recipe, released
 from keepmtp.cli.ls import rows
 from keepmtp.cli.main import app
+from keepmtp.quantize.needs.needs import machine_of, needs_of
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.tensor_parallel import Split, why_not
@@ -104,3 +106,25 @@ def test_what_is_quantized_loads_at_the_size_that_the_page_names():
         plan = plan_of_recipe(command.recipe, "full")
         refused = why_not(plan.view.text_config, plan.cuts, Split(command.tp))
         assert refused is None, (str(command), refused)
+
+
+@pytest.mark.full
+def test_large_runs_need_what_plan_counts():
+    page = (ROOT / "docs" / "large-runs.md").read_text()
+    rows = re.findall(r"(?m)^\| (?:output|one GPU|main memory|disk for states).*", page)
+    cells = [re.findall(r"\| ([\d,]+) GB", row) for row in rows]
+    models = ("glm-4.5-air", "qwen3.5-397b", "deepseek-v3.1", "dsv4-pro")
+    for model, written in zip(models, zip(*cells, strict=True), strict=True):
+        plain, minmax, gptq = (
+            needs_of(plan_of_recipe(f"{model}.{variant}", "full"), machine_of("H100"))
+            for variant in ("nvfp4a16-fp8", "nvfp4-fp8", "w4a16-gptq")
+        )
+        counted = (
+            plain.output,
+            minmax.device,
+            minmax.host,
+            minmax.states,
+            gptq.device,
+            gptq.states,
+        )
+        assert written == tuple([f"{size / 1e9:,.0f}" for size in counted if size is not None])
