@@ -7,10 +7,10 @@
 #     TRUST_REMOTE_CODE=1: you have read the checkpoint's own Python, and it may run; REQUANTIZE=1: round again what a tool did
 #   make plan ... [GPU_MEMORY=H100]   the same words: what would happen, what it needs; nothing written
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
-#   make validate [OUT=DIR] [SOURCE=...] [K=3] [EVAL=gsm8k]   real vLLM servers with and without MTP, and a report; tasks
+#   make validate [OUT=DIR] [SOURCE=...] [K=3] [ONLY=acceptance,tasks] [EVAL=gsm8k]   real vLLM servers, and the gates
 #   make bench [OUT=DIR] [SOURCE=...] [K=0..4] [CONCURRENCY=1,8,32] [PROMPTS=FILE]   tokens a second by k
 #   make card [BASE_MODEL=ORG/NAME]              the model card, from the report; make publish REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
-#   make all [GPU="sm100"] [K=3] ...             quantize, check, validate EVAL=all, card; stops at the first that is red
+#   make all [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first that is red
 #     VLLM_ARGS="--tensor-parallel-size 8"       for validate, bench, all, serve and gpu: words for each vllm serve
 #   make serve [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, checked and run
 #   make test       what the project promises, on this machine: a quarter of an hour on two cores; make test-all: the rest
@@ -60,7 +60,7 @@ check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
 	$(foreach tp,$(TP),--tp $(tp)) $(if $(GPU),$(if $(K),-k $(K)))
 
 validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@$(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$(OUT)" $(if $(filter-out all,$(EVAL)),--task "$(EVAL)") \
+	@$(VENV)/bin/keepmtp eval "$(OUT)" $(if $(ONLY),--only "$(ONLY)") $(if $(EVAL),--task "$(EVAL)") \
 	$(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
 
 bench: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
@@ -77,7 +77,7 @@ all: STEP = @$(MAKE) -s --no-print-directory
 all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 	$(STEP) quantize
 	$(STEP) check GPU="$(or $(GPU),sm90 sm100)"
-	$(STEP) validate EVAL="$(or $(EVAL),all)"
+	$(STEP) validate
 	$(STEP) card
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)

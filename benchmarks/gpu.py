@@ -29,8 +29,8 @@ from keepmtp.quantize.run.ranks import joined
 from keepmtp.validate.facts.dry_load import DryLoad
 from keepmtp.validate.facts.served import Run
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.serve_check import Check, serve
+from keepmtp.validate.measure.harness import Model, Setup, answer_missing
+from keepmtp.validate.measure.serve_check import Acceptance, Check
 from keepmtp.validate.measure.texts import PROMPTS
 
 PAGE = ROOT / "docs" / "tables" / "gpu.md"
@@ -85,11 +85,11 @@ def served(
     prompts, most = PROMPTS, 128
     if small:
         prompts, most = PROMPTS[:1], 16
-    found = serve(
-        Model(role="checkpoint", source=open_source(out), identity=identify(out)),
-        setup=Setup(vllm=find_vllm(), out=folder / "served", extra=tuple(words)),
-        check=Check(ks=(0, K), prompts=prompts, max_tokens=most),
-    )
+    model = Model(role="checkpoint", source=open_source(out), identity=identify(out))
+    setup = Setup(vllm=find_vllm(), out=folder / "served", extra=tuple(words))
+    check = Check(ks=(0, K), prompts=prompts, max_tokens=most)
+    station = Acceptance(setup=setup, source=None, checkpoint=model, check=check)
+    found = station.served(model, answer_missing([station], [model], setup))
     drafting = found.runs[-1]
     if not drafting.loaded:
         raise RuntimeError(drafting.error)

@@ -182,8 +182,8 @@ def measured_anew(folder: Path) -> str:
     """The commands that measure a checkpoint again from the beginning."""
     name = shlex.quote(str(folder))
     if is_draft_alone(folder / RECORD):
-        return f"`keepmtp serve-check TARGET --draft {name}` and card"
-    return f"`keepmtp check {name} --record`, serve-check, eval and card"
+        return f"`keepmtp eval TARGET --draft {name}` and card"
+    return f"`keepmtp check {name} --record`, eval and card"
 
 
 def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> None:

@@ -65,7 +65,7 @@ def bench(
     from .measured import benched, would_do
     from .session import Session
 
-    session = Session("bench", "bench", served, source or "none")
+    session = Session("bench", served, source or "none")
     opened = session.opened
     # Without an MTP block there is nothing to draft: k=0 alone.
     ks = (0,)
@@ -93,10 +93,10 @@ def bench(
         value = would_do(plan, num_checkpoints)
         answer(value, [in_words(value)], as_json=served.as_json)
         return
-    checkpoint, compared = session.models()
+    checkpoint, compared = session.models("bench")
     with session.watched() as setup:
         fact = matrix.bench(checkpoint, compared, plan, setup=setup)
-    session.keep(fact, checkpoint)
+    session.keep({"bench": fact}, checkpoint, compared)
     # A cell that failed has no figures, and the others are kept: the run says so at its end.
     status = 0
     for model in fact.benched:

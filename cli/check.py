@@ -128,7 +128,7 @@ def check(
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json and
     report.json are written next to it (with --draft, next to the draft). What is measured later, by
-    serve-check and eval, joins them if the bytes are the same.
+    eval and bench, joins them if the bytes are the same.
 
     \b
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`

@@ -1,39 +1,59 @@
-"""`keepmtp eval`: the tasks of a recipe, asked of a checkpoint and its source with method=mtp, and
-with MTP off.
+"""`keepmtp eval`: how good a checkpoint is next to its source, as real servers show it, and whether
+that is good enough.
 
-In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table,
-eval.json with the answers in the same folder, and the report made anew.
+In: two checkpoints, and what to measure: a recipe's protocols with what the command line changes.
+Out: tables, a file for each station with the answers in the same folder, and the report made anew.
 """
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..recipes.errors import RecipeError, first_fault
+from ..recipes.errors import RecipeError, did_you_mean, first_fault
 from ..recipes.extras import require_extra
 from ..recipes.frozen import Raw, frozen, without_none
 from ..recipes.tasks import TASKS, TaskName
+from .bench import numbers
 from .exits import OF_VERDICT
 from .options import (
+    DraftOption,
+    DryRunOption,
     K,
     OriginalOption,
+    PromptsOption,
     ServeOptions,
 )
-from .tables import answer
+from .progress import bytes_bar
+from .tables import answer, tell, verdict
 
 if TYPE_CHECKING:
-    from ..recipes.protocol import Evaluation
+    from ..recipes.protocol import Evaluation, Gates
+    from ..validate.measure.harness import Work
+    from .session import Session
 
+STATIONS = ("acceptance", "tasks", "lossless", "closeness")
+_GATES = "gates"
 _HUB = "hub"
+_MAX_TOKENS = 256  # of an answer to a prompt
 _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
-_OF_THE_SOURCE = ("acceptance", "mean recovery", "worst task")
+_OF_TASKS = ("task", "dataset", "limit", "max_tokens")
+_OF_A_DRAFT = ("acceptance", "lossless")
 
 
 @frozen
-class ProtocolOptions:
-    """What the command line changes of a recipe's protocol; None leaves it."""
+class Asked:
+    """What is measured, where it is not the recipe that says it."""
 
+    only: Annotated[
+        str, typer.Option(metavar="STATIONS", help=f"{', '.join(STATIONS)}; or {_GATES}, alone.")
+    ] = ""
+    k: Annotated[str | None, typer.Option(*K, help="Tokens drafted a step: 3, or 0..3.")] = None
+    recipe: Annotated[
+        str | None, typer.Option(help="Whose protocol and gates: model, or recipe file.")
+    ] = None
     task: Annotated[
         TaskName | None,
         typer.Option(metavar="TASK", help=f"Ask this one alone: {', '.join(TASKS)}."),
@@ -41,27 +61,39 @@ class ProtocolOptions:
     dataset: Annotated[
         str | None, typer.Option(help="A .jsonl or .parquet file; `hub`: its own.")
     ] = None
-    shots: Annotated[
-        int | None, typer.Option(min=0, help="Solved examples before each question.")
-    ] = None
-    api: Annotated[
-        Literal["completions", "chat"] | None,
-        typer.Option(help="chat: messages, through the model's template."),
+    limit: Annotated[
+        int | None, typer.Option(min=2, help="Ask the first so many questions only.")
     ] = None
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = (
         None
     )
-    k: Annotated[int | None, typer.Option(*K, min=1, help="Tokens drafted a step.")] = None
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None
-    limit: Annotated[
-        int | None, typer.Option(min=2, help="Ask the first so many questions only.")
-    ] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the shots, and of the server.")] = None
-    prefix_caching: Annotated[
-        bool | None, typer.Option(help="Servers keep what equal starts need.")
-    ] = None
+    prompts: PromptsOption = None
+    depth: Annotated[str, typer.Option(help="Ask the probe after so many other tokens.")] = "0"
+    text: Annotated[Path | None, typer.Option(help="Held-out text: .txt or .jsonl.")] = None
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of that text, at most.")] = 32_768
 
-    def of(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
+    def stations(self, gates: "Gates", draft: str) -> tuple[str, ...]:
+        """Those that are named; else all that are of use.
+
+        Raises:
+            RecipeError: a name that is none of them, or one that a draft alone has not.
+        """
+        named = [name.strip() for name in self.only.split(",") if name.strip()]
+        for name in named:
+            if name not in STATIONS:
+                cure = did_you_mean(name, STATIONS, otherwise=f"Use {', '.join(STATIONS)}")
+                raise RecipeError("--only", "must list what eval measures", got=name, cure=cure)
+            if draft and name not in _OF_A_DRAFT:
+                cure = f"Use --only {','.join(_OF_A_DRAFT)}"
+                raise RecipeError("--only", "a draft alone answers nothing", got=name, cure=cure)
+        if named:
+            return tuple(named)
+        if draft:
+            return _OF_A_DRAFT
+        has_limit = gates.max_divergence is not None or gates.max_flips is not None
+        return STATIONS if has_limit or self.text else STATIONS[:-1]
+
+    def protocols(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""
         asked = [protocol for protocol in recipe if self.task in (None, protocol.task)]
         if self.dataset is not None and len(asked) > 1:
@@ -71,86 +103,165 @@ class ProtocolOptions:
                 got=", ".join(protocol.task for protocol in asked),
                 cure="Name one with --task",
             )
-        changed = without_none(asdict(self))
-        return tuple(_changed(protocol, changed) for protocol in asked or recipe[:1])
+        changed = {name: getattr(self, name) for name in _OF_TASKS}
+        if self.k is not None:
+            changed["k"] = self.ks[-1]
+        return tuple(_changed(protocol, without_none(changed)) for protocol in asked or recipe[:1])
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Tokens drafted a step that are named, ascending; the tasks are asked with the last."""
+        return () if self.k is None else numbers("-k", self.k, least=0)
 
 
 def eval(
     served: ServeOptions,
-    protocol: ProtocolOptions,
+    asked: Asked,
     source: OriginalOption = None,
-    recipe: Annotated[
-        str | None, typer.Option(help="Whose protocol and gates: model, or recipe file.")
-    ] = None,
-    plain: Annotated[bool, typer.Option(help="Ask with MTP off, too.")] = True,
+    draft: DraftOption = "",
+    dry_run: DryRunOption = False,
 ) -> None:
-    """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp,
-    under one protocol each.
-
-    lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract)
-    and scores them; vLLM's draft counters over the same questions give the acceptance. What is not
-    given here is as in the recipe's `evaluation` block, and --recipe names another than the one
-    that the checkpoint was made by. The checkpoint is asked once more with MTP off: greedy decoding
-    promises the same answers, up to near-ties that flip. An error of the server ends the run and is
-    never a wrong answer; the same command then asks only what has no answer yet. Words after `--`
-    go to `vllm serve`.
-
-    Exit status 1 if a server fails, if score or acceptance lost more than the recipe's gates allow,
-    or if drafting changes right and wrong beyond chance; 3 if the questions are too few to tell. It
-    needs the extra keepmtp[evaluate].
+    """Measure with vLLM how good a checkpoint is next to its source, and judge it by its recipe's
+    gates.
 
     \b
-    Example: `keepmtp eval /data/out --source /data/GLM-4.7 --max-tokens 8192 -- -tp 8`
+    acceptance  what is accepted of the drafts, and outputs with and without MTP
+    tasks       the recipe's tasks: lm-evaluation-harness asks and scores
+    lossless    the tasks with MTP off too; a probe in twelve scripts and in code
+    closeness   divergence and flips of the predictions on held-out text
+
+    Closeness is asked where the recipe limits it, or with --text; the rest always. Each server is
+    started once, for all that it is asked; --dry-run says which. An answer is kept as it comes: the
+    same command asks only what is missing. A server's error is never a wrong answer. What is not
+    given here is as in the recipe's `evaluation` block. Words after `--` go to `vllm serve`.
+
+    Exit status 1 if a server fails or a gate of what was asked is a regression; 3 if too little was
+    measured to tell. `--only gates` asks nothing, and judges by all gates what was measured before.
+
+    With --draft, the draft is judged, PATH is its target, and its results are in DRAFT.report.
+
+    \b
+    Example: `keepmtp eval /data/out --source /data/GLM-4.7 -k 3 -- -tp 8`
     """
+    if asked.only == _GATES:
+        _judge(Path(served.path), as_json=served.as_json)
+        return
     require_extra("keepmtp eval", "evaluate")
-    from .measured import evaluated
+    from ..validate.facts.served import those
+    from ..validate.measure.harness import measured, planned
+    from .measured import exit_status, shown
     from .session import Session
 
-    session = Session("eval", "eval", served, source)
-    from ..recipes.find import find_recipe
-    from ..validate.measure import tasks  # lm-eval is known to be there
-    from ..validate.report.gates import decided_in, verdict_on
+    session = Session("eval", served, source, draft, is_dry=dry_run)
+    gates, listed = session.decided(asked.recipe)
+    makers = _stations(session, asked, gates, listed)
+    checkpoint, compared = session.models("check", *makers)
+    with session.watched() as setup, setup.alone():
+        models = {"setup": setup, "source": compared, "checkpoint": checkpoint}
+        stations = {name: make(**models) for name, make in makers.items()}
+        servers = planned([*stations.values()], those(compared, checkpoint))
+        lines = [*_in_words(servers)]
+        if dry_run:
+            answer({"servers": lines}, lines, as_json=served.as_json)
+            return
+        for line in lines:
+            tell(line)
+        facts, failure = measured(stations, those(compared, checkpoint), setup)
+    tasks = [protocol.task for protocol in listed]
+    judged = session.keep(facts, checkpoint, compared, gates=gates, listed_tasks=tasks)
+    if failure:
+        raise failure
+    value = {**facts, "judgement": judged}
+    status = exit_status(judged, facts)
+    answer(value, [*shown(facts, judged), session.places], as_json=served.as_json, status=status)
 
-    if recipe is not None:
-        named, _ = find_recipe(recipe)
-        gates = named.gates
-        evaluations = named.evaluations
-    else:
-        where = f"{session.opened.where}: keepmtp.json"
-        gates, evaluations = decided_in(
-            session.record, cure="Name a recipe with --recipe", where=where
-        )
-    protocols = protocol.of(evaluations)
-    # Whatever may be refused is refused before a server is started, which may take half an hour: a
-    # row of the dataset, a chat template that is not there.
-    questions = [tasks.questions_of(asked) for asked in protocols]
-    extra = tuple(session.extra)
-    for asked in protocols:
-        tasks.refuse_model(session.opened, asked, extra, is_original=False)
-        if session.original is not None:
-            tasks.refuse_model(session.original, asked, extra, is_original=True)
-    judged, compared = session.models()
-    with session.watched() as setup:
-        fact = tasks.evaluate(
-            judged,
-            compared,
-            questions,
-            setup=setup,
+
+def _stations(
+    session: "Session", asked: Asked, gates: "Gates", recipe: "tuple[Evaluation, ...]"
+) -> dict[str, Any]:
+    """What makes each station, by the name of its result, of a `Setup` and both models. Whatever
+    may be refused is refused here, before a server is started, which may take half an hour.
+    """
+    from ..checkpoints.record import read_record
+    from ..validate.measure import closeness, harness, probe, tasks
+    from ..validate.measure.serve_check import Acceptance, Check
+    from ..validate.measure.texts import PROMPTS, held_out, read_prompts
+
+    chosen = asked.stations(gates, session.draft)
+    protocols = asked.protocols(recipe)
+    original = session.original
+    opened = [session.opened]
+    ks = sorted({0, *asked.ks, *[protocol.k for protocol in protocols]})
+    harness.refuse_drafts(session.opened, *ks, option="-k")
+    if original is not None:
+        opened.append(original)
+        harness.refuse_drafts(original, *ks, option="-k", is_original=True)
+    makers = {}
+    if {"acceptance", "lossless"} & {*chosen}:
+        depths = ()
+        if "lossless" in chosen:
+            depths = numbers("--depth", asked.depth, least=0)
+            for each in opened:
+                probe.refuse_depth(each, max(depths))
+        prompts = PROMPTS
+        if asked.prompts is not None:
+            prompts = tuple([item.text for item in read_prompts(asked.prompts).items])
+        most = asked.max_tokens or _MAX_TOKENS
+        check = Check(ks=tuple(ks), prompts=prompts, max_tokens=most, depths=depths)
+        makers["serve"] = partial(Acceptance, check=check)
+    if "tasks" in chosen:
+        questions = []
+        for protocol in protocols:
+            for each in opened:
+                tasks.refuse_model(each, protocol, session.extra)
+            questions.append(tasks.questions_of(protocol))
+        makers["evaluation"] = partial(
+            tasks.Tasks,
+            asked=tuple(questions),
             confidence=gates.confidence,
-            has_plain=plain,
+            has_plain="lossless" in chosen,
         )
-    listed = [of_recipe.task for of_recipe in evaluations]
-    judgement = session.keep(fact, judged, gates=gates, evaluation=fact, listed_tasks=listed)
-    value = {"evaluation": fact, "judgement": judgement}
-    # The status is for what this command measures; findings and loads are other commands'.
-    gated = {"drafting", fact.protocol.task, *_OF_THE_SOURCE}
-    if not fact.source:
-        gated = {"drafting"}
-    elif not fact.source.drafts:
-        gated.remove("acceptance")
-    status = OF_VERDICT[verdict_on(judgement, gated)]
-    parts = [*evaluated(fact, judgement), session.places]
-    answer(value, parts, as_json=served.as_json, status=status)
+    if "closeness" in chosen:
+        if original is None:
+            cure = "Name the release"
+            raise RecipeError("--source", "closeness is to a source", got="none", cure=cure)
+        record = session.record
+        where = f"{session.opened.where}: keepmtp.json"
+        # A text of the calibration data is refused: it says nothing.
+        text = held_out(asked.text, record and read_record(record, where=where))
+        depth = closeness.Depth(tokens=asked.tokens)
+        makers["closeness"] = partial(closeness.Closeness, text=text, depth=depth)
+    return makers
+
+
+def _in_words(servers: "Sequence[Sequence[Work]]") -> Iterator[str]:
+    """What is started, and what for."""
+    yield f"servers to start, one after the other: {len(servers)}"
+    for works in servers:
+        first = works[0]
+        what = dict.fromkeys(f"{work.model.title}: {work.task}" for work in works)
+        yield f"k={first.k} {' '.join(first.words)}".rstrip() + f", {', '.join(what)}"
+
+
+def _judge(path: Path, *, as_json: bool) -> None:
+    """Judge a checkpoint, its folder or its NAME.report, by what was measured before."""
+    from ..checkpoints.identity import identify, refuse_other_bytes
+    from ..validate.facts.results import checkpoint_folder, report_folder
+    from ..validate.report.report import of_checkpoint
+
+    checkpoint = path
+    if path.suffix == ".report":
+        checkpoint = checkpoint_folder(path)
+    # There is no verdict on numbers that were edited, which the seals of the results show...
+    full = of_checkpoint(checkpoint)
+    assert full.judgement is not None and full.identity is not None, "verify() has made both"
+    # ... or on bytes that have changed since.
+    now = identify(checkpoint, cache=report_folder(checkpoint), watch=bytes_bar("reading"))
+    refuse_other_bytes(checkpoint, full.identity, now)
+    judged = full.judgement
+    found = {"path": full.path, "sha256": full.identity.sha256, **judged.model_dump(mode="json")}
+    status = OF_VERDICT[judged.verdict]
+    answer(found, verdict(full.path, judged), as_json=as_json, status=status)
 
 
 def _changed(recipe: "Evaluation", changed: Raw) -> "Evaluation":

@@ -42,7 +42,6 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     "Judge": {
         "check": "Will vLLM load it, and the draft work?",
         "compare": "Show checkpoints of a model next to each other.",
-        "gate": "Judge a checkpoint by its recipe's gates.",
         "doctor": "Print what is installed, and what is missing.",
     },
     "Mend": {
@@ -50,10 +49,8 @@ _GROUPS: Mapping[str, Mapping[str, str]] = {
     },
     "Measure": {
         "serve": "Serve a checkpoint with vLLM and MTP.",
-        "serve-check": "Compare what is accepted with the source's drafts.",
-        "eval": "Score a checkpoint and its source on tasks.",
+        "eval": "Compare with the source, and judge by the gates.",
         "bench": "Measure how fast vLLM serves, for each k.",
-        "closeness": "Compare what checkpoint and source predict.",
     },
     "Ship": {
         "card": "Write the model card, its page and plots.",
@@ -72,13 +69,21 @@ WENT: Mapping[str, str] = {
     "extra": "Run keepmtp quantize, which names what is missing",
     "where": "Name the folder: keepmtp quantize MODEL --out FOLDER",
     "report": "Use keepmtp card PATH, which writes its page too",
+    "serve-check": "Use keepmtp eval PATH --only acceptance,lossless",
+    "closeness": "Use keepmtp eval PATH --only closeness",
+    "gate": "Use keepmtp eval PATH --only gates",
     "check --html": "Use keepmtp check PATH --json, or --record and then keepmtp card PATH",
     "eval --run-model-code": "Run humaneval by lm-eval itself, against keepmtp serve",
+    "eval --no-plain": "Leave lossless out of --only",
+    **dict.fromkeys(
+        [f"eval --{name}" for name in ("shots", "api", "concurrency", "seed", "prefix-caching")],
+        "Write it into the recipe's evaluation block, and name the recipe with --recipe",
+    ),
     "serve --every": "Read vLLM's own log, which counts accepted drafts every ten seconds",
     "serve --log": "Redirect what it prints: keepmtp serve PATH 2>&1 | tee FILE",
 }
 # What the same command does once more, where one was stopped by Ctrl-C or a signal.
-_GOES_ON = ("quantize", "fix", "eval", "bench", "closeness", "publish")
+_GOES_ON = ("quantize", "fix", "eval", "bench", "publish")
 # What typer adds has no default, and to see that None is no bool, typer 0.29 imports pydantic.
 _STARTS = {"default_map": {"help": False, "install_completion": False, "show_completion": False}}
 _OPTION = re.compile(r"(--[\w-]+=)?(.*)", re.DOTALL)

@@ -1,10 +1,10 @@
-"""What was measured, for people: by eval, bench and serve-check, and by a run that calibrates.
+"""What was measured, for people: by eval and bench, and by a run that calibrates.
 
 In: a fact. Out: tables and lines. It imports what help must not wait for, so verbs import it when
 they run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -12,57 +12,39 @@ from rich.console import RenderableType
 from ..quantize.calibrate.mtp.facts import CalibrationFact
 from ..recipes.errors import counted
 from ..validate.facts.benched import BenchFact
-from ..validate.facts.evaluated import NO_CALL, EvaluationFact
+from ..validate.facts.rows import Row
 from ..validate.facts.schema import JudgementFact
-from ..validate.facts.served import ServeCheck, how_served
+from ..validate.facts.served import how_served
 from ..validate.measure.bench import BenchPlan
 from ..validate.report import tables
 from ..validate.report.drafted import has_no_block
 from ..validate.report.gates import verdict_on
 from .exits import FINDINGS, OF_VERDICT
-from .tables import drawn, in_words, reasons, verdict
-
-OWN_GATES = ("findings", "loads", "acceptance", "probe")
-"""Those that serve-check measures."""
+from .tables import drawn, table, verdict
 
 
-def evaluated(fact: EvaluationFact, judged: JudgementFact) -> Iterator[RenderableType]:
-    """For each task the scores, what they lost and the drafts; then all tasks, the gates, and
-    notes.
-    """
-    path = fact.checkpoint.path
-    for task in fact.by_task:
-        yield drawn(f"eval {path}: {task.protocol.title}", tables.scores(task))
-        if task.paired:
-            yield drawn("checkpoint less source", tables.differences(task))
-        yield drawn("drafts over the same questions", tables.drafts(task))
-    together = tables.tasks(fact, judged.gates.filter)
-    if together:
-        yield drawn("recovery: of the source's score, and its interval", together)
+def shown(facts: Mapping[str, Any], judged: JudgementFact) -> Iterator[RenderableType]:
+    """What eval measured, and what a reader should know; then the gates, and the verdict."""
+    path = ""
+    rows = list[Row]()
+    for fact in facts.values():
+        path = fact.checkpoint.path
+        rows += fact.rows(judged.gates.filter)
+    found = tables.results(rows)
+    # Cells may be broken: 80 columns have no room for three figures with their intervals.
+    yield table(f"eval {path}", [head.removeprefix(">") for head in found.columns], found.rows)
+    for fact in facts.values():
+        yield from _served(fact)
+        yield from fact.notes()
+    yield "±: one standard error; in brackets the 95 % interval; length: tokens a target's step."
     yield from verdict(path, judged)
-    for task in fact.by_task:
-        if task.num_calls == 0:
-            yield NO_CALL
-        for model in task.evaluated:
-            if model.reason:
-                yield how_served(model.title, model.as_served, model.reason)
-            if not model.drafts and model is task.source:
-                yield "The source has no MTP block: it was served with MTP off."
-            elif not model.drafts:
-                yield f"The drafts of the {model.title} were not counted: its server was killed."
-            if model.sittings > 1:
-                yield f"The {model.title} was asked in {model.sittings} sittings."
-        said = in_words(task.protocol.model_dump(exclude_none=True))
-        environment = task.environment
-        harness = "" if task.protocol.calls_tools else f"lm-eval {environment['lm-eval']}, "
-        yield (
-            f"{task.protocol.title} on {task.protocol.dataset_name}: {said}; {harness}"
-            f"vLLM {environment['vllm']} on {environment['device']}."
-        )
-        left_out = environment.get("left out")
-        if left_out:
-            yield f"Conversations left out: {left_out}."
-    yield "±: standard error; accepted: of drafted tokens; length: tokens a step of the target."
+
+
+def _served(fact: Any) -> Iterator[str]:
+    """How the models were served, where that is not as they are."""
+    for model in (fact.source, fact.checkpoint):
+        if model and model.reason:
+            yield how_served(model.role, model.as_served, model.reason)
 
 
 def benched(found: BenchFact) -> Iterator[RenderableType]:
@@ -74,7 +56,7 @@ def benched(found: BenchFact) -> Iterator[RenderableType]:
             yield f"NOT the checkpoint's speed: it was {served}."
         elif benched.reason:
             yield how_served(benched.role, benched.as_served, benched.reason)
-    yield from tables.speed_notes(found)
+    yield from found.notes()
     yield (
         "tok/s: generated tokens a second, ± half the distance from the slowest to the fastest "
         "repetition; best: the k that is recommended; first, each: milliseconds to the first token "
@@ -90,31 +72,6 @@ def benched(found: BenchFact) -> Iterator[RenderableType]:
     )
     yield "Each server was started once: what changed on the machine between them does not show."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
-
-
-def served(found: ServeCheck, judged: JudgementFact, places: str) -> Iterator[RenderableType]:
-    """One row a server, then the gates, then what a reader should know."""
-    path = found.checkpoint.path
-    yield drawn(f"serve-check {path}", tables.servers(found))
-    probed = tables.probed(found)
-    if probed.rows:
-        yield drawn("the probe, of 56 answers", probed)
-    own = [one for one in judged.reasons if one.gate in OWN_GATES]
-    yield reasons(f"gate {path}", own)
-    for each in found.served:
-        if each.reason:
-            yield how_served(each.role, each.as_served, each.reason)
-        for run in each.runs:
-            if not run.is_repeatable:
-                yield f"{each.role}, k={run.k}: the same prompt got other tokens the second time."
-    yield (
-        "start: seconds to a healthy server; accepted: of drafted tokens; length: tokens a step of "
-        "the target; same: outputs equal to those of k=0."
-    )
-    environment = found.environment
-    asked = f"{counted(len(found.prompts), 'prompt')}, {found.seconds:.0f} s in all"
-    yield f"vLLM {environment['vllm']} on {environment['device']}; {asked}."
-    yield places
 
 
 def calibrated(fact: CalibrationFact) -> Iterator[RenderableType]:
@@ -161,13 +118,21 @@ def would_do(plan: BenchPlan, num_checkpoints: int) -> dict[str, Any]:
     }
 
 
-def exit_status(judged: JudgementFact, found: ServeCheck) -> int:
-    """1 for a regression in what this command measures; 3 if the prompts are too few to compare
-    acceptance.
+def exit_status(judged: JudgementFact, facts: Mapping[str, Any]) -> int:
+    """1 for a regression in what was asked, or an error of the checkpoint; 3 if too little was
+    asked to tell.
     """
-    if verdict_on(judged, OWN_GATES) == "regression":
-        return FINDINGS
+    serve = facts.get("serve")
+    evaluation = facts.get("evaluation")
+    asked = {"drafting"}
+    if "closeness" in facts:
+        asked.add("closeness")
     # Without a source nothing is compared, by choice; and one without an MTP block cannot be.
-    if found.source is None or has_no_block(found, None):
-        return 0
-    return OF_VERDICT[verdict_on(judged, ("acceptance",))]
+    if evaluation and evaluation.source:
+        asked |= {evaluation.protocol.task, "mean recovery", "worst task"}
+    sources = [fact.source for fact in (serve, evaluation) if fact]
+    if any(sources) and not has_no_block(serve, evaluation):
+        asked.add("acceptance")
+    if verdict_on(judged, {*asked, "findings", "loads", "probe"}) == "regression":
+        return FINDINGS
+    return OF_VERDICT[verdict_on(judged, asked)]

@@ -47,7 +47,7 @@ def become_server(opened: Source, best: BestK, vllm: VLLM, further: Sequence[str
             opened.where,
             "must have kernels on this machine",
             got=lack,
-            cure="Serve it on a GPU; `keepmtp serve-check` measures a BF16 copy",
+            cure="Serve it on a GPU; `keepmtp eval` measures a BF16 copy",
         )
     refuse_full_gpus(opened, vllm, further)
     local = downloaded(opened)

@@ -2,18 +2,19 @@
 
 In: the options that all of them have. Out: a `Session`, which knows what is measured and where
 results go. It imports what help must not wait for, so verbs import it when they run. `keepmtp
-check` and `serve-check` write their reports with `save` and `recorder`.
+check` writes its report with `recorder`.
 """
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ..checkpoints.identity import identify
+from ..checkpoints.fact import Fact
+from ..checkpoints.identity import Identity, identify
 from ..checkpoints.mtp_source import has_mtp
 from ..checkpoints.record import RECORD, is_draft_alone
 from ..checkpoints.source import Source, open_source, small_file
@@ -24,10 +25,11 @@ from ..checkpoints.source_of import (
 )
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.protocol import Gates
+from ..recipes.find import find_recipe
+from ..recipes.protocol import Evaluation, Gates
 from ..validate.check.check import Checked
 from ..validate.check.pair import as_of_draft
-from ..validate.facts.results import CheckData, Station, file_of, now, report_folder, write_result
+from ..validate.facts.results import CheckData, now, report_folder, write_result
 from ..validate.facts.schema import JudgementFact
 from ..validate.facts.served import Role
 from ..validate.measure.cures import switched_on, told
@@ -36,12 +38,13 @@ from ..validate.measure.room import refuse_no_room
 from ..validate.measure.serve_line import refuse_settings
 from ..validate.measure.server import refuse_words
 from ..validate.report import report as reports
-from ..validate.report.check_data import check_data, record_check
+from ..validate.report.check_data import check_data, record_check, record_static, static
 from ..validate.report.gates import decided_in, judge
 from .options import ServeOptions, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, downloaded
 from .tables import tell
 
+_STATION_OF: Mapping[str, Any] = {"evaluation": "eval"}
 _CURE = "Name it with --source, or compare nothing with --source none"
 
 
@@ -51,17 +54,17 @@ class Session:
 
     Attributes:
         verb: for refusals.
-        station: whose result file is written.
         options: of the command line.
         source: what the checkpoint was made from; None takes its record's, `none` compares nothing.
         draft: a draft of its own; then it is what is judged, and the checkpoint is its target.
+        is_dry: nothing is downloaded, and no source gets a block.
     """
 
     verb: str
-    station: Station
     options: ServeOptions
     source: str | None
     draft: str = ""
+    is_dry: bool = False
 
     @property
     def extra(self) -> tuple[str, ...]:
@@ -86,7 +89,7 @@ class Session:
         opened = open_source(self.judged)
         if not self.draft and is_draft_alone(small_file(opened, RECORD)):
             rule = "must be a model that can be served"
-            cure = f"Use `keepmtp serve-check TARGET --draft {shlex.quote(self.judged)}`"
+            cure = f"Use `keepmtp eval TARGET --draft {shlex.quote(self.judged)}`"
             raise RecipeError(opened.where, rule, got="a draft alone", cure=cure)
         return opened
 
@@ -105,7 +108,7 @@ class Session:
         folder of hard links among the results: what cannot draft is nothing to compare with.
         """
         original = original_of(self.opened, self.source, cure=_CURE)
-        if original is None or self.draft or has_mtp(original):
+        if original is None or self.draft or self.is_dry or has_mtp(original):
             return original
         block = recorded_mtp_source(self.opened)
         if block is None:
@@ -161,14 +164,16 @@ class Session:
         """One of the checkpoints, downloaded and hashed."""
         # `setup` refuses before anything is downloaded or kept.
         setup = self.setup
+        if self.is_dry and source.folder is None:  # of what is not here nothing was asked
+            return Model(role=role, source=source, identity=Identity(sha256=source.where, files={}))
         line = told(switched_on(source, setup.vllm.version), setup.vllm.version)
         if line:
             tell(f"{role}: {line}")
         return _hashed(role, source, setup.out, is_shown=not self.options.as_json)
 
-    def models(self, *but: Station) -> tuple[Model, Model | None]:
+    def models(self, *but: str) -> tuple[Model, Model | None]:
         """The checkpoint, and what it was made from, which is not the same bytes. Results of other
-        bytes are refused, but for those of this station and `but`.
+        bytes are refused, but for those of `but`.
         """
         checkpoint = self.model("checkpoint", self.opened)
         target = None
@@ -177,7 +182,7 @@ class Session:
             checkpoint = replace(checkpoint, target=served_with)
             target = served_with.as_target
         if self.is_recorded:
-            stations = (self.station, *but)
+            stations = [station_of(part) for part in but]
             reports.refuse_stale(self.out, checkpoint.identity, but=stations, target=target)
         if self.original is None:
             return checkpoint, None
@@ -197,29 +202,60 @@ class Session:
         """The checkpoint's keepmtp.json."""
         return small_file(self.opened, RECORD)
 
-    @property
-    def gates(self) -> Gates:
-        """The gates of the recipe that the checkpoint was made by."""
-        return decided_in(self.record, cure="Restore the keepmtp.json that keepmtp wrote")[0]
+    def decided(self, recipe: str | None) -> tuple[Gates, tuple[Evaluation, ...]]:
+        """The gates and the tasks of a recipe that is named, or of the one that the checkpoint was
+        made by.
+        """
+        if recipe is not None:
+            named, _ = find_recipe(recipe)
+            return named.gates, named.evaluations
+        where = f"{self.opened.where}: {RECORD}"
+        return decided_in(self.record, cure="Name a recipe with --recipe", where=where)
 
     @property
     def places(self) -> str:
-        """Where the result and the servers' logs are."""
-        return f"Result: {file_of(self.out, self.station)}; logs: {self.out / 'logs'}"
+        """Where the results and the servers' logs are."""
+        return f"Results: {self.out}; logs: {self.out / 'logs'}"
 
-    def keep(self, fact: Any, checkpoint: Model, **alone: Any) -> JudgementFact:
-        """Write the result.
+    def keep(
+        self, facts: Mapping[str, Fact], checkpoint: Model, source: Model | None, **how: Any
+    ) -> JudgementFact:
+        """Write results, by the name of their part in report.json, and the report.
 
-        Returns: the judgement of all results of the checkpoint, or of `alone` where it joins none.
+        Returns: the judgement of all results of the checkpoint; or of these alone, `how` as for
+            `judge`, where they join none.
         """
         vllm = self.setup.vllm.version
-        write_result(self.out, self.station, fact, checkpoint=checkpoint.identity, vllm=vllm)
+        for part, fact in facts.items():
+            identity = checkpoint.identity
+            write_result(self.out, station_of(part), fact, checkpoint=identity, vllm=vllm)
+        target = checkpoint.target and checkpoint.target.as_target
+        compared = source and source.source
+        # Next to the checkpoint's other results, or a folder of its own: then the report has a
+        # check of these bytes made for it, and no other measurement.
         if self.is_recorded:
-            # The new result joins the others, and all gates are judged anew.
+            opened = checkpoint.source
+            record_static(self.out, opened, checkpoint.identity, source=compared, target=target)
             judgement = reports.refresh(self.out).judgement
-            if judgement is not None:
-                return judgement
-        return judge(**alone)
+            assert judgement is not None, "a report of results is judged"
+            return judgement
+        checked = static(checkpoint.source, source=compared, target=target).data
+        judgement = judge(check=checked, **facts, **how)
+        found = {"judgement": judgement, **facts}
+        save(
+            self.out,
+            checked,
+            vllm=vllm,
+            opened=checkpoint.source,
+            source=compared,
+            **cast(Any, found),
+        )
+        return judgement
+
+
+def station_of(part: str) -> Any:
+    """The `Station` whose file holds a part of report.json."""
+    return _STATION_OF.get(part, part)
 
 
 def save(

@@ -168,8 +168,7 @@ class Gates(Frozen):
         min_mean_recovery: least mean over the tasks of the checkpoint's score, as a share of the
             source's; None: no gate.
         max_worst_drop: of each task's score, as a share of its questions; None: no gate.
-        max_divergence: from the source on held-out text as served, nats a token (`keepmtp
-            closeness`); None: no gate.
+        max_divergence: from the source on held-out text as served, nats a token; None: no gate.
         max_flips: share of tokens where the first choice may be another than the source's; None: no
             gate.
         confidence: of each judgement, one-sided. If the limit is between the estimate and its

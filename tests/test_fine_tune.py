@@ -21,8 +21,7 @@ from written_values import fine_tune
 # No repository is there, and `bench` has servers of its own in tests/vllm.
 ADDED = {
     "bench": "--dry-run",
-    "eval": f"--dataset {ROOT / 'models' / 'held_out.jsonl'} --shots 0 --max-tokens 96 "
-    f"-k 3 --concurrency 8 -- {' '.join(UNIPROC)}",
+    "eval": f"--only tasks,lossless --recipe tiny-glm4-moe -- {' '.join(UNIPROC)}",
     "publish": "--dry-run",
 }
 ALONE = ("plan", "quantize")
@@ -66,7 +65,7 @@ def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, mo
     folder, lines = place
     monkeypatch.chdir(folder)
     ran(next(line for line in lines if line.startswith("quantize")), cwd=folder)
-    session = Session("eval", "eval", ServeOptions(path="out/mine"), None)
+    session = Session("eval", ServeOptions(path="out/mine"), None)
     source = session.original
     assert source is not None and has_mtp(source)
     if source.where == "my-fine-tune":  # it has its own
@@ -75,7 +74,7 @@ def test_a_source_without_a_block_gets_the_one_that_its_checkpoint_has(place, mo
     assert shared.keys() < source.entries.keys() == open_source(GLM).entries.keys()
     shard = "model-00001-of-00002.safetensors"
     assert (folder / source.where / shard).stat().st_nlink == 2, "no copy"
-    again = Session("eval", "eval", ServeOptions(path="out/mine"), None)
+    again = Session("eval", ServeOptions(path="out/mine"), None)
     assert again.original.where == source.where
 
 
@@ -101,7 +100,7 @@ class TestServed:
         words = "my-fine-tune --mtp-source release --scheme w4a16-fp8 --out mine"
         ran(f"quantize {words}", cwd=tmp_path)
         shutil.rmtree(tmp_path / "release")
-        more = ADDED["eval"].replace(" --", " --no-plain --json --", 1)
+        more = ADDED["eval"].replace(",lossless", " --json")
         told = json.loads(ran(f"eval mine --source my-fine-tune {more}", cwd=tmp_path, **real))
         source = told["evaluation"]["source"]
         assert source["drafts"] == 0 and source["num_questions"] == 400

@@ -1,7 +1,7 @@
 """The wheel as strangers have it: each extra alone in an environment of its own, run from another
 folder.
 
-What `keepmtp eval` and `serve-check` do with real servers is run from such an environment in
+What `keepmtp eval` does with real servers is run from such an environment in
 tests/vllm.
 """
 
@@ -168,7 +168,7 @@ def test_serving_and_scoring(keepmtp, extra):
     lacks = "need scipy; got no scipy. Run uv pip install 'keepmtp[report]'"
     if extra:
         lacks = NO_VLLM
-    assert lacks in keepmtp(f"serve-check {MODEL} --source none").stderr
+    assert lacks in keepmtp(f"eval {MODEL} --source none").stderr
     if extra != "evaluate":
         refused(keepmtp(f"eval {MODEL}"), install="evaluate")
         return
@@ -181,7 +181,7 @@ def test_what_is_judged_and_published_is_what_was_measured(keepmtp, extra):
     if extra not in PACKING:
         return
     good(keepmtp(f"check {MADE} --record"))
-    assert keepmtp(f"gate {MADE}").returncode == 3, "too little was measured"
+    assert keepmtp(f"eval {MADE} --only gates").returncode == 3, "too little was measured"
     if extra not in PAGES:
         refused(keepmtp(f"card {MADE}"), install="report")
         return

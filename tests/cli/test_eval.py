@@ -9,12 +9,12 @@ import pytest
 from commands import GLM, assert_shows, keepmtp_without
 from data_files import cases, put_json
 from evaluations import FACTS, Answers, evaluation, several
-from keepmtp.cli.eval import ProtocolOptions
+from keepmtp.cli.eval import Asked
 from keepmtp.cli.main import app
-from keepmtp.cli.measured import evaluated as parts
+from keepmtp.cli.measured import shown
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.measure import tasks
+from keepmtp.validate.measure import harness, tasks
 from keepmtp.validate.report.gates import judge
 from real_vllm import CPU
 from rich.console import Console
@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch) -> Path:
     """A checkpoint without a record, and no server that could be started."""
-    monkeypatch.setattr(tasks, "evaluate", lambda *_, **__: pytest.fail("a server was started"))
+    monkeypatch.setattr(harness, "measured", lambda *_, **__: pytest.fail("a server was started"))
     return Path(shutil.copytree(GLM, tmp_path / "made"))
 
 
@@ -68,7 +68,9 @@ def asked(monkeypatch) -> list[Evaluation]:
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
     monkeypatch.setattr("keepmtp.validate.measure.lm_eval_task.questions", noted)
-    monkeypatch.setattr(tasks, "refuse_model", stop)
+    monkeypatch.setattr(tasks, "refuse_model", lambda *_: None)
+    monkeypatch.setattr(tasks, "Tasks", stop)
+    monkeypatch.setattr("keepmtp.cli.session.chosen_vllm", stop)
     return seen
 
 
@@ -77,13 +79,13 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
     record(checkpoint, evaluation=own.model_dump(), gates={"max_drop": 0.1})
     for words in (
         "",
-        "--limit 50 -k 1 --concurrency 4 --seed 7 --max-tokens 64 --shots 2",
-        "--dataset hub --task gsm8k_platinum --api chat",
+        "--limit 50 -k 1 --max-tokens 64",
+        "--dataset hub --task gsm8k_platinum",
         "--task ifeval",
     ):
         refusal(checkpoint, "--source", GLM, words)
-    changed = {"limit": 50, "k": 1, "concurrency": 4, "seed": 7, "max_tokens": 64, "shots": 2}
-    other = {"dataset": None, "task": "gsm8k_platinum", "api": "chat"}
+    changed = {"limit": 50, "k": 1, "max_tokens": 64}
+    other = {"dataset": None, "task": "gsm8k_platinum"}
     assert asked == [
         own,
         own.model_copy(update=changed),
@@ -94,9 +96,10 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
 
 def test_tool_calls_are_asked_with_prefix_caching_too_unless_it_is_switched_off():
     recipe = (Evaluation(k=2, concurrency=8),)
-    (protocol,) = ProtocolOptions(task="tool-calls").of(recipe)
+    (protocol,) = Asked(task="tool-calls").protocols(recipe)
     assert protocol == Evaluation(task="tool-calls", k=2, concurrency=8) and protocol.prefix_caching
-    (protocol,) = ProtocolOptions(task="tool-calls", prefix_caching=False).of(recipe)
+    recipe = (Evaluation(task="tool-calls", prefix_caching=False),)
+    (protocol,) = Asked(task="tool-calls").protocols(recipe)
     assert not protocol.prefix_caching
 
 
@@ -124,42 +127,40 @@ def test_lost_drafts_are_an_exit_status_though_the_score_is_kept(
     fact = evaluation(checkpoint={"shares": shares})
     for name in ("tasks.refuse_model", "lm_eval_task.questions"):
         monkeypatch.setattr(f"keepmtp.validate.measure.{name}", lambda *_, **__: None)
-    monkeypatch.setattr(tasks, "evaluate", lambda *_, **__: fact)
+    monkeypatch.setattr(harness, "planned", lambda *_: [])
+    monkeypatch.setattr(harness, "measured", lambda *_: ({"evaluation": fact}, None))
     monkeypatch.setattr("keepmtp.cli.session.chosen_vllm", lambda: CPU)
     record(checkpoint)
     words = ["eval", str(checkpoint), "--source", str(GLM), "--out", str(tmp_path / "out")]
+    words += ["--only", "tasks,lossless"]
     assert CliRunner().invoke(app, words).exit_code == status
 
 
 ONE_TASK = (
-    "eval out/tiny.nvfp4: gsm8k strict-match flexible-extract asked cut empty "
-    "source 70.51 % ± 1.26 70.51 % ± 1.26 1,319 0.23 % (3) 0 "
-    "checkpoint 68.92 % ± 1.27 68.92 % ± 1.27 1,319 0.23 % (3) 0 "
-    "checkpoint, MTP off 71.80 % ± 1.24 71.80 % ± 1.24 1,319 0.23 % (3) 0",
-    "right by difference interval both source this neither "
-    "strict-match -1.59 ± 0.48 -2.52 to -0.66 900 30 9 380",
-    "by position, accepted % length tokens tok/s source 79.33 % 93.0 81.0 64.0 3.38 171,470 276",
-    "checkpoint, MTP off - - - 171,470 276",
+    "eval out/tiny.nvfp4 source checkpoint checkpoint, MTP off "
+    "gsm8k, strict-match, 1,319 questions 70.51 % ± 1.26 68.92 % ± 1.27 71.80 % ± 1.24 "
+    "gsm8k, flexible-extract, 1,319 questions 70.51 % ± 1.26 68.92 % ± 1.27 71.80 % ± 1.24 "
+    "gsm8k, cut, 1,319 questions 0.23 % (3) 0.23 % (3) 0.23 % (3) "
+    "gsm8k, empty, 1,319 questions 0.00 % (0) 0.00 % (0) 0.00 % (0) "
+    "accepted, k=3, gsm8k 79.33 % (78.93 to 79.73) of 120,000, length 3.38 79.33 % (78.93 to 79.73) "
+    "of 120,000, length 3.38 - gsm8k on openai/gsm8k: task gsm8k, shots 8, api completions, "
+    "max_tokens 1024, k 3, concurrency 32, seed 1234, repeats 1, temperature 0.0, top_p 1.0, "
+    "prefix_caching False; lm-eval 0.4.13, vLLM 0.32.0 on CPU: Xeon, 2 cores.",
     "findings not measured Not checked: `keepmtp check CHECKPOINT --record` does.",
+    "right in the source alone 30, in the checkpoint alone 9",
     "drafting regression gsm8k: 42 of 1,319 greedy answers are another text with MTP on than off.",
-    "regression gsm8k on openai/gsm8k: task gsm8k, shots 8, api completions, max_tokens 1024, k 3, "
-    "concurrency 32, seed 1234, repeats 1, temperature 0.0, top_p 1.0, prefix_caching no; lm-eval "
-    "0.4.13, vLLM 0.32.0 on CPU: Xeon, 2 cores.",
 )
 TOOL_CALLS = (
-    "strict-match 90.83 % ± 2.65 84.17 % ± 3.35 85.00 % ± 3.27",
+    "tool-calls, strict-match, 120 questions 90.83 % ± 2.65 84.17 % ± 3.35 85.00 % ± 3.27",
     "tool-calls not measured tool-calls, flexible-extract: 84.17 % of 120 questions",
     "drafting pass tool-calls: 3 of 120 greedy answers are another text with MTP on than off.",
-    "not measured tool-calls on keepmtp: task tool-calls, shots 0, api chat, max_tokens 4096, k 3,",
+    "tool-calls on keepmtp: task tool-calls, shots 0, api chat, max_tokens 4096, k 3,",
     "Conversations left out: 3 of them.",
 )
 SEVERAL = (
-    "eval out/tiny.nvfp4: gsm8k_platinum",
-    "recovery: of the source's score, and its interval task source checkpoint recovery cut "
-    "gsm8k, flexible-extract 68.99 % 68.92 % ± 1.27 99.89 % (98.93 to 100.85) 0.23 % / 0.23 % "
-    "gsm8k_platinum, flexible-extract 66.00 % 61.00 % ± 1.54 92.42 % (89.99 to 94.89) 0.30 % / "
-    "0.30 % mean - - 96.16 % (94.85 to 97.48) -",
-    "±: standard error; accepted: of drafted tokens; length: tokens a step of the target.",
+    "gsm8k, flexible-extract, 1,319 questions 68.99 % ± 1.27 68.92 % ± 1.27 -",
+    "gsm8k_platinum, flexible-extract, 1,000 questions 66.00 % ± 1.50 61.00 % ± 1.54 -",
+    "±: one standard error; in brackets the 95 % interval;",
 )
 
 
@@ -199,7 +200,7 @@ def test_the_table_says_what_was_measured_and_how(fact, says):
     """Of one task, with MTP off as well; of several, with their recoveries and the mean."""
     file = io.StringIO()
     judged = judge(gates=Gates(), check=None, serve=None, evaluation=fact)
-    Console(file=file, width=200).print(*parts(fact, judged), sep="\n")
+    Console(file=file, width=200).print(*shown({"evaluation": fact}, judged), sep="\n")
     assert_shows(file.getvalue(), *says)
 
 
@@ -207,6 +208,6 @@ def test_drafts_that_a_killed_server_did_not_count_are_no_missing_block():
     fact = evaluation(Answers(both=90, only_source=0, only_checkpoint=0, neither=10))
     none = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
     killed = fact.model_copy(update={"checkpoint": fact.checkpoint.model_copy(update=none)})
-    said = [*parts(killed, judge(gates=Gates(), evaluation=killed))]
+    said = [*killed.notes()]
     assert "The drafts of the checkpoint were not counted: its server was killed." in said
     assert not [one for one in said if "MTP block" in str(one)]

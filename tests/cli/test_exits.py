@@ -67,7 +67,7 @@ def test_a_home_folder_in_an_option(tmp_path):
 @pytest.mark.parametrize(
     "command",
     [
-        *(f"{verb} report.json" for verb in ("gate", "card", "check")),
+        *(f"{verb} report.json" for verb in ("eval --only gates", "card", "check")),
         "publish report.json --repo org/name",
     ],
 )

@@ -1,4 +1,4 @@
-"""`keepmtp gate` as people and scripts call it: exit status, table, JSON, and what it refuses to
+"""`keepmtp eval --only gates` as people and scripts call it: exit status, table, JSON, and what it refuses to
 judge.
 """
 
@@ -22,7 +22,7 @@ def place(tmp_path, monkeypatch) -> None:
 
 def test_a_good_checkpoint_passes():
     refresh(measured(Path("glm.nvfp4")))
-    table = ran("gate glm.nvfp4", COLUMNS="80")
+    table = ran("eval glm.nvfp4 --only gates", COLUMNS="80")
     assert_shows(
         table,
         "gate glm.nvfp4 gate verdict reason",
@@ -32,8 +32,8 @@ def test_a_good_checkpoint_passes():
         "gsm8k pass gsm8k, flexible-extract: 88.33 % of 60 questions, the source 86.67 %",
     )
     assert table.endswith("\npass\n")
-    assert ran("gate glm.nvfp4.report", COLUMNS="80") == table
-    told = json.loads(ran("gate glm.nvfp4 --json"))
+    assert ran("eval glm.nvfp4.report --only gates", COLUMNS="80") == table
+    told = json.loads(ran("eval glm.nvfp4 --only gates --json"))
     assert (told["verdict"], len(told["sha256"])) == ("pass", 64)
     assert told["gates"]["max_drop"] == 0.2, "the recipe's own"
     assert [reason["gate"] for reason in told["reasons"]] == GATES
@@ -43,11 +43,11 @@ def test_a_good_checkpoint_passes():
 @cases
 def test_what_does_not_pass_has_its_own_exit_status(answers, status, verdict, says):
     refresh(measured(Path("glm"), answers=Answers(**answers)))
-    told = json.loads(ran("gate glm --json", status=status))
+    told = json.loads(ran("eval glm --only gates --json", status=status))
     (reason,) = [reason for reason in told["reasons"] if reason["verdict"] != "pass"]
     assert told["verdict"] == reason["verdict"] == verdict and reason["gate"] == "gsm8k"
     assert (reason["needed"] is None) == (verdict == "regression")
-    assert_shows(ran("gate glm", status=status), *says)
+    assert_shows(ran("eval glm --only gates", status=status), *says)
 
 
 def test_what_was_not_measured_is_infeasible():
@@ -56,7 +56,7 @@ def test_what_was_not_measured_is_infeasible():
         file_of(folder, station).unlink()
     refresh(folder)
     assert_shows(
-        ran("gate glm", status=3),
+        ran("eval glm --only gates", status=3),
         "loads not measured Not tried. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM",
         "acceptance not measured Not measured of both source and checkpoint: `keepmtp eval",
         "gsm8k not measured Not measured: `keepmtp eval CHECKPOINT` does. not measured",
@@ -71,13 +71,13 @@ def test_what_cannot_be_judged_is_refused():
     report = folder / "report.json"
     text = report.read_text()
     report.write_text(text.replace('"verdict": "pass"', '"verdict": "infeasible"', 1))
-    refused("gate glm", says="report.json: judgement: ")
+    refused("eval glm --only gates", says="report.json: judgement: ")
     report.write_text(text)
     shard = next(Path("glm").glob("*.safetensors"))
     with open(shard, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    done = keepmtp("gate glm")
+    done = keepmtp("eval glm --only gates")
     assert done.returncode == 2 and not done.stdout
     says = f"must be the bytes that its report is about; got another {shard.name}"
     assert says in done.stderr.splitlines()[-1]

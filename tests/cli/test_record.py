@@ -65,11 +65,15 @@ def test_a_draft_is_measured_with_its_target(tmp_path, serve_hub):
     """Its evidence is its own, and names the target and its commit; alone, it is refused."""
     made = cards.draft(tmp_path / "draft")
     shutil.rmtree(report_folder(made))
-    served = f"Use `keepmtp serve-check TARGET --draft {made}`"
-    for verb in ("serve-check", "eval", "bench"):
+    served = f"Use `keepmtp eval TARGET --draft {made}`"
+    for verb in ("eval", "bench"):
         refused(f"{verb} {made} --source none", says=f"got a draft alone. {served}")
-    cure = f"Run `keepmtp serve-check TARGET --draft {made}` and card."
-    for verb in (f"card {made}", f"publish {made} --repo org/draft --dry-run", f"gate {made}"):
+    cure = f"Run `keepmtp eval TARGET --draft {made}` and card."
+    for verb in (
+        f"card {made}",
+        f"publish {made} --repo org/draft --dry-run",
+        f"eval {made} --only gates",
+    ):
         assert cure in keepmtp(verb, status=2).stderr
     serve_hub(reports.MODEL)
     keep = recorder(["org/model"], str(made))

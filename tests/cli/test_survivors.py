@@ -56,8 +56,8 @@ def end(tmp_path) -> End:
 @pytest.mark.parametrize(
     "after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"]
 )
-def test_serve_check(end, tmp_path, number, after):
-    command = f"serve-check {GLM} --source none --out {tmp_path}/out"
+def test_acceptance(end, tmp_path, number, after):
+    command = f"eval {GLM} --only acceptance --source none --out {tmp_path}/out"
     said = end(command, SERVER, number, after=after)
     if number != signal.SIGKILL:
         assert "stopped by" in said and not [*tmp_path.glob("keepmtp-*")]
@@ -67,7 +67,7 @@ def test_serve_check(end, tmp_path, number, after):
 @each_signal
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
 def test_eval(end, tmp_path, number, after):
-    command = f"eval {GLM} --recipe tiny-glm4-moe --source none --out {tmp_path}/out"
+    command = f"eval {GLM} --only tasks --recipe tiny-glm4-moe --source none --out {tmp_path}/out"
     end(command, SERVER, number, after=after)
 
 

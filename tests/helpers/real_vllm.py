@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from commands import ROOT, captured
+from keepmtp.validate.facts.served import those
 from keepmtp.validate.facts.vllm_env import GPU, VLLM
+from keepmtp.validate.measure.harness import measured
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -40,6 +42,16 @@ QUIET = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+
+
+def measure(station: Any) -> Any:
+    """What one station finds, alone."""
+    models = those(station.source, station.checkpoint)
+    with station.setup.alone():
+        facts, failure = measured({"": station}, models, station.setup)
+    if failure:
+        raise failure
+    return facts[""]
 
 
 def answers_of_source(made: Path, twin: Path) -> None:

@@ -1,4 +1,4 @@
-"""What stations find, as they leave it: closeness as `keepmtp closeness`, and a speed matrix as
+"""What stations find, as they leave it: closeness, and a speed matrix as
 `keepmtp bench` would find it, tokens a second by k and load, from counts and seconds.
 """
 

@@ -1,4 +1,4 @@
-"""`keepmtp closeness` with real vLLM servers on the CPU, against transformers and against what
+"""`keepmtp eval --only closeness` with real vLLM servers on the CPU, against transformers and against what
 calibration found.
 
 A server takes 20 to 60 s to start, so three are all there are: source, checkpoint, and a damaged
@@ -76,9 +76,7 @@ def text(made) -> Path:
 
 
 def closeness(made: Path, text: Path, *, status: int = 0) -> dict:
-    words = (
-        f"closeness {made} --text {text} --source {QWEN} --window {LENGTH} --timeout 400 --json --"
-    )
+    words = f"eval {made} --only closeness --text {text} --source {QWEN} --timeout 400 --json --"
     return json.loads(
         keepmtp(
             words, *UNIPROC, status=status, OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON)
@@ -133,7 +131,7 @@ def mean(one: list[Predictions], other: list[Predictions]) -> float:
 
 def test_the_command_finds_a_good_checkpoint_near(made, found):
     fact = found["closeness"]
-    reason = found["reason"]
+    reason = found["judgement"]["reasons"][-1]
     assert reason["gate"] == "closeness" and reason["verdict"] == "pass", reason
     assert fact["windows"] == HELD_OUT and fact["tokens"] == HELD_OUT * (LENGTH - 1)
     assert fact["top"] == 512 == fact["vocabulary"] and fact["outside"] == 0
@@ -193,7 +191,7 @@ def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
             save_file(tensors, path, metadata={"format": "pt"})
     answers_of_source(made, twin)
     told = closeness(twin, text, status=1)
-    assert told["reason"]["verdict"] == "regression"
+    assert told["judgement"]["reasons"][-1]["verdict"] == "regression"
     assert told["closeness"]["divergence"] > 4 * found["closeness"]["divergence"]
     (path,) = made.with_name("twin.report").glob("closeness.checkpoint.*.jsonl")
     windows = read_lines(path, ComparedHeader).lines

@@ -24,14 +24,15 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.run.progress import Step
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure import harness, tasks
+from keepmtp.validate.measure import harness
 from keepmtp.validate.measure.harness import COPY, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import questions
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.measure.store import AnswersHeader, Samples, read_lines
+from keepmtp.validate.measure.tasks import Tasks
 from keepmtp.validate.report.report import verify
 from processes import MARK, marked
-from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source
+from real_vllm import GLM, NEEDS_VLLM, UNIPROC, VLLM_PYTHON, answers_of_source, measure
 from releases import made_of
 from task_rows import TASK_ROWS
 from wheel import stranger
@@ -62,10 +63,10 @@ def keepmtp(installed) -> Keepmtp:
 
 
 def evaluated(
-    keepmtp: Keepmtp, made: Path, *more: str, status: int = 0
+    keepmtp: Keepmtp, made: Path, *more: str, only: str = "tasks,lossless", status: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
-    words = f"eval {made} --timeout 400 --json".split()
+    words = f"eval {made} --only {only} --timeout 400 --json".split()
     return keepmtp(*words, *more, "--", *UNIPROC, status=status)
 
 
@@ -105,7 +106,7 @@ def test_the_first_questions_of_the_release(tmp_path):
     """One server: real prompts, answers, scores and draft counters. Without a source nothing is
     judged.
     """
-    words = f"{KEEPMTP} eval {GLM} --recipe tiny-glm4-moe --source none --no-plain".split()
+    words = f"{KEEPMTP} eval {GLM} --recipe tiny-glm4-moe --source none --only tasks".split()
     words += f"--limit 20 --json --out {tmp_path}".split()
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
     done = captured(words, env=environment, cwd=ROOT, status=0)
@@ -237,7 +238,7 @@ def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     """Fluent, and worse than its source."""
     twin = spoilt(made, made.with_name("twin"))
     answers_of_source(made, twin)
-    told = json.loads(evaluated(keepmtp, twin, "--no-plain", status=1).stdout)
+    told = json.loads(evaluated(keepmtp, twin, only="tasks", status=1).stdout)
     assert told["evaluation"]["source"]["scores"] == found["evaluation"]["source"]["scores"]
     gate = reasons(told)["gsm8k"]
     assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
@@ -274,7 +275,8 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
         timeout=400,
         extra=("--chat-template", str(template), *UNIPROC),
     )
-    how = {"setup": setup, "confidence": 0.95, "has_plain": False}
+    how = {"setup": setup, "confidence": 0.95, "has_plain": False, "asked": tuple(asked)}
+    how |= {"source": None, "checkpoint": model}
     prompts: list[str] = []
     real = Server.answer
 
@@ -301,7 +303,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
                     os.kill(process, signal.SIGKILL)
 
     with pytest.raises(ServerFailed) as caught:
-        tasks.evaluate(model, None, asked, **how | {"setup": replace(setup, watch=kill)})
+        measure(Tasks(**how | {"setup": replace(setup, watch=kill)}))
     samples = samples_in(tmp_path, "gsm8k")
     message = str(caught.value)
     assert (
@@ -311,7 +313,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     assert "Error" in message.partition("; got ")[2], "in vLLM's words"
     assert 50 <= len(samples.lines) < NUM and samples.sittings
 
-    fact = tasks.evaluate(model, None, asked, **how)
+    fact = measure(Tasks(**how))
     wanted = sorted(item.prompt for each in asked for item in each.items * each.protocol.repeats)
     assert sorted(prompts) == wanted, "each was answered once"
     assert started[0] == started[1] and len(started) == 2, (

@@ -1,4 +1,4 @@
-"""`keepmtp serve-check` with real vLLM servers on the CPU: what it finds, and that it leaves
+"""`keepmtp eval --only acceptance` with real vLLM servers on the CPU: what it finds, and that it leaves
 nothing behind.
 
 A server takes 20 to 60 s to start, so each one here answers as many questions as it can.
@@ -20,12 +20,12 @@ from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.served import ServeCheck, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.serve_check import Check, serve
+from keepmtp.validate.measure.serve_check import Acceptance, Check
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from processes import MARK, none_left
 from readme import ACCEPTED
-from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON
+from real_vllm import NEEDS_VLLM, QWEN, UNIPROC, VLLM_PYTHON, measure
 from releases import made_of
 from wheel import stranger
 from written_values import broken
@@ -48,11 +48,9 @@ def fp8(tmp_path_factory) -> Path:
 
 def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
     setup = Setup(vllm=find_vllm(), out=out, timeout=400, extra=UNIPROC)
-    return serve(
-        Model(role="checkpoint", source=open_source(folder), identity=identify(folder)),
-        setup=setup,
-        check=Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS),
-    )
+    model = Model(role="checkpoint", source=open_source(folder), identity=identify(folder))
+    check = Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS)
+    return measure(Acceptance(setup=setup, source=None, checkpoint=model, check=check)).checkpoint
 
 
 def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed, tmp_path):
@@ -68,7 +66,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     out = tmp_path / "out"
     keepmtp = str(installed("evaluate") / "keepmtp")
     mark = uuid4().hex
-    words = f"{keepmtp} serve-check {fp8} --prompts {prompts} --max-tokens {MAX_TOKENS} --no-probe --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
+    words = f"{keepmtp} eval {fp8} --only acceptance --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
     words += UNIPROC
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **{MARK: mark})
     done = captured(words, cwd=ROOT, env=environment, status=3)
@@ -84,6 +82,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     }
     assert "it would be a pass with about" in found["judgement"]["reasons"][2]["says"]
     assert read_json(out / "report.json").judgement is not None
+    found |= found["serve"]
     source = found["source"]
     assert Path(source["path"]).resolve() == QWEN, "found by keepmtp.json's record"
     for one in (source, found["checkpoint"]):
@@ -147,12 +146,12 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
         (bad / path.name).write_bytes(path.read_bytes())
     config = json_of(bad / "config.json")
     put_json(bad / "config.json", {**config, "intermediate_size": 512})
-    words = f"{KEEPMTP} serve-check {bad} --source none --json".split()
+    words = f"{KEEPMTP} eval {bad} --only acceptance --source none --json".split()
     start = time.monotonic()
     done = captured(words, status=1)
     assert time.monotonic() - start < 300, "the default timeout is 30 minutes"
     found = json.loads(done.stdout)
-    (run,) = found["checkpoint"]["runs"]
+    (run,) = found["serve"]["checkpoint"]["runs"]
     assert not run["loaded"] and "Error" in run["error"] and "Engine core" not in run["error"], run[
         "error"
     ]

@@ -13,12 +13,12 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.facts.evaluated import EvaluationFact
 from keepmtp.validate.facts.vllm_env import find_vllm
-from keepmtp.validate.measure import tasks
 from keepmtp.validate.measure.conversations import conversations
 from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.store import AnswersHeader, read_lines
+from keepmtp.validate.measure.tasks import Tasks
 from keepmtp.validate.report.gates import judge
-from real_vllm import NEEDS_VLLM, UNIPROC
+from real_vllm import NEEDS_VLLM, UNIPROC, measure
 
 TOOLS = ROOT / "models" / "tiny-tools"
 NUM = 20  # two of each row of our own
@@ -41,8 +41,8 @@ def evaluated(
         vllm=find_vllm(), out=out, timeout=400, extra=("--tool-call-parser", "hermes", *UNIPROC)
     )
     how = {"setup": setup, "confidence": 0.95, "has_plain": has_plain}
-    release = model("source", TOOLS)
-    return tasks.evaluate(model("checkpoint", folder), release, [conversations(protocol)], **how)
+    models = {"source": model("source", TOOLS), "checkpoint": model("checkpoint", folder)}
+    return measure(Tasks(asked=(conversations(protocol),), **models, **how))
 
 
 @pytest.fixture(scope="module")

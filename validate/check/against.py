@@ -124,7 +124,7 @@ def not_compared(paired: Pairs) -> Objections:
             weight.weight.name,
             f"{len(paired.found):,} of {total:,} weights are compared with the release; "
             f"{len(weights):,} are not: {why} ({manner(weight)})",
-            "Name the release that it was made from, or measure it: `keepmtp closeness`",
+            "Name the release that it was made from, or measure: `keepmtp eval --only closeness`",
             why,
             "warning",
             len(weights),

@@ -8,13 +8,14 @@ Easy to get wrong: a high acceptance is not speed, and a difference that is smal
 of the repetitions says nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, computed_field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from .rows import Arm, Row, detail
 from .served import Drafts, ServedModel, those, total
 
 RequestForm = Literal["chat", "completions"]
@@ -151,6 +152,13 @@ class BenchCell(Fact):
     def mean_accepted_length(self) -> float | None:
         """Tokens a step of the target, over all repetitions; None where nothing was drafted."""
         return self.drafts.mean_accepted_length
+
+    @property
+    def rate(self) -> str:
+        """Tokens a second, ± half of what repetitions spread."""
+        if not (self.tokens_per_second and self.fastest and self.slowest):
+            return "failed"
+        return f"{self.tokens_per_second:,.1f} ± {(self.fastest - self.slowest) / 2:,.1f}"
 
     @property
     def _rates(self) -> list[float]:
@@ -326,3 +334,53 @@ class BenchFact(Fact):
     def benched(self) -> tuple[Benched, ...]:
         """Source first, then the checkpoint."""
         return those(self.source, self.checkpoint)
+
+    def counts(self, *, device: str = "") -> bool:
+        """Whether it is about the checkpoint: its own bytes were served, on a GPU or on `device`
+        itself.
+        """
+        served_on = self.environment.get("device", "")
+        is_there = bool(served_on) and (served_on == device or not served_on.startswith("CPU"))
+        return self.checkpoint.as_served == "native" and is_there
+
+    def rows(self, wanted: str) -> Iterator[Row]:
+        """Tokens a second with the k that is recommended, and without drafting; then with each
+        k.
+        """
+        if not self.counts():
+            return
+        for model in self.benched:
+            for best in model.recommended:
+                yield from self._row(model, best.load, best.k, model.role)
+        for load in self.checkpoint.loads:
+            yield from self._row(self.checkpoint, load, 0, "plain")
+        for cell in self.checkpoint.cells:
+            case = f"{words_of(cell.load)}, k={cell.k}"
+            yield detail("tokens a second", case, "checkpoint", says=cell.rate)
+
+    def _row(self, model: Benched, load: tuple[int, int], k: int | None, of: Arm) -> Iterator[Row]:
+        cell = None if k is None else model.cell(k, load)
+        if cell:
+            says = f"{cell.rate}, k={k}"
+            yield Row(metric="tokens a second", case=words_of(load), of=of, says=says)
+
+    def notes(self) -> Iterator[str]:
+        """What is recommended of the checkpoint, and what speaks against the figures."""
+
+        for row in self.checkpoint.recommended:
+            load = words_of(row.load)
+            if row.k is None:
+                yield f"{load}: no k is recommended: {row.says}."
+            else:
+                gain = ""
+                if row.k and row.speed_up:
+                    gain = f", {row.speed_up:.2f} times as fast as k=0"
+                yield f"{load}: k={row.k}{gain}: {row.says}."
+        yield from self.checkpoint.slower
+        for model in self.benched:
+            for cell in model.cells:
+                if cell.error:
+                    yield (
+                        f"{model.role}, k={cell.k}, {words_of(cell.load)}: no figure. "
+                        f"{cell.error.rstrip('.')}."
+                    )

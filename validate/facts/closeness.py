@@ -10,12 +10,14 @@ windows: `stderr` is a cluster's, and `effective_tokens` is how many independent
 tell the share of flips as well.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from pydantic import Field, PositiveInt, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
+from .numbers import percent
+from .rows import Row, detail, share_of
 from .served import AsServed, Role
 
 HISTOGRAM_EDGES = tuple(10.0 ** (half / 2) for half in range(-14, 5))
@@ -105,7 +107,7 @@ class PredictedFact(Fact):
 
 
 class ClosenessFact(Fact):
-    """Everything that `keepmtp closeness` measured.
+    """What `keepmtp eval` measured on held-out text.
 
     Attributes:
         text, text_sha256: the file with the texts.
@@ -174,3 +176,38 @@ class ClosenessFact(Fact):
     def predicted(self) -> tuple[PredictedFact, PredictedFact]:
         """Source first, then the checkpoint."""
         return self.source, self.checkpoint
+
+    def rows(self, wanted: str) -> Iterator[Row]:
+        """Divergence, flips and perplexities."""
+        says = f"{self.divergence:.3g}"
+        if not self.is_exact:
+            says = f"at least {says}"
+        if self.stderr is not None:
+            says += f" ± {self.stderr:.2g}"
+        case = f"{self.tokens:,} tokens"
+        says += " nats a token"
+        yield Row(metric="divergence from the source", case=case, of="checkpoint", says=says)
+        flips = share_of(self.flip_rate, self.effective_tokens)
+        yield detail("the most likely token differs", case, "checkpoint", says=flips)
+        for one in self.predicted:
+            yield detail("perplexity", case, one.role, says=f"{one.perplexity:.4g}")
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of these rows should know."""
+        yield (
+            f"Text: {self.text}, in windows of at most {self.window:,} tokens; {self.samples} has "
+            "every position."
+        )
+        if self.against:
+            yield self.against
+        if not self.is_exact:
+            yield (
+                f"The rest of the vocabulary, {percent(self.outside)} of the source's probability, "
+                "counts as one token, so the divergence is a lower bound."
+            )
+        for one in self.predicted:
+            if one.repeated:
+                yield (
+                    f"Asked the same again, the {one.role}'s server was {one.repeated:.2g} nats a "
+                    "token from itself: less than that is rounding."
+                )

@@ -9,7 +9,7 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 figures are good enough.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
 from statistics import fmean, stdev
 from typing import Annotated
@@ -19,6 +19,8 @@ from pydantic import Field, PositiveInt, model_validator
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
+from .numbers import percent
+from .rows import Row, detail
 from .served import Drafts, ServedModel, those
 
 Difference = Annotated[float, Field(ge=-1, le=1)]
@@ -43,6 +45,10 @@ class ScoreFact(Fact):
     filter: str
     value: Share
     stderr: Figure
+
+    def __str__(self) -> str:
+        """`68.92 % ± 1.27`, with the standard error in points."""
+        return f"{percent(self.value)} ± {100 * self.stderr:.2f}"
 
 
 def score_of(name: str, values: Sequence[float], num_questions: int | None = None) -> ScoreFact:
@@ -218,6 +224,46 @@ class TaskFact(Fact):
         """All that were asked: the same, then the checkpoint with MTP off."""
         return those(self.source, self.checkpoint, self.plain)
 
+    def rows(self, wanted: str, *, is_first: bool = True) -> Iterator[Row]:
+        """Scores by every filter, of which the one that is judged is no detail; answers that were
+        cut or empty; and drafts.
+        """
+        judged = self.judged_filter(wanted)
+        for arm in self.arms:
+            asked = f"{arm.num_questions:,} questions"
+            name = self.protocol.title
+            for score in arm.scores:
+                yield Row(
+                    metric=f"{name}, {score.filter}",
+                    case=asked,
+                    of=arm.role,
+                    says=f"{score}",
+                    is_detail=score.filter != judged,
+                )
+            for what, num in (("cut", arm.num_truncated), ("empty", arm.num_empty)):
+                says = f"{percent(num / arm.num_questions)} ({num:,})"
+                yield detail(f"{name}, {what}", asked, arm.role, says=says)
+            yield from arm.accepted(arm.role, self.protocol.k, name, is_detail=not is_first)
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of these rows should know."""
+        if self.num_calls == 0:
+            yield NO_CALL
+        for model in self.evaluated:
+            if not model.drafts and model is self.source:
+                yield "The source has no MTP block: it was served with MTP off."
+            elif not model.drafts:
+                yield f"The drafts of the {model.title} were not counted: its server was killed."
+            if model.sittings > 1:
+                yield f"The {model.title} was asked in {model.sittings} sittings."
+        fields = self.protocol.model_dump(exclude_none=True)
+        said = ", ".join([f"{name} {value}" for name, value in fields.items()])
+        harness = "" if self.protocol.calls_tools else f"lm-eval {self.environment['lm-eval']}, "
+        where = f"vLLM {self.environment['vllm']} on {self.environment['device']}"
+        yield f"{self.protocol.title} on {self.protocol.dataset_name}: {said}; {harness}{where}."
+        if self.environment.get("left out"):
+            yield f"Conversations left out: {self.environment['left out']}."
+
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "TaskFact":
         names = self.checkpoint.filters
@@ -248,6 +294,18 @@ class EvaluationFact(TaskFact):
     def by_task(self) -> tuple[TaskFact, ...]:
         """All tasks, the recipe's first one first."""
         return (self, *self.tasks)
+
+    def rows(self, wanted: str, *, is_first: bool = True) -> Iterator[Row]:
+        """Of all tasks."""
+        yield from super().rows(wanted, is_first=is_first)
+        for task in self.tasks:
+            yield from task.rows(wanted, is_first=False)
+
+    def notes(self) -> Iterator[str]:
+        """Of all tasks."""
+        yield from super().notes()
+        for task in self.tasks:
+            yield from task.notes()
 
     @model_validator(mode="after")
     def _names_each_task_once(self) -> "EvaluationFact":

@@ -47,10 +47,10 @@ STATIONS: tuple[Station, ...] = get_args(Station)
 # The words that measure, with the checkpoint's place left open.
 _WORDS: Mapping[Station, str] = {
     "check": "check {} --record",
-    "serve": "serve-check {}",
+    "serve": "eval {}",
     "eval": "eval {}",
     "bench": "bench {}",
-    "closeness": "closeness {}",
+    "closeness": "eval {} --only closeness",
 }
 SCHEMAS: Mapping[Station, int] = {"check": 3, "serve": 3, "eval": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""

@@ -8,7 +8,7 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 figures are good enough, by the recipe's limits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import not_
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,17 +16,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from .numbers import figure
 from .probed import ProbeFact
+from .rows import ARM_TITLES, Arm, Row, detail, share_of
 
 T = TypeVar("T")
 Role = Literal["source", "checkpoint"]
-Arm = Literal["source", "checkpoint", "plain"]
-"""Who is asked. `plain` is the checkpoint once more, with MTP off."""
-ARM_TITLES: Mapping[Arm, str] = {
-    "source": "source",
-    "checkpoint": "checkpoint",
-    "plain": "checkpoint, MTP off",
-}
 AsServed = Literal["native", "BF16 copy of the same weights"]
 
 MENDED = "vLLM was mended by keepmtp's cures"
@@ -147,6 +142,17 @@ class Drafts(Fact):
             return None
         return 1 + self.accepted_tokens / self.drafts
 
+    def accepted(self, of: Arm, k: int, asked: str, *, is_detail: bool = False) -> Iterator[Row]:
+        """The share of drafted tokens that were accepted, where any were drafted."""
+        share = self.acceptance
+        if share is not None:
+            # A draft of which two of three tokens were accepted is two thirds of a success.
+            num = self.drafts or self.draft_tokens / k
+            length = figure(self.mean_accepted_length)
+            says = f"{share_of(share, num)} of {self.draft_tokens:,}, length {length}"
+            case = f"k={k}, {asked}"
+            yield Row(metric="accepted", case=case, of=of, says=says, is_detail=is_detail)
+
     def since(self, earlier: "Drafts") -> "Drafts":
         """These counters less earlier ones of the same server."""
         return self._with(earlier, -1)
@@ -202,6 +208,25 @@ class Run(Drafts):
     log: str = ""
     probed: tuple[ProbeFact, ...] = ()
 
+    def rows_of(self, of: Arm, asked: str) -> Iterator[Row]:
+        """See `ServeCheck.rows`."""
+        yield from self.accepted(of, self.k, asked)
+        case = f"k={self.k}, {asked}"
+        if not self.loaded:
+            yield detail("server", case, of, says="failed")
+        if self.tokens_per_second is not None:
+            says = f"{self.tokens_per_second:,.1f}"
+            yield detail("tokens a second, one at a time", case, of, says=says)
+        if self.partings is not None:
+            num = len(self.outputs)
+            says = f"{num - len(self.partings)} of {num}"
+            yield detail("outputs as with k=0", case, of, says=says)
+        for probe in self.probed:
+            for name, prompts in probe.seen.items():
+                if prompts:
+                    case = f"k={self.k}, depth {probe.depth:,}"
+                    yield detail(f"the probe, {name}", case, of, says=f"{len(prompts)}")
+
 
 class ServedModel(Fact):
     """A checkpoint that was served.
@@ -246,7 +271,7 @@ class Served(ServedModel):
 
 
 class ServeCheck(Fact):
-    """Everything that `keepmtp serve-check` measured.
+    """What `keepmtp eval` measured prompt by prompt.
 
     Attributes:
         source: what the checkpoint is compared with; None where the user had none.
@@ -254,7 +279,7 @@ class ServeCheck(Fact):
         prompts: what was asked.
         max_tokens: limit of tokens a prompt.
         environment: versions and device, words by name ("vllm": "0.32.0", "device": "CPU ...").
-        seconds: wall time of the whole check.
+        seconds: of asking, over all servers.
         target: of a draft of its own, which is the checkpoint.
     """
 
@@ -270,6 +295,25 @@ class ServeCheck(Fact):
     def served(self) -> tuple[Served, ...]:
         """Source first, then the checkpoint."""
         return those(self.source, self.checkpoint)
+
+    def rows(self, wanted: str) -> Iterator[Row]:
+        """By k what was accepted, how fast it was, outputs that are those of k=0, and what the
+        probe showed.
+        """
+        asked = f"{len(self.prompts):,} prompts"
+        for model in self.served:
+            for run in model.runs:
+                yield from run.rows_of(model.role, asked)
+
+    def notes(self) -> Iterator[str]:
+        """What a reader of these rows should know."""
+        for model in self.served:
+            for run in model.runs:
+                if not run.is_repeatable:
+                    yield (
+                        f"{model.role}, k={run.k}: the same prompt got other tokens the second "
+                        "time."
+                    )
 
 
 def those(*models: T | None) -> tuple[T, ...]:

@@ -15,6 +15,7 @@ import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import field
 from itertools import chain, product
 from pathlib import Path
 
@@ -26,10 +27,11 @@ from ...recipes.errors import first_fault
 from ...recipes.frozen import Json, frozen
 from ..facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition, RequestForm
 from ..facts.results import now
-from ..facts.served import counters
+from ..facts.served import Role, counters, those
 from . import figures
 from .harness import (
     Ask,
+    Failures,
     Model,
     Setup,
     Work,
@@ -109,21 +111,9 @@ def bench(
         ServerFailed: a server did not come up, or died. What was measured is kept.
         CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
     """
-    before = None
+    station = Bench(setup=setup, source=source, checkpoint=checkpoint, plan=plan)
     with setup.alone():
-        if source is not None:
-            before = _benched(source, plan, setup)
-        after = _benched(checkpoint, plan, setup)
-    return BenchFact(
-        checkpoint=after,
-        source=before,
-        prompts=plan.prompts.name,
-        prompts_sha256=plan.prompts.sha256,
-        num_prompts=len(plan.prompts.items),
-        output_tokens=plan.output_tokens,
-        seed=plan.seed,
-        environment=setup.environment,
-    )
+        return station.fact(answer_missing([station], those(source, checkpoint), setup))
 
 
 def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
@@ -149,46 +139,82 @@ def open_matrix(model: Model, plan: BenchPlan, setup: Setup) -> BenchFile:
     return open_lines(setup.out, f"bench.{model.whose}", header)
 
 
-def _benched(model: Model, plan: BenchPlan, setup: Setup) -> Benched:
-    """One checkpoint's whole matrix; servers are started only for what is missing."""
-    file = open_matrix(model, plan, setup)
-    header = file.header
-    ks = sorted({drafted_by(model, k) for k in plan.ks})  # a source may have no block to draft with
-    file.wanted = list(chain.from_iterable(map(plan.places, ks)))
-    asked = sorted({place.k for place in file.missing})
-    errors = dict[tuple[int, int], str]()
-    works = [_work(plan, setup, file, k, errors) for k in asked]
-    answer_missing(model, works, setup)
-    cells = []
-    for concurrency, k in product(plan.concurrency, ks):
-        error = errors.get((k, concurrency), "")
-        numbers = range(0 if error else plan.repeat)
-        lines = [file.lines[MatrixPlace(k, concurrency, number)] for number in numbers]
-        repetitions = tuple([line.repetition for line in lines])
-        cells.append(BenchCell(k=k, concurrency=concurrency, repetitions=repetitions, error=error))
-    served = figures.served(file)
-    if served["as_served"] != "native":
-        served["reason"] += f"; {_SPEED_OF_A_COPY}"
-    return Benched(
-        role=model.whose,
-        path=model.source.where,
-        sha256=model.identity.sha256,
-        form=header.form,
-        max_num_seqs=header.max_num_seqs,
-        max_model_len=header.max_model_len,
-        cells=tuple(cells),
-        **served,
-    )
-
-
-def _work(
-    plan: BenchPlan, setup: Setup, file: BenchFile, k: int, errors: dict[tuple[int, int], str]
-) -> Work:
-    """One server's part of the matrix; of a load that failed once, nothing more is asked.
-
-    Args:
-        errors: gets a sentence for each (k, requests in flight) that failed.
+@frozen
+class Bench:
+    """The station: how to serve, whom, what to measure, and a sentence for each (whose, k, requests
+    in flight) that failed.
     """
+
+    setup: Setup
+    source: Model | None
+    checkpoint: Model
+    plan: BenchPlan
+    errors: dict[tuple[Role, int, int], str] = field(default_factory=dict)
+
+    def works(self, model: Model) -> list[Work]:
+        """What is missing of a checkpoint's matrix."""
+        file = self._file(model)
+        asked = sorted({place.k for place in file.missing})
+        return [_work(model, self, file, k) for k in asked]
+
+    def fact(self, failures: Failures) -> BenchFact:
+        """Both matrices, once they are whole but for what failed."""
+        plan = self.plan
+        return BenchFact(
+            checkpoint=self._benched(self.checkpoint),
+            source=self.source and self._benched(self.source),
+            prompts=plan.prompts.name,
+            prompts_sha256=plan.prompts.sha256,
+            num_prompts=len(plan.prompts.items),
+            output_tokens=plan.output_tokens,
+            seed=plan.seed,
+            environment=self.setup.environment,
+        )
+
+    def _benched(self, model: Model) -> Benched:
+        """One checkpoint's whole matrix."""
+        file = self._file(model)
+        cells = []
+        for concurrency, k in product(self.plan.concurrency, self._ks(model)):
+            error = self.errors.get((model.whose, k, concurrency), "")
+            numbers = range(0 if error else self.plan.repeat)
+            lines = [file.lines[MatrixPlace(k, concurrency, number)] for number in numbers]
+            cells.append(
+                BenchCell(
+                    k=k,
+                    concurrency=concurrency,
+                    repetitions=tuple([line.repetition for line in lines]),
+                    error=error,
+                )
+            )
+        served = figures.served(file)
+        if served["as_served"] != "native":
+            served["reason"] += f"; {_SPEED_OF_A_COPY}"
+        return Benched(
+            role=model.whose,
+            path=model.source.where,
+            sha256=model.identity.sha256,
+            form=file.header.form,
+            max_num_seqs=file.header.max_num_seqs,
+            max_model_len=file.header.max_model_len,
+            cells=tuple(cells),
+            **served,
+        )
+
+    def _ks(self, model: Model) -> list[int]:
+        return sorted({drafted_by(model, k) for k in self.plan.ks})
+
+    def _file(self, model: Model) -> BenchFile:
+        file = open_matrix(model, self.plan, self.setup)
+        file.wanted = list(chain.from_iterable(map(self.plan.places, self._ks(model))))
+        return file
+
+
+def _work(model: Model, station: Bench, file: BenchFile, k: int) -> Work:
+    """One server's part of the matrix; of a load that failed once, nothing more is asked."""
+    setup = station.setup
+    plan = station.plan
+    errors = station.errors
     header = file.header
     name = f"bench.{header.role}.k{k}"
 
@@ -220,7 +246,8 @@ def _work(
                 # why.
                 said = next(filter(None, found["errors"]), "no reason given")
                 words = said.strip().splitlines()[-1][:_MAX_WORDS]
-                errors[k, place.concurrency] = f"{failed} of {len(sent)} requests failed: {words}"
+                says = f"{failed} of {len(sent)} requests failed: {words}"
+                errors[model.whose, k, place.concurrency] = says
                 return None
             try:
                 repetition = Repetition(
@@ -249,7 +276,7 @@ def _work(
             if load not in warm:
                 warm.add(load)
                 measured(place, sent[:load], min(WARM_UP_TOKENS, plan.output_tokens))
-            if (k, load) in errors:
+            if (model.whose, k, load) in errors:
                 return None
             return measured(place, sent, plan.output_tokens)
 
@@ -258,6 +285,7 @@ def _work(
 
     return Work(
         name=name,
+        model=model,
         file=file,
         is_asked=lambda place: place.k == k,
         asking=asking,

@@ -1,7 +1,7 @@
-"""Serves the source and then the checkpoint, and compares what they predict on the same text,
-window by window.
+"""The station closeness: what source and checkpoint predict on the same text is compared, window by
+window.
 
-In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, a file with every
+In: two local checkpoints, held-out texts and a `Setup`. Out: a `ClosenessFact`, a file with every
 position, and the source's predictions for the next checkpoint that is made from it: a file of
 windows, and a folder with the predictions for each.
 
@@ -29,7 +29,7 @@ from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.frozen import Json, frozen
 from ..facts.closeness import ClosenessFact, PredictedFact, WorstFact
 from . import figures
-from .harness import Ask, Model, Setup, Work, answer_missing
+from .harness import Ask, Failures, Model, Setup, Work
 from .replies import PredictionsReply, TokensReply
 from .server import Server, ServerFailed
 from .store import (
@@ -67,65 +67,88 @@ class Depth:
     """
 
     tokens: int
-    window: int
-    top: int
-    concurrency: int
+    window: int = 512
+    top: int = 512
+    concurrency: int = 4
 
 
-def measure(
-    checkpoint: Model,
-    source: Model,
-    text: HeldOut,
-    *,
-    setup: Setup,
-    depth: Depth,
-) -> ClosenessFact:
-    """Ask what is missing, the source first, and compare.
+@frozen
+class Closeness:
+    """The station: the source's predictions, then the checkpoint's, compared with them.
 
-    Raises:
-        RecipeError: another run is at work there, no room for a BF16 copy, or texts without two
-            tokens.
-        ServerFailed: a server did not come up, died, refused a request, or was silent.
-        GateError: a server gave no log-probabilities.
-        CheckpointError: a disk or a file that fails.
+    Attributes:
+        setup, source, checkpoint: how to serve, and what.
+        text: held out.
+        depth: how much is asked.
     """
-    asked = {
-        "text_sha256": text.sha256,
-        "tokens": depth.tokens,
-        "window": depth.window,
-        "top": depth.top,
-        "vocabulary": vocabulary_of(source.source),
-    }
-    with setup.alone():
-        first = PredictedHeader(**asked, **setup.asked_of(source))
-        before = open_lines(setup.out, "closeness.source", first)
+
+    setup: Setup
+    source: Model
+    checkpoint: Model
+    text: HeldOut
+    depth: Depth
+
+    def works(self, model: Model) -> list[Work]:
+        """The windows that a model still has to predict. How many the checkpoint is asked is known
+        once the source was.
+
+        Raises:
+            CheckpointError: a file that cannot be read.
+        """
+        before = self._before
+        file = before
         # Its last server was asked the same again once there was nothing more to ask.
-        if all(sitting.repeated is None for sitting in before.sittings.values()):
-            answer_missing(source, [_work(source, before, before, text, depth)], setup)
+        is_whole = any(sitting.repeated is not None for sitting in before.sittings.values())
+        if model.role == "checkpoint":
+            file = self._after(before)
+            is_whole = is_whole and not file.missing
+        if is_whole:
+            return []
+        return [_work(model, file, before, self.text, self.depth)]
+
+    def fact(self, failures: Failures) -> ClosenessFact:
+        """What both predicted, once both have."""
+        before = self._before
+        after = self._after(before)
+        of_source, of_checkpoint = figures.predicted(after, before)
+        return ClosenessFact(
+            text=self.text.path,
+            against=self.text.against,
+            source=PredictedFact(path=self.source.source.where, **of_source),
+            checkpoint=PredictedFact(path=self.checkpoint.source.where, **of_checkpoint),
+            samples=after.path.name,
+            samples_sha256=file_sha256(after.path),
+            environment=self.setup.environment,
+            **figures.closeness(after),
+        )
+
+    @property
+    def _asked(self) -> Json:
+        """What the headers of both files say."""
+        return {
+            "text_sha256": self.text.sha256,
+            "tokens": self.depth.tokens,
+            "window": self.depth.window,
+            "top": self.depth.top,
+            "vocabulary": vocabulary_of(self.source.source),
+        }
+
+    @property
+    def _before(self) -> PredictedFile:
+        header = PredictedHeader(**self._asked, **self.setup.asked_of(self.source))
+        return open_lines(self.setup.out, "closeness.source", header)
+
+    def _after(self, before: PredictedFile) -> ComparedFile:
         windows = windows_of(before)
         header = ComparedHeader(
-            **asked,
-            **setup.asked_of(checkpoint),
+            **self._asked,
+            **self.setup.asked_of(self.checkpoint),
             num=len(windows),
-            source_sha256=source.identity.sha256,
+            source_sha256=self.source.identity.sha256,
             windows_sha256=hashlib.sha256(json.dumps(windows).encode()).hexdigest(),
-            num_texts=len(text.texts),
+            num_texts=len(self.text.texts),
         )
-        after = open_lines(setup.out, "closeness.checkpoint", header)
-        if after.missing:
-            work = _work(checkpoint, after, before, text, depth)
-            answer_missing(checkpoint, [work], setup)
-    of_source, of_checkpoint = figures.predicted(after, before)
-    return ClosenessFact(
-        text=text.path,
-        against=text.against,
-        source=PredictedFact(path=source.source.where, **of_source),
-        checkpoint=PredictedFact(path=checkpoint.source.where, **of_checkpoint),
-        samples=after.path.name,
-        samples_sha256=file_sha256(after.path),
-        environment=setup.environment,
-        **figures.closeness(after),
-    )
+        return open_lines(self.setup.out, "closeness.checkpoint", header)
 
 
 def vocabulary_of(source: Source) -> int:
@@ -248,6 +271,7 @@ def _work(
 
     return Work(
         name=f"closeness.{model.role}",
+        model=model,
         file=file,
         asking=asking,
         # Drafting does not change predictions: vLLM 0.32.0 computes them from the target alone
@@ -257,9 +281,10 @@ def _work(
         k=0,
         max_model_len=depth.window + 1,
         concurrency=depth.concurrency,
-        words=("--max-logprobs", str(min(header.top, header.vocabulary))),
+        further=("--max-logprobs", str(min(header.top, header.vocabulary))),
         repeated=repeated,
         unit="window",
+        task="closeness",
     )
 
 

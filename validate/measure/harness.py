@@ -1,9 +1,9 @@
 """The one way in which keepmtp measures with servers: each server is started once, asked what has
-no answer yet, and stopped.
+no answer yet by all stations, and stopped.
 
-In: a checkpoint on this machine, and `Work`: which server it needs, what is asked of it, and the
-file for the answers. Out: the file, whole. What the answers mean is the business of serve_check.py,
-tasks.py, closeness.py and bench.py.
+In: checkpoints on this machine, and stations, which name `Work`: which server it needs, what is
+asked of it, and the file for the answers. Out: the files, whole. What the answers mean is the
+business of serve_check.py, tasks.py, closeness.py and bench.py.
 
 Easy to get wrong: a request that fails is no answer. And a model whose answers are complete is not
 served again.
@@ -11,15 +11,16 @@ served again.
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from ...checkpoints.fact import Fact
 from ...checkpoints.files import ScratchFolder, held, refuse_strange
 from ...checkpoints.identity import Identity
 from ...checkpoints.mtp_source import has_mtp
@@ -27,7 +28,8 @@ from ...checkpoints.source import Source, small_bytes, view_of
 from ...quantize.run.progress import Step
 from ...recipes.errors import RecipeError
 from ...recipes.frozen import Json, frozen
-from ..facts.served import ARM_TITLES, Arm, AsServed, Drafts, Role, TargetFact, counters
+from ..facts.rows import ARM_TITLES, Arm
+from ..facts.served import AsServed, Drafts, Role, TargetFact, counters
 from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from . import cures as curing
 from .bf16_copy import why_no_kernel, write_copy
@@ -82,6 +84,11 @@ class Model:
         source = self.source
         sha256 = self.identity.sha256
         return TargetFact(path=source.where, revision=source.revision, sha256=sha256)
+
+    @property
+    def title(self) -> str:
+        """The role for people."""
+        return ARM_TITLES[self.role]
 
     @property
     def whose(self) -> Role:
@@ -150,7 +157,8 @@ class Work:
     """What one server is asked.
 
     Attributes:
-        name: of the server's log, and of its checkpoint's part.
+        name: of the log, where a server is started for it first.
+        model: who is asked.
         file: where answers go.
         is_asked: whether this server is asked a place of the file.
         asking: makes `Ask` of a healthy server.
@@ -158,12 +166,15 @@ class Work:
         max_model_len: tokens of prompt and answer together.
         concurrency: requests in flight.
         max_num_seqs: requests that are computed at once; 0: as many as are in flight.
-        words: for `vllm serve`, before the user's own.
+        words: for `vllm serve`, before the user's own: what is served otherwise has another server.
+        further: words that change no answer of other works; a server gets those of all.
+        may_fail: a server that fails is an answer.
         repeated: see `Sitting`, once everything is asked.
         unit, task: see `Step`.
     """
 
     name: str
+    model: Model
     file: LineFile[Any, Any]
     asking: Callable[[Server], AbstractContextManager[Ask]]
     k: int
@@ -171,10 +182,28 @@ class Work:
     concurrency: int = 1
     max_num_seqs: int = 0
     words: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
+    may_fail: bool = False
     is_asked: Callable[[Any], bool] = lambda _: True
     repeated: Callable[[], float | None] = lambda: None
     unit: str = "question"
     task: str = ""
+
+
+Failures = Mapping[tuple[Role, int], ServerFailed]
+"""Of servers whose failure is an answer: by whose it was, and its k."""
+
+
+class Station(Protocol):
+    """Something to measure of a source and a checkpoint."""
+
+    def works(self, model: Model) -> list[Work]:
+        """What a model is still to be asked."""
+        ...
+
+    def fact(self, failures: Failures) -> Fact:
+        """What was measured, once nothing is left to ask but of servers that failed."""
+        ...
 
 
 @frozen
@@ -205,10 +234,11 @@ class Host:
         room = max(work.max_model_len for work in works)
         at_once = max(work.max_num_seqs or work.concurrency for work in works)
         limits = ("--max-model-len", str(room), "--max-num-seqs", str(at_once))
-        step = Step(role=self.model.role, doing="", done=0, total=1, unit=first.unit)
+        step = Step(role=self.model.whose, doing="", done=0, total=1, unit=first.unit)
         source = self.model.served[0].source
         cures = curing.switched_on(source, self.setup.vllm.version)
-        words = (*method_words(source), *limits, *first.words)
+        further = dict.fromkeys(work.further for work in works)
+        words = (*method_words(source), *limits, *first.words, *chain(*further))
         if self.draft:
             words = (*separate_draft(str(self.draft)), *words)
         with serving(
@@ -280,7 +310,7 @@ class Host:
                 left = len(file.missing)
                 self.setup.watch(
                     Step(
-                        role=self.model.role,
+                        role=work.model.role,
                         doing="",
                         done=len(file.wanted) - left,
                         total=len(file.wanted),
@@ -304,7 +334,7 @@ class Host:
         raise ServerFailed(
             failure.words,
             failure.log,
-            asked=f"{at} for the {ARM_TITLES[self.model.role]}",
+            asked=f"{at} for the {work.model.title}",
             cure=f"nothing is lost: the same command asks only the {left} that are missing",
         ) from failure
 
@@ -319,47 +349,96 @@ def hosting(model: Model, setup: Setup) -> Iterator[Host]:
         CheckpointError: a weight cannot be read.
     """
     folders = list[Path]()
-    as_served: AsServed = "native"
-    reason = ""
     for each in model.served:
         assert each.source.folder is not None, "download() first"
         folders.append(each.source.folder.absolute())
-        if not reason:
-            reason = why_no_kernel(each.source, setup.vllm)
+    how = as_hosted(model, setup)
     with ExitStack() as scratch:
-        if reason:
+        if how["as_served"] == COPY:
             copies = scratch.enter_context(ScratchFolder(f"keepmtp-{model.whose}-bf16-", setup.out))
             setup.watch(Step(role=model.role, doing="writing a BF16 copy", done=0, total=1))
             for number, each in enumerate(model.served):
                 folders[number] = write_copy(each.source, copies / f"{number}").absolute()
-            as_served = COPY
-            reason = f"{reason}; {UNTRIED}"
         draft = None
         if model.target:
             draft = folders[-1]
-        yield Host(
-            model=model,
-            setup=setup,
-            folder=folders[0],
-            draft=draft,
-            as_served=as_served,
-            reason=reason,
-        )
+        yield Host(model=model, setup=setup, folder=folders[0], draft=draft, **how)
 
 
-def answer_missing(model: Model, works: Iterable[Work], setup: Setup) -> None:
-    """Ask one checkpoint what is missing: each of its servers once, and none where nothing is.
+def as_hosted(model: Model, setup: Setup) -> Json:
+    """Whether a copy is served, and why: `as_served` and `reason` of a `Host`."""
+    for each in model.served:
+        reason = why_no_kernel(each.source, setup.vllm)
+        if reason:
+            return {"as_served": COPY, "reason": f"{reason}; {UNTRIED}"}
+    return {"as_served": "native", "reason": ""}
+
+
+def by_server(works: Iterable[Work]) -> list[list[Work]]:
+    """The works of one model by the server that answers them, the fewest drafts first."""
+    alike = attrgetter("k", "words")
+    return [list(together) for _, together in groupby(sorted(works, key=alike), key=alike)]
+
+
+def planned(stations: Sequence[Station], models: Sequence[Model]) -> list[list[Work]]:
+    """The servers that are going to be started, each with what it is asked."""
+    servers = []
+    for model in models:
+        servers += by_server(chain(*[station.works(model) for station in stations]))
+    return servers
+
+
+def measured(
+    stations: Mapping[str, Station], models: Sequence[Model], setup: Setup
+) -> tuple[dict[str, Fact], ServerFailed | None]:
+    """Ask what is missing. What each station found, by its name; without a fact are those that a
+    failure, which comes with them, has left without answers.
+
+    Raises:
+        ServerFailed, RecipeError, CheckpointError: see `answer_missing`.
+    """
+    failures = answer_missing([*stations.values()], models, setup)
+    facts = {}
+    failure = None
+    for name, station in stations.items():
+        left = chain.from_iterable(map(station.works, models))
+        if all(work.may_fail for work in left):
+            facts[name] = station.fact(failures)
+        else:
+            failure = next(iter(failures.values()))
+    return facts, failure
+
+
+def answer_missing(stations: Sequence[Station], models: Sequence[Model], setup: Setup) -> Failures:
+    """Ask the models one after the other what is missing: each of their servers once, and none
+    where nothing is.
+
+    Returns: the failures that are answers. After one, nothing is asked but what may fail, and of
+        that model nothing where its server without drafts failed: with method=mtp it would fail the
+        same way, minutes later.
 
     Raises:
         ServerFailed: see `Host.answer`.
         RecipeError, CheckpointError: see `hosting`.
     """
-    alike = attrgetter("k", "words")
-    servers = sorted(works, key=alike)
-    if servers:
+    failures = dict[tuple[Role, int], ServerFailed]()
+    for model in models:
+        servers = planned(stations, [model])
+        if not servers:
+            continue
         with hosting(model, setup) as host:
-            for _, together in groupby(servers, key=alike):
-                host.answer(*together)
+            for works in servers:
+                if failures:
+                    works = [work for work in works if work.may_fail]
+                if not works or (model.whose, 0) in failures:
+                    continue
+                try:
+                    host.answer(*works)
+                except ServerFailed as failure:
+                    if not any(work.may_fail for work in works):
+                        raise
+                    failures[model.whose, works[0].k] = failure
+    return failures
 
 
 def drafted_by(model: Model, k: int) -> int:

@@ -1,4 +1,4 @@
-"""The probe of serve-check: prompts in twelve scripts and in code, each as it is and as JSON. Their
+"""The probe: prompts in twelve scripts and in code, each as it is and as JSON. Their
 answers have faults that English prose hardly shows.
 
 In: a server, and how much other text comes first; then a finished file of answers. Out: that text;

@@ -1,7 +1,7 @@
-"""Runs the real server check: source and checkpoint, each served at k = 0..n, asked the same
-prompts one at a time.
+"""The station acceptance: source and checkpoint, each served at several k, asked the same prompts
+one at a time.
 
-In: two local checkpoints and a `VLLM`. Out: a `ServeCheck`, and a file of outputs for each server.
+In: two local checkpoints and a `Setup`. Out: a `ServeCheck`, and a file of outputs for each server.
 
 Easy to get wrong: vLLM loads a dead draft without a word. Its acceptance tells, which is measured
 here; which weight nobody wrote, the dry load finds.
@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, groupby
+from operator import attrgetter
 
 from ...checkpoints.safetensors_file import total_bytes
 from ...checkpoints.stored import stored_weights
-from ...recipes.frozen import Json, frozen
-from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, total
+from ...recipes.frozen import frozen
+from ..facts.served import Output, Run, ServeCheck, Served, counters, partings, those, total
 from . import figures, probe
-from .harness import Ask, Model, Setup, Work, drafted_by, hosting, room_for
-from .server import Server, ServerFailed
+from .harness import Ask, Failures, Model, Setup, Work, as_hosted, drafted_by, room_for
+from .server import Server
 from .store import Continuation, ContinuationHeader, LineFile, ProbeHeader, open_lines
 
 _WARM_UP_TOKENS = 32
@@ -38,91 +40,85 @@ class Check:
     depths: tuple[int, ...] = ()
 
 
-def serve_check(
-    checkpoint: Model,
-    source: Model | None,
-    *,
-    setup: Setup,
-    check: Check,
-) -> ServeCheck:
-    """Serve both and compare.
+@frozen
+class Acceptance:
+    """The station: how to serve, whom, and what to ask."""
 
-    Args:
-        checkpoint: what is judged.
-        source: what it was made from; None leaves acceptance unjudged.
-        setup: how to serve, and where to write.
-        check: what to ask.
+    setup: Setup
+    source: Model | None
+    checkpoint: Model
+    check: Check
 
-    Raises:
-        RecipeError: another run is at work there, or no room for a BF16 copy.
-        CheckpointError: outputs that cannot be read, or weights that cannot be copied.
-    """
-    start = time.monotonic()
-    original = None
-    target = None
-    if checkpoint.target:
-        target = checkpoint.target.as_target
-    with setup.alone():
-        if source is not None:
-            original = serve(source, setup=setup, check=check)
-        served = serve(checkpoint, setup=setup, check=check)
-    return ServeCheck(
-        source=original,
-        checkpoint=served,
-        prompts=check.prompts,
-        max_tokens=check.max_tokens,
-        environment=setup.environment,
-        seconds=time.monotonic() - start,
-        target=target,
-    )
+    def works(self, model: Model) -> list[Work]:
+        """What a checkpoint is still to be asked: at every k the prompts, at the first and the last
+        the probe.
 
+        Raises:
+            CheckpointError: outputs that cannot be read.
+        """
+        return [work for work in self._all(model) if work.file.missing]
 
-def serve(model: Model, *, setup: Setup, check: Check) -> Served:
-    """One checkpoint at every k: as it is, or as a BF16 copy where this CPU has no kernel for
-    it.
-    """
-    ks = sorted({drafted_by(model, k) for k in check.ks})
-    works = [_work(model, k, setup, check) for k in ks]
-    ends = sorted({ks[0], ks[-1]})
-    probes = [_work(model, k, setup, check, depth) for k in ends for depth in check.depths]
-    missing = [work for work in (*works, *probes) if work.file.missing]
-    errors = {}
-    how = Json()
-    if missing:
-        with hosting(model, setup) as host:
-            how = Json(as_served=host.as_served, reason=host.reason)
-            for k in sorted({work.k for work in missing}):
-                try:
-                    host.answer(*[work for work in missing if work.k == k])
-                except ServerFailed as failure:
-                    errors[k] = failure.words
-                    if not k:
-                        break  # with method=mtp it would fail the same way, minutes later
-    runs = list[Run]()
-    for work in works:
-        log = str(setup.log(work.name))
-        if work.k in errors:
-            runs.append(Run(k=work.k, loaded=False, error=errors[work.k], log=log))
-        elif 0 not in errors:
-            probed = tuple([probe.counted(each.file) for each in probes if each.k == work.k])
-            run = _run(work.file, work.k, log, runs[:1])
+    def fact(self, failures: Failures) -> ServeCheck:
+        """What both answered, or how their servers failed; without a source acceptance stays
+        unjudged.
+        """
+        models = those(self.source, self.checkpoint)
+        works = chain.from_iterable(map(self._all, models))
+        sittings = chain.from_iterable(work.file.sittings.values() for work in works)
+        target = self.checkpoint.target
+        return ServeCheck(
+            source=self.source and self.served(self.source, failures),
+            checkpoint=self.served(self.checkpoint, failures),
+            prompts=self.check.prompts,
+            max_tokens=self.check.max_tokens,
+            environment=self.setup.environment,
+            seconds=sum(sitting.seconds for sitting in sittings),
+            target=target and target.as_target,
+        )
+
+    def served(self, model: Model, failures: Failures) -> Served:
+        """One checkpoint at every k that was tried."""
+        how = as_hosted(model, self.setup)
+        runs = list[Run]()
+        for k, works in groupby(self._all(model), key=attrgetter("k")):
+            prompts, *probes = works
+            log = str(self.setup.log(prompts.name))
+            failure = failures.get((model.whose, k))
+            if failure and any(work.file.missing for work in (prompts, *probes)):
+                runs.append(Run(k=k, loaded=False, error=failure.words, log=log))
+                if not k:
+                    break
+                continue
+            run = _run(prompts.file, k, log, runs[:1])
+            probed = tuple([probe.counted(each.file) for each in probes])
             runs.append(run.model_copy(update={"probed": probed}))
-            how = figures.served(work.file)
-    entries = model.source.entries.values()
-    sizes = Counter[str]()
-    for weight in stored_weights(entries)[0].values():
-        form = weight.scheme or weight.form
-        if form == "plain":
-            form = weight.weight.dtype
-        sizes[form] += total_bytes(weight.parts.values())
-    return Served(
-        role=model.whose,
-        path=model.source.where,
-        dtype=", ".join([form for form, _ in sizes.most_common()]) or "no weights",
-        num_bytes=total_bytes(entries),
-        runs=tuple(runs),
-        **how,
-    )
+            how = figures.served(prompts.file)
+        entries = model.source.entries.values()
+        sizes = Counter[str]()
+        for weight in stored_weights(entries)[0].values():
+            form = weight.scheme or weight.form
+            if form == "plain":
+                form = weight.weight.dtype
+            sizes[form] += total_bytes(weight.parts.values())
+        return Served(
+            role=model.whose,
+            path=model.source.where,
+            dtype=", ".join([form for form, _ in sizes.most_common()]) or "no weights",
+            num_bytes=total_bytes(entries),
+            runs=tuple(runs),
+            **how,
+        )
+
+    def _all(self, model: Model) -> list[Work]:
+        """For each k the prompts, then the probe."""
+        ks = sorted({drafted_by(model, k) for k in self.check.ks})
+        works = []
+        for k in ks:
+            works.append(_work(model, k, self.setup, self.check))
+            if k in (ks[0], ks[-1]):
+                for depth in self.check.depths:
+                    works.append(_work(model, k, self.setup, self.check, depth))
+        return works
 
 
 def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = None) -> Work:
@@ -167,6 +163,7 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
 
     return Work(
         name=name,
+        model=model,
         file=file,
         asking=asking,
         k=k,
@@ -174,9 +171,10 @@ def _work(model: Model, k: int, setup: Setup, check: Check, depth: int | None = 
         + room_for(check.prompts, model.source, is_chat=False, max_tokens=check.max_tokens),
         concurrency=1 if depth is None else 4,
         max_num_seqs=4,
+        may_fail=True,
         repeated=repeated,
         unit="prompt",
-        task=f"k={k}" if depth is None else f"k={k}, the probe at depth {depth:,}",
+        task="acceptance" if depth is None else f"the probe at depth {depth:,}",
     )
 
 

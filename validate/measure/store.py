@@ -30,7 +30,8 @@ from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..facts.benched import Repetition, RequestForm
 from ..facts.closeness import SourceSitting, WorstFact
-from ..facts.served import Arm, Drafts
+from ..facts.rows import Arm
+from ..facts.served import Drafts
 
 _CURE = "Move the file away, and what it held is measured again"
 

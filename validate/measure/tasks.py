@@ -1,7 +1,7 @@
-"""Tasks through real servers: source and checkpoint, each with method=mtp, asked the same questions
-the same way.
+"""The station tasks: source and checkpoint, each with method=mtp, asked the same questions the same
+way.
 
-In: two local checkpoints, the questions of each task and a `VLLM`. Out: an `EvaluationFact`, and
+In: two local checkpoints, the questions of each task and a `Setup`. Out: an `EvaluationFact`, and
 files of the answers.
 
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes.
@@ -16,19 +16,20 @@ from itertools import chain
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
+from ...recipes.frozen import frozen
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import EvaluatedFact, EvaluationFact, TaskFact
 from ..facts.paired import paired
+from ..facts.served import those
 from . import figures, lm_eval_task, tool_calls
 from .conversations import conversations
 from .harness import (
+    Failures,
     Model,
     Setup,
     Work,
-    answer_missing,
     drafted_by,
     has_template,
-    refuse_drafts,
     room_for,
 )
 from .lm_eval_task import VERSIONS, Questions, scores, sum_of
@@ -49,19 +50,12 @@ def questions_of(protocol: Evaluation) -> Questions:
     return lm_eval_task.questions(protocol)
 
 
-def refuse_model(
-    source: Source, protocol: Evaluation, extra: tuple[str, ...], *, is_original: bool = False
-) -> None:
+def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
     """Refuse before anything is read at length or started.
 
-    Args:
-        is_original: see `refuse_drafts`.
-
     Raises:
-        RecipeError: no MTP block that drafts k tokens, or messages without a template to put them
-            in.
+        RecipeError: tools that cannot be called, or messages without a template to put them in.
     """
-    refuse_drafts(source, protocol.k, option="-k", is_original=is_original)
     if protocol.calls_tools:
         tool_calls.refuse_tools(source, extra)
     if protocol.api == "chat" and not has_template(source, extra):
@@ -69,49 +63,55 @@ def refuse_model(
             source.where,
             "needs a chat template for evaluation.api chat",
             got="none beside the weights",
-            cure="Use --api completions or -- --chat-template FILE",
+            cure="Set api: completions, or use -- --chat-template FILE",
         )
 
 
-def evaluate(
-    checkpoint: Model,
-    source: Model | None,
-    tasks: Sequence[Questions],
-    *,
-    setup: Setup,
-    confidence: float,
-    has_plain: bool = True,
-) -> EvaluationFact:
-    """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval
-    score all answers.
+@frozen
+class Tasks:
+    """The station: source and checkpoint are asked with method=mtp, the checkpoint with MTP off as
+    well, and lm-eval scores all answers.
 
-    Each of them is served once for all tasks that are drafted alike, not once for each task.
-
-    Args:
-        checkpoint: what is judged.
-        source: what it was made from; None leaves the difference unknown.
-        tasks: the questions of each task, the recipe's first task first.
-        setup: how to serve, and where to write.
+    Attributes:
+        setup, source, checkpoint: how to serve, and what.
+        asked: the questions of each task, the recipe's first task first.
         confidence: of the interval around the paired difference.
-        has_plain: ask the checkpoint with MTP off as well.
-
-    Raises:
-        RecipeError: another run is at work there, or no room for a BF16 copy.
-        ServerFailed: a server did not come up, died, refused a request, or was silent.
-        CheckpointError: answers that cannot be read, or weights that cannot be copied.
+        has_plain: ask the checkpoint with MTP off.
     """
-    models = [checkpoint]
-    if source is not None:
-        models = [source, checkpoint]
-    if has_plain:  # what the checkpoint answers otherwise with MTP off, drafting has changed
-        models.append(replace(checkpoint, role="plain"))
-    with setup.alone():
-        for model in models:
-            asked = [questions for questions in tasks if _is_asked(model, questions)]
-            works = [work_of(model, one, setup) for one in chain(*map(by_server, asked))]
-            answer_missing(model, [work for work in works if work.file.missing], setup)
-        facts = [_task_fact(questions, models, setup, confidence) for questions in tasks]
-    return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
+
+    setup: Setup
+    source: Model | None
+    checkpoint: Model
+    asked: tuple[Questions, ...]
+    confidence: float
+    has_plain: bool = True
+
+    def works(self, model: Model) -> list[Work]:
+        """What is still to be asked of a checkpoint, and of it with MTP off.
+
+        Raises:
+            CheckpointError: answers that cannot be read.
+        """
+        works = []
+        for arm in self._arms(model):
+            for questions in self.asked:
+                if _is_asked(arm, questions):
+                    works += [work_of(arm, one, self.setup) for one in by_server(questions)]
+        return [work for work in works if work.file.missing]
+
+    def fact(self, failures: Failures) -> EvaluationFact:
+        """What all tasks gave, once all have answered; finishes the files. Without a source the
+        difference is unknown.
+        """
+        models = those(self.source, *self._arms(self.checkpoint))
+        facts = [_task_fact(one, models, self.setup, self.confidence) for one in self.asked]
+        return EvaluationFact(**dict(facts[0]), tasks=tuple(facts[1:]))
+
+    def _arms(self, model: Model) -> list[Model]:
+        # What the checkpoint answers otherwise with MTP off, drafting has changed.
+        if self.has_plain and model.role == "checkpoint":
+            return [model, replace(model, role="plain")]
+        return [model]
 
 
 def by_server(questions: Questions) -> list[Questions]:
@@ -148,6 +148,7 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
     )
     return Work(
         name=name,
+        model=model,
         file=open_lines(setup.out, f"{protocol.task}.{model.role}", header),
         asking=lambda server: nullcontext(partial(answer, server, questions)),
         k=drafted_by(model, protocol.k),
@@ -158,7 +159,8 @@ def work_of(model: Model, questions: Questions, setup: Setup) -> Work:
             max_tokens=protocol.max_tokens,
         ),
         concurrency=protocol.concurrency,
-        words=(*parser, *caching),
+        words=caching,
+        further=parser,
         task=protocol.task,
     )
 

@@ -267,5 +267,5 @@ def _sum(content: Any) -> str:
     return hashlib.sha256(content.strip().encode()).hexdigest()
 
 
-# What serve-check asks, unless the user brings prompts: every language model goes on with them.
+# What is asked, unless the user brings prompts: every language model goes on with them.
 PROMPTS = tuple([prompt.text for prompt in read_prompts(None).items[:8]])

@@ -175,12 +175,13 @@ def _refuse_red(verified: FullReport, evidence: Path) -> None:
     assert judgement is not None, "verify() has made it"
     if judgement.verdict == "pass":
         return
+    place = shlex.quote(str(evidence.with_suffix("")))
     why = [reason.says for reason in judgement.reasons if reason.verdict == judgement.verdict]
     raise GateError(
         evidence / report.JSON_FILE,
         "only a checkpoint that passes is published",
         got=f"{judgement.title} ({why[0].rstrip('.')})",
-        cure=f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
+        cure=f"Run `keepmtp eval {place} --only gates` for the whole story",
     )
 
 

@@ -15,7 +15,6 @@ from ..facts.benched import words_of
 from ..facts.dry_load import versions_in_short
 from ..facts.results import report_folder
 from ..facts.schema import FullReport
-from .drafted import counts_bench
 from .report import JSON_FILE, read_json
 
 
@@ -38,7 +37,7 @@ def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
     """As bench recommends, else as evaluated, else one for each MTP layer; `device` will serve."""
     evaluation = report.evaluation
     # A speed that was measured on a CPU counts for that CPU alone.
-    if report.bench and counts_bench(report.bench, device=device):
+    if report.bench and report.bench.counts(device=device):
         checkpoint = report.bench.checkpoint
         load = min(checkpoint.loads)  # the fewest requests at once
         (k,) = [row.k for row in checkpoint.recommended if row.load == load]

@@ -40,7 +40,6 @@ from . import report as reports
 from .base_model import NO_BASE_MODEL, BaseModel, base_model_of, refuse_no_id, unknown
 from .card_metadata import README, front_matter, metadata_of, read_front_matter
 from .card_page import CardFacts, page
-from .drafted import counts_bench
 from .html import page_of
 from .provenance import gpus_of, groups_of, is_chat, parser_words, recipe_text, sampling_of
 
@@ -210,7 +209,7 @@ def _facts(
     plots = {}
     for what, chart in charts(report).items():
         # A speed that is not the checkpoint's has no place on its card.
-        if what != "speed" or (report.bench and counts_bench(report.bench)):
+        if what != "speed" or (report.bench and report.bench.counts()):
             plots[what] = chart
     gpus = ()
     parsers = ""

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...checkpoints.record import Record
 from ...recipes.errors import counted, size_in_words
@@ -19,14 +19,13 @@ from ...recipes.frozen import Json, Raw, frozen
 from ...recipes.schemes import SCHEMES
 from ..facts.dry_load import versions_in_short
 from ..facts.evaluated import NO_CALL, EvaluationFact
+from ..facts.numbers import percent
 from ..facts.schema import FullReport
 from ..measure.serve_line import docker_words, separate_draft, serve_words
 from . import tables
 from .base_model import BaseModel
 from .best_k import best_k_of_report
-from .drafted import counts_bench
 from .markdown import Block, Code, Md, Table, code, codes, inline, markdown, picture, title
-from .numbers import percent
 from .provenance import ModuleGroup
 
 if TYPE_CHECKING:
@@ -186,17 +185,19 @@ def _results(facts: CardFacts) -> Iterator[Block]:
     """Source, checkpoint, and checkpoint with MTP off, a row for each figure."""
     report = facts.report
     yield title("Results")
-    found = tables.results(report)
-    if found.rows:
+    rows = [row for row in tables.rows_of(report) if not row.is_detail]
+    found = tables.results(rows)
+    if rows:
         yield found
         yield (
-            "±: one standard error, of speed half of what repetitions spread. Length: tokens a "
-            "step of the target. Acceptance depends on what is asked: compare within a row."
+            "±: one standard error, of speed half of what repetitions spread; in brackets the 95 % "
+            "interval. Length: tokens a step of the target. Acceptance depends on what is asked: "
+            "compare within a row."
         )
     for what, chart in facts.plots.items():
         yield picture(chart.alt, f"{what}.png")
-    if report.bench and counts_bench(report.bench):
-        yield [*tables.speed_notes(report.bench)]
+    if report.bench and report.bench.counts():
+        yield [*report.bench.notes()]
 
 
 def _gates(report: FullReport) -> Iterator[Block]:
@@ -309,14 +310,8 @@ def _wanted(facts: CardFacts) -> Iterator[tuple[str, str]]:
     yield "Context tried", "; ".join(tried)
 
 
-def _parts(report: FullReport) -> list[Any]:
-    """What was measured with servers."""
-    parts = (report.serve, report.evaluation, report.bench, report.closeness)
-    return [part for part in parts if part]
-
-
 def _devices(report: FullReport) -> list[str]:
-    devices = [part.environment.get("device", "") for part in _parts(report)]
+    devices = [part.environment.get("device", "") for part in tables.measured(report)]
     return [device for device in devices if device]
 
 
@@ -403,7 +398,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
             break
     if not report.target:
         yield from _of_tasks(report.evaluation)
-        if not (report.bench and counts_bench(report.bench)):
+        if not (report.bench and report.bench.counts()):
             yield (
                 "Speed was not measured in a way that promises one: that needs a GPU, and `keepmtp "
                 "bench` of these very bytes."
@@ -444,7 +439,7 @@ def _limitations(facts: CardFacts) -> Iterator[str]:
 
 
 def _of_other_bytes(report: FullReport) -> Iterator[str]:
-    for part in _parts(report):
+    for part in tables.measured(report):
         for model in (part.source, part.checkpoint):
             if model and model.reason:
                 whose = f"Figures of the {model.role} are of"
@@ -510,8 +505,7 @@ def _made_with(facts: CardFacts) -> Iterator[Block]:
     yield f"To cite: keepmtp {record.keepmtp}, {what} ({record.recipe.name})."
 
 
-_ASKED_OTHERWISE = {"task", "dataset", "shots", "api", "max_tokens", "k", "concurrency", "limit"}
-_ASKED_OTHERWISE |= {"seed", "prefix_caching"}
+_ASKED_OTHERWISE = {"task", "dataset", "max_tokens", "k", "limit"}
 
 
 def shell(words: Iterable[str]) -> str:
@@ -553,16 +547,19 @@ def _commands(facts: CardFacts) -> Iterator[str]:
         tried["gpu"].append(load.gpu)
         tried["tp"].append(load.tp)
     yield shell(["keepmtp", "check", *served, "--record", *_options(tried)])
-    if facts.report.serve:
-        further = _further(facts.report.serve.environment)
-        yield shell(["keepmtp", "serve-check", *served, *source, *further])
+    said = {}
+    further = ()
     if facts.report.evaluation:
         asked = facts.report.evaluation.protocol
         said = asked.model_dump(include=_ASKED_OTHERWISE, exclude_defaults=True)
         if facts.report.evaluation.tasks:  # each has its own
             said = {name: said[name] for name in ("k", "limit") if name in said}
-        words = (*_options(said), *_further(facts.report.evaluation.environment))
-        yield shell(["keepmtp", "eval", out, "--source", facts.compared, *words])
+        further = _further(facts.report.evaluation.environment)
+    elif facts.report.serve:
+        further = _further(facts.report.serve.environment)
+    if tables.measured(facts.report):
+        words = (*_options(said), *further)
+        yield shell(["keepmtp", "eval", *served, "--source", facts.compared, *words])
     if facts.report.bench:
         yield shell(["keepmtp", "bench", out, *_further(facts.report.bench.environment)])
     base = []

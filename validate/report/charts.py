@@ -18,9 +18,9 @@ from matplotlib.ticker import MaxNLocator
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
 from ..facts.benched import Benched, words_of
+from ..facts.numbers import limit, percent
 from ..facts.schema import FullReport
 from .drafted import Drafted, drafted
-from .numbers import limit, percent
 
 _INCHES = (5.0, 3.4)  # 360 points wide: about 1:1 on a phone
 _DOTS_PER_INCH = 220  # 1100 pixels: sharp at the width of a card on the Hub

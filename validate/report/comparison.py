@@ -26,15 +26,13 @@ from ...recipes.frozen import Say, silent
 from ...recipes.runtimes.vllm import KNOWN
 from ..check.check import Checked, examine
 from ..check.rules_kv import is_fp8_cache, is_kv_scale, kv_entry
-from ..facts.binomial import limits
 from ..facts.comparison import GROUPS, ComparedCheckpoint, Comparison, group_of
 from ..facts.findings import errors_of
+from ..facts.numbers import percent
 from . import tables
 from .best_k import report_of
-from .drafted import counts_bench, drafted
 from .html import page_of
 from .markdown import Block, Table, code, markdown, title
-from .numbers import figure, percent
 
 _LEAST = 0.01  # of a group's bytes: what is less is not in the tables
 
@@ -245,25 +243,11 @@ def _measured(one: ComparedCheckpoint) -> dict[str, str]:
     found = {}
     if report.judgement:
         found["gates"] = report.judgement.title
-    for task in report.evaluation.by_task if report.evaluation else ():
-        for score in task.checkpoint.scores:
-            found[f"{task.protocol.title}, {score.filter}"] = tables.score(score)
-    for each in drafted(report.serve, report.evaluation):
-        drafts = each.checkpoint
-        share = drafts.acceptance
-        if share is not None:
-            # A draft of which two of three tokens were accepted is two thirds of a success.
-            low, high = limits(share * drafts.drafts, drafts.drafts, 0.975)
-            interval = f"{percent(share)} ({100 * low:.2f} to {100 * high:.2f})"
-            length = figure(drafts.mean_accepted_length)
-            asked = f"accepted, k={each.k}: {each.what}"
-            found[asked] = f"{interval}, {length} tokens a step, served {each.as_served}"
-    if report.closeness:
-        for name, value in tables.closeness(report.closeness).rows[:4]:
-            found[name] = value
-    if report.bench and counts_bench(report.bench):
-        for load, k, rate, *_ in tables.cells(report.bench.checkpoint).rows:
-            found[f"tok/s, {load}, k={k.removeprefix('best ')}"] = rate
+    for part in tables.measured(report):
+        found["served"] = part.checkpoint.as_served
+    for row in tables.rows_of(report):
+        if row.of == "checkpoint":
+            found[row.title] = row.says
     return found
 
 

@@ -8,7 +8,6 @@ Easy to get wrong: two stations measured two things. The one that also asked the
 
 from ...recipes.errors import counted
 from ...recipes.frozen import frozen
-from ..facts.benched import BenchFact
 from ..facts.evaluated import EvaluationFact
 from ..facts.served import Drafts, ServeCheck
 
@@ -39,7 +38,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
     """What was measured of drafting, at most one of each station; the first is judged, and on top
     of the page.
 
-    That is the evaluation, unless only serve-check asked the source. Of serve-check it is the
+    That is the evaluation, unless only the prompts were asked of the source. Of these it is the
     largest k that both drafted with.
     """
     found = []
@@ -71,7 +70,7 @@ def drafted(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list
                 run = each
         found.append(
             Drafted(
-                what=f"serve-check's {counted(len(serve.prompts), 'prompt')}",
+                what=counted(len(serve.prompts), "prompt"),
                 unit="prompts",
                 k=run.k,
                 num_asked=len(serve.prompts),
@@ -92,12 +91,3 @@ def has_no_block(serve: ServeCheck | None, evaluation: EvaluationFact | None) ->
     if serve and serve.source:
         return all(run.loaded and not run.k for run in serve.source.runs)
     return False
-
-
-def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
-    """Whether a speed matrix is about the checkpoint: its own bytes were served, on a GPU or on
-    `device` itself.
-    """
-    served_on = bench.environment.get("device", "")
-    is_there = bool(served_on) and (served_on == device or not served_on.startswith("CPU"))
-    return bench.checkpoint.as_served == "native" and is_there

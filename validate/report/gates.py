@@ -7,7 +7,7 @@ probe where it was asked; and one for each limit that only some recipes have (me
 task, speed, closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a
 measurement is missing or too small.
 
-Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their
+Easy to get wrong: nothing else judges. `eval`, the headline and the card take their
 verdict from here.
 """
 
@@ -25,13 +25,13 @@ from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, versions_in_short, with_cures
 from ..facts.evaluated import NO_CALL, NOT_EMPTY, EvaluationFact, SwitchFact, TaskFact
 from ..facts.findings import errors_of
+from ..facts.numbers import nats, percent, points
 from ..facts.paired import one_sided
 from ..facts.probed import worse
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
 from ..facts.served import GAP_TOLERANCE, Drafts, ServeCheck
-from .drafted import counts_bench, drafted, has_no_block
-from .numbers import nats, percent, points
+from .drafted import drafted, has_no_block
 from .settle import (
     Estimate,
     Recovery,
@@ -69,11 +69,11 @@ def judge(
     Args:
         gates: the recipe's limits.
         check: of these bytes, with the dry loads that were made.
-        serve: what `keepmtp serve-check` measured.
+        serve: what `keepmtp eval` measured prompt by prompt.
         evaluation: what `keepmtp eval` measured.
         bench: what `keepmtp bench` measured; without a limit on speed in `gates` there is no reason
             for it.
-        closeness: what `keepmtp closeness` measured; likewise.
+        closeness: what it measured on held-out text; likewise.
         listed_tasks: of the recipe.
     """
     reasons = [
@@ -229,8 +229,8 @@ def _loads(
 def _acceptance(
     gates: Gates, serve: ServeCheck | None, evaluation: EvaluationFact | None
 ) -> ReasonFact:
-    """The share of the source's acceptance, on the first task's questions or else on serve-check's
-    prompts.
+    """The share of the source's acceptance, on the first task's questions or else on the prompts of
+    acceptance.
     """
     # Those that also asked the source come first.
     measured = next(iter(drafted(serve, evaluation)), None)
@@ -319,7 +319,7 @@ def _drafting(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> It
         says += (
             "no more than chance gives. Most texts differ, and were not compared with a control: "
         )
-        says += "`keepmtp serve-check CHECKPOINT` shows whether near-ties explain it."
+        says += "`keepmtp eval CHECKPOINT --only acceptance` shows whether near-ties explain it."
         yield unmeasured("drafting", says)
     else:
         says += "no more than chance gives where near-ties flip."
@@ -478,7 +478,7 @@ def _speed(gates: Gates, bench: BenchFact | None) -> Iterator[ReasonFact]:
     least = gates.min_speedup
     if least is None:
         return
-    if bench is None or not counts_bench(bench):
+    if bench is None or not bench.counts():
         says = "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench CHECKPOINT` "
         yield unmeasured("speed", f"{says}there does.")
         return
@@ -522,7 +522,9 @@ def _closeness(gates: Gates, fact: ClosenessFact | None) -> Iterator[ReasonFact]
     if gates.max_divergence is None and gates.max_flips is None:
         return
     if fact is None or fact.stderr is None:
-        says = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
+        says = (
+            "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does."
+        )
         yield unmeasured("closeness", says)
         return
     # Tokens of one window are not independent: the bound of a mean is Student's over windows, and

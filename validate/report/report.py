@@ -11,7 +11,7 @@ compares no figure.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +35,7 @@ from ..facts.closeness import ClosenessFact
 from ..facts.dry_load import newest, places, with_cures
 from ..facts.evaluated import EvaluationFact
 from ..facts.findings import errors_of
+from ..facts.numbers import percent
 from ..facts.results import (
     STATIONS,
     CheckData,
@@ -51,7 +52,6 @@ from ..facts.served import ServeCheck, TargetFact, is_same
 from .check_data import record_static
 from .drafted import drafted
 from .gates import decided_in, judge
-from .numbers import percent
 from .settle import of_pair
 
 JSON_FILE = "report.json"
@@ -62,8 +62,8 @@ NOT_RUN = {
     "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
     "calibration": "No calibration: nobody looked for the checkpoint's own record.",
     "serve": (
-        "No serve-check was run: it serves with and without drafting, and compares outputs and "
-        "speed prompt by prompt. `keepmtp serve-check CHECKPOINT` does."
+        "Acceptance was not measured prompt by prompt: `keepmtp eval CHECKPOINT` serves with and "
+        "without drafting, and compares outputs and speed."
     ),
     "evaluation": (
         "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval "
@@ -280,7 +280,7 @@ def refuse_stale(
     folder: Path,
     identity: Identity,
     *,
-    but: tuple[Station, ...],
+    but: Sequence[Station],
     target: TargetFact | None = None,
 ) -> None:
     """Refuse, before the work, to measure where there are results of other bytes, or with another

@@ -15,8 +15,8 @@ from statistics import NormalDist, fmean
 from ...recipes.frozen import frozen
 from ...recipes.protocol import Gates
 from ..facts.evaluated import TaskFact
+from ..facts.numbers import limit
 from ..facts.schema import JudgementWord, ReasonFact
-from .numbers import limit
 
 # So many times as many samples nobody takes: where they would not settle it either, no number is
 # named.
@@ -126,8 +126,7 @@ def reason(gate: str, verdict: JudgementWord, says: str) -> ReasonFact:
 
 def of_pair(says: str) -> str:
     """A sentence with a command for a checkpoint, for a draft of its own."""
-    served = says.replace("eval CHECKPOINT", "serve-check CHECKPOINT")
-    return served.replace("CHECKPOINT", "TARGET --draft DRAFT")
+    return says.replace("CHECKPOINT", "TARGET --draft DRAFT")
 
 
 def unmeasured(gate: str, says: str) -> ReasonFact:

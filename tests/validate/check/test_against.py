@@ -270,7 +270,7 @@ def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
 def test_a_finding_of_values_is_a_red_gate(broken):
     folder, name = broken
     ran(f"check {folder} --values --record", status=1)
-    assert name in ran(f"gate {folder}", status=1)
+    assert name in ran(f"eval {folder} --only gates", status=1)
 
 
 def test_torch_is_asked_for_before_a_byte_is_read(written, tmp_path):

@@ -140,7 +140,7 @@ def test_a_file_that_is_no_result(written, other, says, evidence):
     path.write_text(path.read_text().replace(written, other))
     with pytest.raises(
         CheckpointError,
-        match=rf"serve\.json: .*{says}.*Run `keepmtp serve-check .*glm\.nvfp4` again",
+        match=rf"serve\.json: .*{says}.*Run `keepmtp eval .*glm\.nvfp4` again",
     ):
         read_result(evidence, "serve")
     with pytest.raises(CheckpointError):
@@ -205,7 +205,7 @@ def test_a_regression_is_no_green_report(tmp_path):
     ],
 )
 def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
-    """95.6 % of the source's acceptance: gate, headline and serve-check's exit status say the
+    """95.6 % of the source's acceptance: gate, headline and eval's exit status say the
     same.
     """
     folder = measured.checkpoint(
@@ -220,7 +220,7 @@ def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     verdicts = {reason.gate: reason.verdict for reason in full.judgement.reasons}
     assert verdicts["acceptance"] == ("regression" if status else "pass")
     assert full.verdict.label == ("Not ready" if status else "Loads and drafts")
-    assert exit_status(full.judgement, served) == status
+    assert exit_status(full.judgement, {"serve": served}) == status
 
 
 def test_results_of_other_bytes_do_not_meet(evidence):
@@ -232,7 +232,7 @@ def test_results_of_other_bytes_do_not_meet(evidence):
         file.write(b"\x7f")
     after = identify(folder, cache=evidence)
     assert after.sha256 != before
-    cure = r"Remove it, and measure again with `keepmtp (serve-check|eval) .*glm\.nvfp4`"
+    cure = r"Remove it, and measure again with `keepmtp eval .*glm\.nvfp4`"
     says = (
         rf"(serve|eval)\.json: must be measured on the same bytes as the others, "
         rf"{after.sha256}; got {before}"
@@ -261,7 +261,7 @@ def test_results_with_another_target_do_not_meet(tmp_path):
     keepmtp(f"check {again} --draft {folder} --record", status=0)
     verify(evidence)
     file_of(evidence, "check").unlink()
-    cure = rf"measure again with `keepmtp serve-check {reports.MODEL} --draft {folder}`"
+    cure = rf"measure again with `keepmtp eval {reports.MODEL} --draft {folder}`"
     with pytest.raises(CheckpointError, match=rf"{says}None; got .*{cure}"):
         refresh(evidence)
 

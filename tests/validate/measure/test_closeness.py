@@ -30,6 +30,7 @@ from keepmtp.validate.measure.store import ComparedFile, ComparedHeader, read_li
 from keepmtp.validate.measure.texts import HeldOut
 from numpy.typing import NDArray
 from real_vllm import H100
+from real_vllm import measure as found_by
 from scipy.special import log_softmax, rel_entr
 
 VOCABULARY = 512  # of tiny-glm4-moe
@@ -106,7 +107,13 @@ def run(out: Path, **changed: Any):
     before, after = changed.pop("source", "5" * 64), changed.pop("checkpoint", "c" * 64)
     models = model("checkpoint", after), model("source", before)
     depth = Depth(**({"tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed))
-    return measure.measure(*models, texts, setup=Setup(vllm=H100, out=out), depth=depth)
+    setup = Setup(vllm=H100, out=out)
+    checkpoint, source = models
+    return found_by(
+        measure.Closeness(
+            setup=setup, source=source, checkpoint=checkpoint, text=texts, depth=depth
+        )
+    )
 
 
 def file_in(folder: Path) -> Path:

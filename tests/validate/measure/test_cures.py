@@ -113,7 +113,7 @@ def test_vllm_finds_them_once(folder, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_result_says_what_was_applied(folder, tmp_path):
     """In the terminal and the result; and before the start."""
-    words = f"serve-check {folder} --source none -k 1 --out {tmp_path / 'out'}"
+    words = f"eval {folder} --only acceptance,lossless --source none -k 1 --out {tmp_path / 'out'}"
     python = str(stub_vllm(tmp_path))
     done = keepmtp(words, VLLM_PYTHON=python, status=0)
     applied = ", ".join(sorted(STEP.split(",")))

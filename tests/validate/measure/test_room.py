@@ -185,7 +185,7 @@ def test_what_nvidia_smi_says(smi):
     "command",
     [
         f"serve {GLM} -- -tp 1",
-        f"serve-check {GLM} --source none --out",
+        f"eval {GLM} --only acceptance --source none --out",
         f"eval {GLM} --source none --recipe tiny-glm4-moe --out",
     ],
 )
@@ -201,10 +201,11 @@ def test_each_command_refuses_before_it_starts_a_server(cuda, smi, tmp_path, com
 def test_another_vllm_is_named(monkeypatch, tmp_path):
     """The server of any version is measured, and every result says which."""
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, version="0.99.1")))
-    command = f"serve-check {ROOT / GLM} --source none --out {tmp_path / 'out'} --json"
+    words = f"--only acceptance,lossless --source none --out {tmp_path / 'out'} --json"
+    command = f"eval {ROOT / GLM} {words}"
     done = keepmtp(command, status=0)
     assert "vLLM 0.99.1: keepmtp's rules were read from 0.31.0 to" in done.stderr
-    assert json.loads(done.stdout)["environment"]["vllm"] == "0.99.1"
+    assert json.loads(done.stdout)["serve"]["environment"]["vllm"] == "0.99.1"
 
 
 def test_a_share_that_is_none_is_for_vllm_to_refuse(cuda, tmp_path):

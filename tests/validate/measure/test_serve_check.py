@@ -1,4 +1,4 @@
-"""What serve-check finds with the probe, on servers that answer what they are told to."""
+"""What eval finds with the probe, on servers that answer what they are told to."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def test_cut_characters(tmp_path):
         (made, source, "of the checkpoint"),
         (drafted, "none", "with MTP on"),
     ):
-        words = f"serve-check {folder} --source {named} --depth 0,100"
+        words = f"eval {folder} --only acceptance,lossless --source {named} --depth 0,100"
         done = keepmtp(words, VLLM_PYTHON=python, status=1)
         says = f"At depth 0, 56 answers {whose} alone have a fault of characters (Arabic, Bengali, "
         assert says in " ".join(done.stdout.replace("probe regression", "").split())
@@ -68,7 +68,7 @@ def test_answers_with_another_target_do_not_count(tmp_path):
     python = str(stub_vllm(tmp_path, start=0))
     own = cards.checkpoint(tmp_path / "own")
     evidence = cards.evidence(own)
-    words = f"serve-check {GLM} --draft {own} --source none --no-probe"
+    words = f"eval {GLM} --draft {own} --source none --only acceptance"
     done = keepmtp(words, VLLM_PYTHON=python, status=2)
     says = "eval.json: must be measured with the same target as the others"
     assert says in done.stderr and verify(evidence).target is None, "nothing of it is lost"
@@ -77,7 +77,7 @@ def test_answers_with_another_target_do_not_count(tmp_path):
         if not target.is_dir():
             shutil.copytree(GLM, target)
             put_json(target / "answers.json", said(text))
-        words = f"serve-check {target} --draft {draft} --source none --no-probe"
+        words = f"eval {target} --draft {draft} --source none --only acceptance"
         keepmtp(words, VLLM_PYTHON=python, status=0)
         report = verify(report_folder(draft))
         assert report.serve is not None and report.target is not None
@@ -93,16 +93,18 @@ def test_empty_and_cut_answers_are_counted_as_such(tmp_path):
     put_json(folder / "answers.json", said("1"))
     put_json(folder / "drafted.json", said(""))
     python = str(stub_vllm(tmp_path, start=0))
-    words = f"serve-check {folder} --source none --json --max-tokens 2"
+    words = f"eval {folder} --only acceptance,lossless --source none --json --max-tokens 2"
     found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=0).stdout)
-    for run, expected in zip(found["checkpoint"]["runs"], ({"cut"}, {"empty", "cut"}), strict=True):
+    for run, expected in zip(
+        found["serve"]["checkpoint"]["runs"], ({"cut"}, {"empty", "cut"}), strict=True
+    ):
         seen = {name: len(names) for name, names in run["probed"][0]["seen"].items() if names}
         assert seen == dict.fromkeys(expected, 56)
     verdicts = {one["gate"]: one["verdict"] for one in found["judgement"]["reasons"]}
     assert verdicts["probe"] == "pass"
     put_json(folder / "drafted.json", said("") | {"/detokenize": "nothing"})
-    words = f"serve-check {folder} --source none --json"
+    words = f"eval {folder} --only acceptance,lossless --source none --json"
     found = json.loads(keepmtp(words, VLLM_PYTHON=python, status=1).stdout)
-    off, on = found["checkpoint"]["runs"]
+    off, on = found["serve"]["checkpoint"]["runs"]
     assert off["probed"] and not on["loaded"] and "a reply without an answer" in on["error"]
     assert "probe" not in {one["gate"] for one in found["judgement"]["reasons"]}

@@ -41,8 +41,8 @@ def test_ks():
 def test_words_that_would_lock_keepmtp_out_are_refused(word):
     name = word.partition("=")[0].replace("_", "-")
     with pytest.raises(RecipeError, match=f"got {name}"):
-        refuse_words("serve-check", ["--tensor-parallel-size", "8", word, "1"])
-    refuse_words("serve-check", ["--tensor-parallel-size", "8"])
+        refuse_words("eval", ["--tensor-parallel-size", "8", word, "1"])
+    refuse_words("eval", ["--tensor-parallel-size", "8"])
 
 
 KEY = "--speculative-config."

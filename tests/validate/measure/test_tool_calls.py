@@ -149,9 +149,10 @@ def test_every_conversation_is_asked_in_each_way_and_all_are_right(ask):
 def test_prefix_caching_has_a_server_of_its_own(tmp_path):
     setup = Setup(vllm=H100, out=tmp_path, extra=("--tool-call-parser", "hermes"))
     plain, cached = [work_of(MODEL, one, setup) for one in by_server(built())]
-    assert plain.words == ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    assert cached.words == (*plain.words, "--enable-prefix-caching") and cached.name != plain.name
-    assert plain.file.path != cached.file.path and plain.file.header.words[:3] == plain.words
+    parser = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    assert plain.further == cached.further == parser and plain.words == ()
+    assert cached.words == ("--enable-prefix-caching",) and cached.name != plain.name
+    assert plain.file.path != cached.file.path and plain.file.header.words[:3] == parser
     assert len(by_server(built(prefix_caching=False))) == 1
     gsm8k = Questions(
         protocol=Evaluation(prefix_caching=True), items=(), dataset_sha256="", tasks=()

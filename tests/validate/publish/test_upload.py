@@ -256,7 +256,7 @@ def test_a_draft_of_its_own_is_published(hub, tmp_path):
     text = hub.files(REPO)["README.md"].decode()
     assert f'"model":"{REPO}"' in text and "vllm serve tiny-glm4-moe" in text
     flip(folder / "model-00001-of-00001.safetensors")
-    cure = f"measure these: `keepmtp serve-check TARGET --draft {folder}` and card"
+    cure = f"measure these: `keepmtp eval TARGET --draft {folder}` and card"
     with pytest.raises(CheckpointError, match=f"got another model-00001-of-00001.*{cure}"):
         prepare(folder)
     shutil.rmtree(f"{folder}.report")
@@ -264,7 +264,7 @@ def test_a_draft_of_its_own_is_published(hub, tmp_path):
     Path(f"{folder}.report", "serve.json").unlink()
     refresh(Path(f"{folder}.report"))
     card.build(folder)
-    says = "Not measured of both source and checkpoint: `keepmtp serve-check TARGET --draft DRAFT`"
+    says = "Not measured of both source and checkpoint: `keepmtp eval TARGET --draft DRAFT`"
     with pytest.raises(GateError, match=says):
         prepare(folder)
 

@@ -191,7 +191,7 @@ def test_a_card_of_what_was_only_checked(made):
         "GSM8K was not asked: what quantization costs in right answers is unknown.",
         "Speed was not measured in a way that promises one: that needs a GPU",
         "| Calibration | None: every value was computed from the weights alone, without batches. |",
-        "- No serve-check was run: ",
+        "- Acceptance was not measured prompt by prompt: ",
         "- Not taken: this report is not bound to the checkpoint's bytes.",
         "keepmtp check tiny --record\n",
     ):
@@ -223,7 +223,7 @@ def test_a_card_of_a_draft(tmp_path):
         "load this draft and its target tiny-glm4-moe on sm90 (H100, H200)",
         "| mtp | experts | `BF16` | 0.8 MiB | 0.8 MiB | recipe: bf16 |",
         "--draft-for tiny-glm4-moe",
-        "keepmtp serve-check tiny-glm4-moe --draft draft --source tiny-glm4-moe\n",
+        "keepmtp eval tiny-glm4-moe --draft draft --source tiny-glm4-moe\n",
         "license: apache-2.0\n",
     ):
         assert says in text + report.verdict.says, says

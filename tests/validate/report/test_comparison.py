@@ -159,12 +159,14 @@ def test_measured_figures_have_their_intervals(measured):
     rows = cells(found, "What was measured")
     assert all(row[1] == "-" for row in rows.values()), "nothing was measured on the other"
     words = {name: row[0] for name, row in rows.items()}
-    assert words["gsm8k, strict-match"] == "68.92 % ± 1.27" and words["gates"] == "pass"
-    accepted = words["accepted, k=3: 1,319 questions of gsm8k"]
-    assert accepted == "79.33 % (78.93 to 79.73), 3.38 tokens a step, served native"
-    assert words["divergence from the source"] == "at least 0.01 ± 0.00023 nats a token"
-    assert words["the most likely token differs"] == "1.98 % (1.57 to 2.46)"
-    assert words["tok/s, 1 at once, k=3"] == "193.0 ± 3.9"
+    assert words["gsm8k, strict-match, 1,319 questions"] == "68.92 % ± 1.27"
+    accepted = words["accepted, k=3, gsm8k"]
+    assert accepted == "79.33 % (78.93 to 79.73) of 120,000, length 3.38"
+    assert words["gates"] == "pass" and words["served"] == "native"
+    divergence = words["divergence from the source, 4,000 tokens"]
+    assert divergence == "at least 0.01 ± 0.00023 nats a token"
+    assert words["the most likely token differs, 4,000 tokens"] == "1.98 % (1.57 to 2.46)"
+    assert words["tokens a second, 1 at once, k=3"] == "193.0 ± 3.9"
     for one in found.checkpoints:  # machines get the report itself
         read = type(one).model_validate_json(one.model_dump_json())
         assert read.report == one.report and (read.report is None) == (one.path[-7:] == "without")

@@ -111,7 +111,10 @@ def test_nothing_measured_says_what_to_run():
         ("mean recovery", asks),
         ("worst task", asks),
         ("speed", "Not measured of the checkpoint's own bytes on a GPU: `keepmtp bench"),
-        ("closeness", "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."),
+        (
+            "closeness",
+            "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does.",
+        ),
     ):
         assert found[gate].says.startswith(says)
 
@@ -211,7 +214,7 @@ NEAR_TIE = (FAR.model_copy(update={"gap": 0.1}),)
         ),
         (altered("source", 0, loaded=False, error="dead"), "loads", "pass", "Its own bytes were"),
         (reports.served(), "loads", "pass", "Served was only a BF16 copy of the same weights."),
-        (NATIVE, "acceptance", "not measured", "On serve-check's 2 prompts with k=3: 78.17 %"),
+        (NATIVE, "acceptance", "not measured", "On 2 prompts with k=3: 78.17 %"),
         (
             reports.served(is_dead=True),
             "acceptance",
@@ -336,9 +339,9 @@ def test_a_source_that_was_not_asked_leaves_both_unmeasured():
     assert found["gsm8k"].says == (
         "The source was not evaluated: `keepmtp eval CHECKPOINT --source SOURCE` does both."
     )
-    # What serve-check measured of both then counts.
+    # What acceptance measured of both then counts.
     served = judged(evaluation=asked(has_source=False), serve=reports.served())["acceptance"]
-    assert served.says.startswith("On serve-check's 2 prompts with k=3")
+    assert served.says.startswith("On 2 prompts with k=3")
     both = judged(evaluation=evaluation(), serve=reports.served(is_copy=False, is_dead=True))
     assert both == GOOD, "an evaluation that asked the source comes first"
 
@@ -413,11 +416,11 @@ def test_drafting_changes_answers(switched, empty, title, says):
 
 
 def test_most_texts_are_no_near_ties_without_a_control():
-    """19 of 24 texts that drafting changes are no pass until serve-check has looked at them."""
+    """19 of 24 texts that drafting changes are no pass until the prompts have been compared."""
     fact = asked(switched=(1, 2))
     drafting = fact.drafting.model_copy(update={"num_changed": 700})
     fact = fact.model_copy(update={"drafting": drafting})
-    says = "not compared with a control: `keepmtp serve-check CHECKPOINT` shows whether near-ties"
+    says = "not compared with a control: `keepmtp eval CHECKPOINT --only acceptance` shows"
     turned("drafting", "not measured", says, {}, evaluation=fact)
     runs = [*NATIVE.checkpoint.runs]
     runs[-1] = runs[-1].model_copy(update={"partings": NEAR_TIE})
@@ -569,7 +572,9 @@ def test_closeness(limits, title, says, tmp_path):
 def test_closeness_of_one_window_and_of_a_copy(tmp_path):
     gates = Gates(max_divergence=0.02)
     one = stations.closeness(tmp_path, num_windows=1)
-    missing = "Not measured in two windows or more: `keepmtp closeness CHECKPOINT` does."
+    missing = (
+        "Not measured in two windows or more: `keepmtp eval CHECKPOINT --only closeness` does."
+    )
     turned("closeness", "not measured", missing, LOADED_ONLY, closeness=one, gates=gates)
     copied = stations.closeness(tmp_path, as_served=COPY)
     says = "compared as one. Served was a BF16 copy of the same weights: packed"
