@@ -76,22 +76,21 @@ class Asked:
         """Those that are named; else all that are of use.
 
         Raises:
-            RecipeError: a name that is none of them, or one that a draft alone has not.
+            RecipeError: a name that is none of them; a draft alone has no tasks and no closeness.
         """
-        named = [name.strip() for name in self.only.split(",") if name.strip()]
-        for name in named:
-            if name not in STATIONS:
-                cure = did_you_mean(name, STATIONS, otherwise=f"Use {', '.join(STATIONS)}")
-                raise RecipeError("--only", "must list what eval measures", got=name, cure=cure)
-            if draft and name not in _OF_A_DRAFT:
-                cure = f"Use --only {','.join(_OF_A_DRAFT)}"
-                raise RecipeError("--only", "a draft alone answers nothing", got=name, cure=cure)
-        if named:
-            return tuple(named)
+        known = STATIONS
         if draft:
-            return _OF_A_DRAFT
-        has_limit = gates.max_divergence is not None or gates.max_flips is not None
-        return STATIONS if has_limit or self.text else STATIONS[:-1]
+            known = _OF_A_DRAFT
+        elif not (self.text or gates.max_divergence or gates.max_flips):
+            known = STATIONS[:-1]
+        if not self.only:
+            return known
+        named = self.only.split(",")
+        for name in named:
+            if name not in (known if draft else STATIONS):
+                cure = did_you_mean(name, STATIONS, otherwise=f"Use --only {','.join(known)}")
+                raise RecipeError("--only", "must list what can be measured", got=name, cure=cure)
+        return tuple(named)
 
     def protocols(self, recipe: "tuple[Evaluation, ...]") -> "tuple[Evaluation, ...]":
         """The recipe's tasks, or the one that is named, with these changes."""

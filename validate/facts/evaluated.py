@@ -17,6 +17,7 @@ from typing import Annotated
 from pydantic import Field, PositiveInt, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
+from ...recipes.errors import counted
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS
 from .numbers import percent
@@ -230,7 +231,7 @@ class TaskFact(Fact):
         """
         judged = self.judged_filter(wanted)
         for arm in self.arms:
-            asked = f"{arm.num_questions:,} questions"
+            asked = counted(arm.num_questions, "question")
             name = self.protocol.title
             for score in arm.scores:
                 yield Row(

@@ -1,11 +1,9 @@
 """Figures in words, the same on the page, in the card, in the reasons of the gates and in the
 headline.
 
-In: shares of one, counts, and texts of models. Out: words. A share has two digits after the point
-everywhere, so that the page and the card never give two roundings of one number.
+In: shares of one, and ratios. Out: words. A share has two digits after the point everywhere, so
+that the page and the card never give two roundings of one number.
 """
-
-import json
 
 
 def percent(share: float | None, digits: int = 2) -> str:
@@ -30,11 +28,6 @@ def nats(value: float) -> str:
     return f"{round(value, 4):g} nats"
 
 
-def signed(share: float) -> str:
-    """A difference of shares in points, with its sign and always two digits: `-0.50`."""
-    return f"{100 * share:+.2f}"
-
-
 def figure(value: float | None) -> str:
     """A ratio or a perplexity, in two digits after the point or in four that count; `-` where there
     is none.
@@ -44,8 +37,3 @@ def figure(value: float | None) -> str:
     if value < 100:
         return f"{value:.2f}"
     return f"{value:.4g}"
-
-
-def quoted(text: str) -> str:
-    """Text of a model or for one, with its line ends and quotes visible."""
-    return json.dumps(text, ensure_ascii=False)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, computed_field
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+from ...recipes.errors import counted
 from .numbers import figure
 from .probed import ProbeFact
 from .rows import ARM_TITLES, Arm, Row, detail, share_of
@@ -300,7 +301,7 @@ class ServeCheck(Fact):
         """By k what was accepted, how fast it was, outputs that are those of k=0, and what the
         probe showed.
         """
-        asked = f"{len(self.prompts):,} prompts"
+        asked = counted(len(self.prompts), "prompt")
         for model in self.served:
             for run in model.runs:
                 yield from run.rows_of(model.role, asked)

@@ -141,19 +141,11 @@ class Recovery:
     Attributes:
         value: as it was seen, divided by the source's score as it was seen.
         middle, stderr: of the adjusted counts (Agresti and Min, as in `paired.py`).
-        confidence: of the two-sided interval.
     """
 
     value: float
     middle: float
     stderr: float
-    confidence: float
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The two-sided interval."""
-        low, high = self.one_sided(0.5 + self.confidence / 2)
-        return max(0.0, low), high
 
     def one_sided(self, confidence: float, *, times: float = 1) -> tuple[float, float]:
         """(lower, upper) bound, each at this confidence, as if so many times as many questions had
@@ -185,7 +177,6 @@ def recovery(task: TaskFact, wanted: str) -> Recovery | None:
         value=task.checkpoint.score(name).value / before,
         middle=1 + pair.difference * num / (num + 2) / before,
         stderr=pair.stderr / before,
-        confidence=pair.confidence,
     )
 
 
@@ -202,5 +193,4 @@ def mean_recovery(tasks: Iterable[TaskFact], wanted: str) -> Recovery | None:
         middle=fmean([task.middle for task in known]),
         # Tasks have other questions, so their errors are independent.
         stderr=math.hypot(*[task.stderr for task in known]) / len(known),
-        confidence=known[0].confidence,
     )

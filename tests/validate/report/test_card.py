@@ -175,7 +175,7 @@ def test_a_card_with_every_part(made, tmp_path):
     assert text.count("\n") < 180
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = "".join(block for language, block in blocks if not language).splitlines()
-    assert len(lines) == 16 and max(map(len, lines)) <= 78, lines
+    assert len(lines) == 15 and max(map(len, lines)) <= 78, lines
 
 
 def test_a_card_of_what_was_only_checked(made):
