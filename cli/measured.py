@@ -33,9 +33,10 @@ def shown(facts: Mapping[str, Any], judged: JudgementFact) -> Iterator[Renderabl
     found = tables.results(rows)
     # Cells may be broken: 80 columns have no room for three figures with their intervals.
     yield table(f"eval {path}", [head.removeprefix(">") for head in found.columns], found.rows)
+    notes = dict[str, None]()
     for fact in facts.values():
-        yield from _served(fact)
-        yield from fact.notes()
+        notes |= dict.fromkeys([*_served(fact), *fact.notes()])
+    yield from notes
     yield "±: one standard error; in brackets the 95 % interval; length: tokens a target's step."
     yield from verdict(path, judged)
 

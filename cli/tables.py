@@ -136,17 +136,10 @@ def drawn(title: str, rows: "Rows") -> Table:
     return table(title, rows.columns, rows.rows)
 
 
-def reasons(title: str, of_gates: "Iterable[ReasonFact]") -> Table:
-    """A row for each gate, with its verdict and its reason."""
-    rows = []
-    for reason in of_gates:
-        rows.append([reason.gate, _verdict(reason), reason.says])
-    return table(title, ("gate", "verdict", "reason"), rows)
-
-
 def verdict(path: str, judged: "JudgementFact") -> list[RenderableType]:
-    """All gates of a checkpoint, then the verdict."""
-    return [reasons(f"gate {path}", judged.reasons), _verdict(judged)]
+    """A row for each gate of a checkpoint, then the verdict."""
+    rows = [(reason.gate, _verdict(reason), reason.says) for reason in judged.reasons]
+    return [table(f"gate {path}", ("gate", "verdict", "reason"), rows), _verdict(judged)]
 
 
 def _verdict(judged: "JudgementFact | ReasonFact") -> Text:

@@ -222,11 +222,6 @@ class Run(Drafts):
             num = len(self.outputs)
             says = f"{num - len(self.partings)} of {num}"
             yield detail("outputs as with k=0", case, of, says=says)
-        for probe in self.probed:
-            for name, prompts in probe.seen.items():
-                if prompts:
-                    case = f"k={self.k}, depth {probe.depth:,}"
-                    yield detail(f"the probe, {name}", case, of, says=f"{len(prompts)}")
 
 
 class ServedModel(Fact):
@@ -298,9 +293,7 @@ class ServeCheck(Fact):
         return those(self.source, self.checkpoint)
 
     def rows(self, wanted: str) -> Iterator[Row]:
-        """By k what was accepted, how fast it was, outputs that are those of k=0, and what the
-        probe showed.
-        """
+        """By k what was accepted, how fast it was, and outputs that are those of k=0."""
         asked = counted(len(self.prompts), "prompt")
         for model in self.served:
             for run in model.runs:
