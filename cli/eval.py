@@ -44,7 +44,7 @@ _OF_A_DRAFT = ("acceptance", "lossless")
 
 
 @frozen
-class Asked:
+class EvalOptions:
     """What is measured, where it is not the recipe that says it."""
 
     only: Annotated[
@@ -115,7 +115,7 @@ class Asked:
 
 def eval(
     served: ServeOptions,
-    asked: Asked,
+    asked: EvalOptions,
     source: OriginalOption = None,
     draft: DraftOption = "",
     dry_run: DryRunOption = False,
@@ -176,14 +176,14 @@ def eval(
 
 
 def _stations(
-    session: "Session", asked: Asked, gates: "Gates", recipe: "tuple[Evaluation, ...]"
+    session: "Session", asked: EvalOptions, gates: "Gates", recipe: "tuple[Evaluation, ...]"
 ) -> dict[str, Any]:
     """What makes each station, by the name of its result, of a `Setup` and both models. Whatever
     may be refused is refused here, before a server is started, which may take half an hour.
     """
     from ..checkpoints.record import read_record
     from ..validate.measure import closeness, harness, probe, tasks
-    from ..validate.measure.serve_check import Acceptance, Check
+    from ..validate.measure.serve_check import AcceptanceStation, Check
     from ..validate.measure.texts import PROMPTS, held_out, read_prompts
 
     chosen = asked.stations(gates, session.draft)
@@ -207,7 +207,7 @@ def _stations(
             prompts = tuple([item.text for item in read_prompts(asked.prompts).items])
         most = asked.max_tokens or _MAX_TOKENS
         check = Check(ks=tuple(ks), prompts=prompts, max_tokens=most, depths=depths)
-        makers["serve"] = partial(Acceptance, check=check)
+        makers["serve"] = partial(AcceptanceStation, check=check)
     if "tasks" in chosen:
         questions = []
         for protocol in protocols:

@@ -9,7 +9,7 @@ import pytest
 from commands import GLM, assert_shows, keepmtp_without
 from data_files import cases, put_json
 from evaluations import FACTS, Answers, evaluation, several
-from keepmtp.cli.eval import Asked
+from keepmtp.cli.eval import EvalOptions
 from keepmtp.cli.main import app
 from keepmtp.cli.measured import shown
 from keepmtp.recipes.errors import KeepMTPError
@@ -96,10 +96,10 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, ask
 
 def test_tool_calls_are_asked_with_prefix_caching_too_unless_it_is_switched_off():
     recipe = (Evaluation(k=2, concurrency=8),)
-    (protocol,) = Asked(task="tool-calls").protocols(recipe)
+    (protocol,) = EvalOptions(task="tool-calls").protocols(recipe)
     assert protocol == Evaluation(task="tool-calls", k=2, concurrency=8) and protocol.prefix_caching
     recipe = (Evaluation(task="tool-calls", prefix_caching=False),)
-    (protocol,) = Asked(task="tool-calls").protocols(recipe)
+    (protocol,) = EvalOptions(task="tool-calls").protocols(recipe)
     assert not protocol.prefix_caching
 
 

@@ -18,7 +18,7 @@ from keepmtp.validate.facts.served import Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import probe
 from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.serve_check import Acceptance, Check, ServeCheck
+from keepmtp.validate.measure.serve_check import AcceptanceStation, Check, ServeCheck
 from keepmtp.validate.report.gates import CHANCE, judge
 from real_vllm import GLM, HAS_AVX512, NEEDS_VLLM, NO_AVX512, UNIPROC, measure
 from safetensors.torch import load_file, save_file
@@ -87,7 +87,9 @@ def probed(folder: Path, out: Path, *ks: int, depths: tuple[int, ...] = (0,)) ->
     setup = Setup(vllm=find_vllm(), out=out, timeout=400, extra=UNIPROC)
     check = Check(ks=ks, prompts=("How many?",), max_tokens=48, depths=depths)
     model = Model(role="checkpoint", source=open_source(folder), identity=identify(folder))
-    found = measure(Acceptance(setup=setup, source=None, checkpoint=model, check=check)).checkpoint
+    found = measure(
+        AcceptanceStation(setup=setup, source=None, checkpoint=model, check=check)
+    ).checkpoint
     assert all(run.loaded for run in found.runs), found.runs
     return found
 

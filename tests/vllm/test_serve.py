@@ -20,7 +20,7 @@ from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.served import ServeCheck, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure.harness import Model, Setup
-from keepmtp.validate.measure.serve_check import Acceptance, Check
+from keepmtp.validate.measure.serve_check import AcceptanceStation, Check
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from processes import MARK, none_left
@@ -50,7 +50,9 @@ def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
     setup = Setup(vllm=find_vllm(), out=out, timeout=400, extra=UNIPROC)
     model = Model(role="checkpoint", source=open_source(folder), identity=identify(folder))
     check = Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS)
-    return measure(Acceptance(setup=setup, source=None, checkpoint=model, check=check)).checkpoint
+    return measure(
+        AcceptanceStation(setup=setup, source=None, checkpoint=model, check=check)
+    ).checkpoint
 
 
 def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed, tmp_path):

@@ -194,7 +194,7 @@ Failures = Mapping[tuple[Role, int], ServerFailed]
 """Of servers whose failure is an answer: by whose it was, and its k."""
 
 
-class Station(Protocol):
+class Measuring(Protocol):
     """Something to measure of a source and a checkpoint."""
 
     def works(self, model: Model) -> list[Work]:
@@ -380,7 +380,7 @@ def by_server(works: Iterable[Work]) -> list[list[Work]]:
     return [list(together) for _, together in groupby(sorted(works, key=alike), key=alike)]
 
 
-def planned(stations: Sequence[Station], models: Sequence[Model]) -> list[list[Work]]:
+def planned(stations: Sequence[Measuring], models: Sequence[Model]) -> list[list[Work]]:
     """The servers that are going to be started, each with what it is asked."""
     servers = []
     for model in models:
@@ -389,7 +389,7 @@ def planned(stations: Sequence[Station], models: Sequence[Model]) -> list[list[W
 
 
 def measured(
-    stations: Mapping[str, Station], models: Sequence[Model], setup: Setup
+    stations: Mapping[str, Measuring], models: Sequence[Model], setup: Setup
 ) -> tuple[dict[str, Fact], ServerFailed | None]:
     """Ask what is missing. What each station found, by its name; without a fact are those that a
     failure, which comes with them, has left without answers.
@@ -409,7 +409,9 @@ def measured(
     return facts, failure
 
 
-def answer_missing(stations: Sequence[Station], models: Sequence[Model], setup: Setup) -> Failures:
+def answer_missing(
+    stations: Sequence[Measuring], models: Sequence[Model], setup: Setup
+) -> Failures:
     """Ask the models one after the other what is missing: each of their servers once, and none
     where nothing is.
 

@@ -41,7 +41,7 @@ class Check:
 
 
 @frozen
-class Acceptance:
+class AcceptanceStation:
     """The station: how to serve, whom, and what to ask."""
 
     setup: Setup
