@@ -36,12 +36,14 @@ from ..checkpoints.source_of import refuse_another_model
 from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
+from ..quantize.write.writer import write_shards
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..recipes.family_view import FamilyView
 from ..recipes.frozen import Advance, Bar
+from ..validate.check import reading
 from ..validate.check.check import Checked, examine
-from ..validate.check.reading import joined
+from ..validate.check.values import check_values
 from .fixes_lists import lists_say_what_is_stored
 from .proposal import CONFIG, Faulty, Proposal
 
@@ -70,7 +72,7 @@ class MTPBlock:
     @property
     def num_bytes_read(self) -> int:
         """Bytes of the release that are read; from the Hub, with the gaps between neighbours."""
-        return total_bytes(joined(self.plan.source, self.entries))
+        return total_bytes(reading.joined(self.plan.source, self.entries))
 
     @property
     def num_bytes_on_disk(self) -> int:
@@ -90,10 +92,6 @@ class MTPBlock:
             CheckpointError: the block was never trained, a file ends early, or the release changed
                 meanwhile.
         """
-        # They import torch, which `fix` does not need.
-        from ..quantize.write.writer import write_shards
-        from ..validate.check.values import check_values
-
         plan = self.plan
         release = plan.source
         if release.folder is None:
@@ -224,11 +222,11 @@ def _fetched(block: MTPBlock, folder: Path, progress: Advance) -> Source:
         with suppress(ValueError):  # a line that a kill cut in two is none
             done.add((*json.loads(line),))
     left = list[tuple[str, int, int]]()
-    for stretch in joined(source, block.entries):
+    for stretch in reading.joined(source, block.entries):
         first = stretch.entries[0]
         end = first.start + stretch.num_bytes
-        size = -(-stretch.num_bytes // max(1, stretch.num_requests))
-        for start in range(first.start, end, size or 1):
+        size = reading.PIECE_BYTES
+        for start in range(first.start, end, size):
             piece = first.file, start, min(size, end - start)
             if piece in done:
                 progress(piece[2])

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoints.source import Source, uncollected
 from ..recipes.errors import RecipeError
@@ -19,9 +20,11 @@ from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
 from . import fixes, fixes_lists
-from .block import MTPBlock, put_block, refuse_unbuilt
 from .proposal import Faulty, Proposal
 from .rewritten import Rewritten, rewrite
+
+if TYPE_CHECKING:
+    from .block import MTPBlock
 
 Fix = Callable[[Faulty], None]
 _MAX_ROUNDS = 6
@@ -68,7 +71,7 @@ class Outcome:
     before: Checked
     after: Checked
     proposal: Proposal
-    block: MTPBlock | None = None
+    block: "MTPBlock | None" = None
 
     @property
     def changes(self) -> bool:
@@ -107,6 +110,8 @@ def proposed(
     if release is None:
         after, proposal = settled(before, proposal, progress)
         return Outcome(before, after, proposal)
+    from .block import put_block, refuse_unbuilt  # imports torch, which a release is read with
+
     block = put_block(proposal, before, release, mtp)
     after, proposal = settled(proposal.examined(), proposal, progress)
     refuse_unbuilt(after)

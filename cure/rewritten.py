@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import __version__
 from ..checkpoints.companions import inside
@@ -48,8 +48,10 @@ from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..recipes.schemes import DTYPE_BITS
 from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
-from .block import MTPBlock
 from .proposal import Proposal
+
+if TYPE_CHECKING:
+    from .block import MTPBlock
 
 _CHANGED = "Run the same command again: it reads the checkpoint anew"
 _PART = 64 << 20
@@ -85,7 +87,7 @@ def rewrite(
     proposal: Proposal,
     out: Path,
     *,
-    block: MTPBlock | None = None,
+    block: "MTPBlock | None" = None,
     bar: Callable[[str], Bar] = lambda label: unwatched,
 ) -> Rewritten:
     """Write the new folder; a killed run is continued by the same call, with the same bytes.

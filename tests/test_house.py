@@ -84,7 +84,7 @@ def run(
 def test_planning_and_checking_import_no_torch():
     """The base install has no model stack: ls, plan and check must run without one."""
     code = (
-        "import importlib, pkgutil, sys, keepmtp.cli, keepmtp.pipeline\n"
+        "import importlib, pkgutil, sys, keepmtp.cli, keepmtp.cure.fix, keepmtp.pipeline\n"
         "for module in pkgutil.iter_modules(keepmtp.cli.__path__):\n"
         "    importlib.import_module(f'keepmtp.cli.{module.name}')\n"
         "for name in ('dryload.check_on', 'report.card', 'measure.serve_check', 'publish.upload'):\n"

@@ -132,7 +132,7 @@ def test_a_good_block_is_replaced_too(whole, tmp_path):
 @pytest.fixture
 def hub(hub_at, lost, tmp_path, monkeypatch) -> Hub:
     monkeypatch.setattr("keepmtp.checkpoints.hub._FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(reading, "_PIECE_BYTES", 300_000)
+    monkeypatch.setattr(reading, "PIECE_BYTES", 300_000)
     monkeypatch.setattr(reading, "GAP_BYTES", 1_000)
     with serving(tmp_path / "hub") as hub:
         hub.mirror("org/release", GLM)

@@ -41,7 +41,8 @@ the backbone's packed weights; every byte."""
 _NOT_SCALES = {"weight_shape", "weight_zero_point", "weight_g_idx"}
 # The last is what GPTQ, AWQ and AutoRound call theirs.
 _SCALES = ({*SCALE_LEAVES} - _NOT_SCALES) | {*KV_SCALE_LEAVES, "scales"}
-_PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 32 * 2**20
+"""What is asked for at once, or read into memory."""
 _GAP_OF_A_DISK = 256 * 2**10
 # Bytes looked at at a time: what fits a core's cache.
 _CHUNK_BYTES = 1024 * 1024
@@ -175,7 +176,7 @@ def joined(source: Source, entries: Iterable[Entry]) -> list[Stretch]:
             first = stretches[-1].entries[0]
         is_far = entry.file != first.file or entry.start - end > gap
         end = entry.start + entry.num_bytes
-        if is_far or not stretches or end - first.start > _PIECE_BYTES:
+        if is_far or not stretches or end - first.start > PIECE_BYTES:
             stretches.append(Stretch([]))
         stretches[-1].entries.append(entry)
     return stretches
@@ -187,7 +188,7 @@ class _Room(threading.local):
     """
 
     def __init__(self) -> None:
-        self.raw = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+        self.raw = torch.empty(PIECE_BYTES, dtype=torch.uint8)
 
     def filled(self, source: Source, first: Entry, offset: int, length: int) -> Tensor:
         """Bytes from a tensor's `offset` on, until the next call."""
@@ -203,8 +204,8 @@ def _read(
     size = stretch.num_bytes
     if not others:
         pieces = (
-            room.filled(source, first, offset, min(_PIECE_BYTES, size - offset))
-            for offset in range(0, size, _PIECE_BYTES)
+            room.filled(source, first, offset, min(PIECE_BYTES, size - offset))
+            for offset in range(0, size, PIECE_BYTES)
             if not stop.is_set()
         )
         return {first.name: summary(pieces, first.dtype, is_scale=is_scale(first.name))}
