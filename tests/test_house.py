@@ -65,8 +65,8 @@ TWINS = 6
 
 # What must not grow. Whoever lowers a figure writes the new one; a capability states its price.
 SIZES = {
-    "tokens of the package": 334_100,
-    "tokens of the tests": 383_100,
+    "tokens of the package": 331_100,
+    "tokens of the tests": 380_300,
     "dense forms in 1,000 tokens": 5.0,
     "functions over 100 lines": 0,
     "functions with over 8 parameters": 0,
