@@ -73,14 +73,13 @@ def refuse_place(source: Source, out: Path) -> None:
 
 
 @contextmanager
-def claimed(source: Source, out: Path, stamp: str, *, anew: bool = False) -> Iterator[Path]:
+def claimed(source: Source, out: Path, stamp: str) -> Iterator[Path]:
     """The partial folder, stamped and held against other runs for as long as the context lasts.
 
     Args:
         source: what the output is made from.
         out: the output.
         stamp: what is made; the same run has the same.
-        anew: what a run with another stamp has left is removed, not refused.
 
     Raises:
         RecipeError: another run holds it, or see `refuse_place` and `refuse_another`.
@@ -91,9 +90,6 @@ def claimed(source: Source, out: Path, stamp: str, *, anew: bool = False) -> Ite
     with held(partial, _ONE_RUN):
         try:
             refuse_place(source, out)  # another run may have finished since this one looked
-            if anew and stamp_of(partial) not in ("", stamp):
-                for path in partial.iterdir():
-                    remove(path)
             refuse_another(partial, stamp, is_ours=True)
         except RecipeError:
             with suppress(OSError):  # it may hold another run's work

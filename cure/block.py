@@ -112,7 +112,8 @@ class MTPBlock:
                 )
         with bar("packing")(plan.num_bytes_before) as progress:
             write_shards(plan, folder, threads=os.cpu_count() or 1, progress=progress)
-        refuse_changed_files(release, release.states, cure="Run the same command again")
+        changed = f"Remove {folder}, and run the same command again"
+        refuse_changed_files(release, release.states, cure=changed)
 
 
 def put_block(

@@ -24,6 +24,7 @@ from ..checkpoints.files import (
     making,
     naming_file,
     note_on_links,
+    partial_path,
     refuse_name,
     refuse_small_disk,
     sync,
@@ -53,7 +54,6 @@ from .proposal import Proposal
 if TYPE_CHECKING:
     from .block import MTPBlock
 
-_CHANGED = "Run the same command again: it reads the checkpoint anew"
 _PART = 64 << 20
 GPUS: tuple[GPU, ...] = ("sm100",)
 """Where nobody names one: the GPU whose kernels take every scheme."""
@@ -134,8 +134,9 @@ def rewrite(
     refuse_small_disk(
         out, num_bytes, cure="Choose an OUT on the checkpoint's own disk, or make room"
     )
-    with claimed(source, out, stamp, anew=True) as partial, naming_file(partial):
-        states = refuse_changed_files(source, source.states, cure=_CHANGED)
+    changed = f"Remove {partial_path(out)}, and run the same command again"
+    with claimed(source, out, stamp) as partial, naming_file(partial):
+        states = refuse_changed_files(source, source.states, cure=changed)
         # New shards first, while the folder has no links; a file that is changed is made anew under
         # OUT.partial, and never opened where it was.
         if block is not None:
@@ -146,18 +147,18 @@ def rewrite(
         for name, data in small.items():
             with making(within(partial, name)) as path:
                 path.write_bytes(data)
-        states = refuse_changed_files(source, states, cure=_CHANGED)
+        states = refuse_changed_files(source, states, cure=changed)
         if source.folder is not None:
             for name in kept:
                 link_within(partial, name, source.folder / name)
         # The old folder is compared again, before its files are links and after.
-        states = refuse_changed_files(source, states, cure=_CHANGED)
+        states = refuse_changed_files(source, states, cure=changed)
         refuse_strays(partial, {*new, *kept})
         for root, _, _ in os.walk(partial):
             sync(Path(root))
         # Its time says when.
         write_whole(partial / STAMP, stamp)
-        refuse_changed_files(source, states, cure=_CHANGED)
+        refuse_changed_files(source, states, cure=changed)
         complete(out)
     tidy(out, keeps_stamp=True)
     return made

@@ -159,6 +159,18 @@ def test_a_killed_process_leaves_nothing_that_stops_the_next(old, tmp_path, monk
     assert digests(out) == digests(tmp_path / "whole") and not partial_path(out).exists()
 
 
+def test_what_another_run_has_begun_stays(old, tmp_path):
+    """It may be hours of a GPU."""
+    begun = partial_path(tmp_path / "out")
+    (begun / WORK).mkdir(parents=True)
+    (begun / WORK / "plan.sha256").write_text("of another run")
+    (begun / "model-00001-of-00009.safetensors").write_bytes(b"its work")
+    before = digests(begun)
+    with pytest.raises(RecipeError, match="an unfinished output can only be resumed"):
+        made(changed(old), tmp_path / "out")
+    assert digests(begun) == before
+
+
 @pytest.mark.parametrize("is_dated_back", [False, True])
 def test_a_kept_file_that_is_written_to_is_found(old, tmp_path, monkeypatch, is_dated_back):
     """Until the new folder gets its name; one that is dated back, but for while it is linked."""
