@@ -21,8 +21,8 @@ ROW = re.compile(r"^\| (.+?) \| (\[?)([\w.]+)(?:\]\(([\w.]+)\))? \| `(.+?)` \|",
 def test_the_table_names_every_cure_and_its_versions():
     defects = tomllib.loads((ROOT / "validate/dryload/failures.toml").read_text())["defects"]
     wanted = [
-        (each["name"], each["cure_in_vllm"], each.get("versions", "all"))
-        for each in defects
+        (name, each["cure_in_vllm"], each.get("versions", "all"))
+        for name, each in defects.items()
         if "cure_in_vllm" in each
     ]
     rows = ROW.findall(PAGE)

@@ -127,7 +127,7 @@ def found(name: str) -> Cure:
 
 def defects() -> list[dict[str, Any]]:
     """The rows of the table that have a cure here."""
-    rows = tomllib.loads(_DEFECTS.read_text())["defects"]
+    rows = tomllib.loads(_DEFECTS.read_text())["defects"].values()
     return [row for row in rows if "cure_in_vllm" in row]
 
 
@@ -214,10 +214,8 @@ def _apply(module: Any, cures: dict[str, Cure]) -> None:
             continue
         try:
             cure.apply(module)
-        except (
-            AttributeError,
-            ImportError,
-        ) as error:  # another fork: the function alone is the same
+        # Another fork: the function alone is the same.
+        except (AttributeError, ImportError) as error:
             _say(name, f"{module.__name__} is not the source that it was written for: {error}")
         else:
             _say(name, "")
@@ -251,4 +249,3 @@ def _say(name: str, why_not: str) -> None:
     if why_not:
         outcome = f"did nothing: {why_not}"
     sys.stderr.write(f"keepmtp's cure {name} {outcome}\n")
-    sys.stderr.flush()
