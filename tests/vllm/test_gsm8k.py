@@ -197,7 +197,7 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
     status, verbs, said = run_all(keepmtp, made)
     assert (status, verbs) == (0, ["quantize", "check", "eval", "card"]), said
-    assert {path: path.stat().st_mtime_ns for path in logs} == logs and len(logs) == 3
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs and len(logs) == 4
     evaluation = verify(made.with_name("glm.report")).evaluation
     assert evaluation is not None and evaluation.model_dump(mode="json") == found["evaluation"]
     card = (made.with_name("glm.card") / "README.md").read_text()

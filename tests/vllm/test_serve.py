@@ -68,7 +68,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     out = tmp_path / "out"
     keepmtp = str(installed("evaluate") / "keepmtp")
     mark = uuid4().hex
-    words = f"{keepmtp} eval {fp8} --only acceptance --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
+    words = f"{keepmtp} eval {fp8} --only acceptance -k 1 --prompts {prompts} --max-tokens {MAX_TOKENS} --json --out {out} --timeout 400 -- --max-num-batched-tokens 2048".split()
     words += UNIPROC
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **{MARK: mark})
     done = captured(words, cwd=ROOT, env=environment, status=3)
