@@ -26,8 +26,9 @@ FULL = "dsv4-flash.nvfp4-fp8"
 LAYERS = (11, 22, 43)  # a quarter, half and all of DeepSeek-V4-Flash
 TINY = ("glm-4.7", "deepseek-r1", "qwen3-next-80b", "dsv4-flash", "glm-4.7-flash", "qwen3.5-397b")
 SMALL_LAYERS = (4,)  # the first three layers choose their experts otherwise
-# 17 s and 672 MiB were measured; 6.6 s for a tiny one, and 0.3 s for each further one.
-MOST_SECONDS, MOST_MIB = 35, 1000 * 1000 / 1024
+# 17 to 36 s and 669 to 672 MiB were measured on machines of two cores; 6.6 to 8.2 s for a tiny one, and
+# 0.3 s for each further one.
+MOST_SECONDS, MOST_MIB = 45, 1000 * 1000 / 1024
 MOST_FIRST, MOST_FURTHER = 20, 2
 MOST_BEND = 1.25
 
