@@ -130,7 +130,7 @@ class Decisions:
                 self._group(place),
                 f"`source` needs a form that {self.recipe.format} can say",
                 got=f"{weight.form} in {name}",
-                cure="Use bf16 or a scheme",
+                cure=f"Set {place.role}: bf16 or a scheme; or `keepmtp fix` a config that lost it",
             )
         return _planned(weight, place, "dequantize", reason, (Output(name, "BF16", weight.shape),))
 
