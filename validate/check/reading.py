@@ -231,8 +231,8 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
     bits = _BITS.get(dtype, _BYTES)
     if dtype == "U8" and is_scale:
         bits = _BITS["F8_E8M0"]
-    lowest = list[int]()
-    highest = list[int]()
+    lowest = math.inf
+    highest = -math.inf
     largest = -1
     count = 0
     num_bad = 0
@@ -241,12 +241,12 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
         elements = piece.view(bits.holder)
         for chunk in elements.split(_CHUNK_BYTES // elements.element_size()):
             # Of codes no more is asked than whether all are zero, or the same.
-            if bits.values is None and largest > 0 and min(lowest) < max(highest):
+            if bits.values is None and largest > 0 and lowest < highest:
                 count += chunk.numel()
                 continue
             low, high = torch.aminmax(chunk)
-            lowest.append(int(low))
-            highest.append(int(high))
+            lowest = min(lowest, int(low))
+            highest = max(highest, int(high))
             magnitude = chunk & bits.magnitude
             top = int(magnitude.max())
             if bits.not_finite and top >= bits.not_finite:
@@ -265,9 +265,9 @@ def summary(pieces: Iterable[Tensor], dtype: str, *, is_scale: bool) -> Summary:
         largest=value,
         num_not_finite=num_bad,
         first_not_finite=first_bad,
-        has_negative=bits.values is not None and min(lowest, default=0) < 0,
+        has_negative=bits.values is not None and lowest < 0,
         is_zero=bits.has_zero and largest == 0 and not num_bad,
-        is_constant=count > 1 and min(lowest) == max(highest),
+        is_constant=count > 1 and lowest == highest,
     )
 
 
