@@ -44,7 +44,6 @@ from .options import ServeOptions, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, downloaded
 from .tables import tell
 
-_STATION_OF: Mapping[str, Any] = {"evaluation": "eval"}
 _CURE = "Name it with --source, or compare nothing with --source none"
 
 
@@ -182,8 +181,12 @@ class Session:
             checkpoint = replace(checkpoint, target=served_with)
             target = served_with.as_target
         if self.is_recorded:
-            stations = [station_of(part) for part in but]
-            reports.refuse_stale(self.out, checkpoint.identity, but=stations, target=target)
+            reports.refuse_stale(
+                self.out,
+                checkpoint.identity,
+                but=[reports.STATION_OF[part] for part in but],
+                target=target,
+            )
         if self.original is None:
             return checkpoint, None
         source = self.model("source", self.original)
@@ -227,8 +230,8 @@ class Session:
         """
         vllm = self.setup.vllm.version
         for part, fact in facts.items():
-            identity = checkpoint.identity
-            write_result(self.out, station_of(part), fact, checkpoint=identity, vllm=vllm)
+            station = reports.STATION_OF[part]
+            write_result(self.out, station, fact, checkpoint=checkpoint.identity, vllm=vllm)
         target = checkpoint.target and checkpoint.target.as_target
         compared = source and source.source
         # Next to the checkpoint's other results, or a folder of its own: then the report has a
@@ -251,11 +254,6 @@ class Session:
             **cast(Any, found),
         )
         return judgement
-
-
-def station_of(part: str) -> Any:
-    """The `Station` whose file holds a part of report.json."""
-    return _STATION_OF.get(part, part)
 
 
 def save(

@@ -1,7 +1,6 @@
-"""What counts of a measurement: whose draft counters are judged and shown, and whether a speed is
-the checkpoint's.
+"""What counts of a measurement of drafting: whose draft counters are judged and shown.
 
-In: draft counters of servers, a speed matrix. Out: a `Drafted` for each station that has some.
+In: draft counters of servers. Out: a `Drafted` for each station that has some.
 
 Easy to get wrong: two stations measured two things. The one that also asked the source comes first.
 """

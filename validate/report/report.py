@@ -55,7 +55,15 @@ from .gates import decided_in, judge
 from .settle import of_pair
 
 JSON_FILE = "report.json"
-_PARTS: Mapping[str, str] = {"eval": "evaluation"}
+STATION_OF: Mapping[str, Station] = {
+    "check": "check",
+    "serve": "serve",
+    "evaluation": "eval",
+    "bench": "bench",
+    "closeness": "closeness",
+}
+"""Whose file holds a part of report.json."""
+_PARTS = {station: part for part, station in STATION_OF.items()}
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
@@ -152,7 +160,7 @@ def from_results(folder: Path) -> FullReport:
             # Without a dry load the first server says which vLLM it was.
             if not measured and not check.data.dry:
                 vllm = result.vllm
-            measured[_PARTS.get(station, station)] = result.data
+            measured[_PARTS[station]] = result.data
     # A file of answers, or of compared windows, must be the one that was counted.
     counted: list[tuple[Station, Any]] = []
     if "eval" in results:
