@@ -12,7 +12,7 @@ from commands import GLM
 from good_checkpoints import GOOD
 from keepmtp.checkpoints.dialects.runtime_view import RuntimeView
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cure.convert import convert, plan_conversion
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.validate.check.against import matrices, relative_error
 from keepmtp.validate.facts.comparison import group_of
 from keepmtp.validate.measure.rows import read_rows, sampled_errors
@@ -135,7 +135,7 @@ def test_a_group_with_a_value_that_is_no_number_is_not_measured(made, tmp_path):
 def test_both_dialects_have_the_same_error(made, tmp_path):
     ours = made("NVFP4A16")
     theirs = tmp_path / "modelopt"
-    convert(plan_conversion(str(ours), "modelopt"), theirs)
+    quantize(*plan_for(str(ours), changes=["format=modelopt"]), out=theirs)
     errors, _ = sampled_errors(opened(ours), opened(GLM), 256)
     others, _ = sampled_errors(opened(theirs), opened(GLM), 256)
     assert errors.keys() == others.keys()
