@@ -117,8 +117,9 @@ def check(
     which names that class asks the quantization config, and what it builds for each answer. With
     both, a checkpoint must please both.
 
-    Exit status 1 if any checkpoint has an error, on any of the versions, 2 if there is nothing to
-    judge at one of the places, or a version does not start. The others are judged all the same.
+    Exit status 1 if any checkpoint has an error, on any of the versions, but for vLLM's own that
+    `keepmtp serve` and `keepmtp eval` cure, which are named; 2 if there is nothing to judge at one
+    of the places, or a version does not start. The others are judged all the same.
 
     With --values, bytes are read too: values that are infinite, zero or negative where none may be,
     scales of fused modules that disagree, matrices and norms that are empty. LEVEL is `scales`:

@@ -170,6 +170,9 @@ def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
         # The rule of a model that has no MTP block: the rest of it was judged.
         if any(finding.rule == "family" for finding in data.findings):
             verdict = ("check passed in part", "green")
+    cures = dry_load.with_cures(data.dry).removeprefix(",")
+    if cures and data.ok:
+        words += f"; a plain vLLM fails: it loads{cures}, which serve and eval switch on"
     if tuple(servers) != ("vllm",):
         names = [SERVERS[server].format(data.judged_by) for server in servers]
         words += f"; judged for {', '.join(names)}"

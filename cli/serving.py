@@ -135,8 +135,7 @@ def refuse_unloadable(
             progress=doing,
         )
     # What a cure mends is no reason to refuse.
-    loads = loaded.data.dry
-    if not (has_cures and loads and all(load.ok or load.cures for load in loads)):
+    if not (has_cures and loaded.data.ok):
         refuse_errors(path, loaded, draft=draft)
 
 

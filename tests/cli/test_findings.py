@@ -8,9 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
+from checkpoint_files import write
 from commands import ROOT, assert_shows, keepmtp
 from data_files import cases, printed
+from good import outputs_of, plan_of_recipe
 from keepmtp.cli.findings import parts, pasted, with_path
+from keepmtp.cli.findings import show as findings_of
 from keepmtp.cli.tables import show, table
 from keepmtp.validate.check.check import Checked, examine
 from keepmtp.validate.dryload.check_on import _once, with_loads
@@ -224,6 +227,29 @@ def test_what_some_versions_leave_unread_is_their_defect(tmp_path):
     defect, other = with_loads(examine(folder), accounts).data.findings
     assert (defect.rule, defect.where, other.rule) == ("vllm-defect", name, "dry-load")
     assert defect.cure == "Install transformers<5.18 beside it; vLLM 0.32.0 does not have it"
+
+
+def test_what_keepmtp_cures_in_vllm_is_no_error(tmp_path, capsys):
+    """`serve` and `eval` switch these cures on; one more finding, and it fails."""
+    folder = write(tmp_path / "step", outputs_of(plan_of_recipe("step-3.5-flash")))
+    words = "must not falsely use random initialization"
+    stage = {"stage": "load", "role": "draft", "type": "ValueError", "words": words}
+    failed = by("0.33.0", ok=False, failure=LoadFailure(**stage))
+    cured = LoadAccount(path=str(folder), load=failed).with_cures(("step.draft_scales",))
+
+    static = examine(folder)
+
+    def ends(*accounts: LoadAccount, also: tuple[Finding, ...] = ()) -> tuple[int, str]:
+        checked = with_loads(static.with_findings(*static.data.findings, *also), accounts)
+        status = findings_of(checked, ("vllm",), as_json=False)
+        return status, " ".join(capsys.readouterr().out.split())
+
+    status, said = ends(cured)
+    assert status == 0 and "error: " in said and "check passed" in said
+    assert "a plain vLLM fails: it loads with keepmtp's cure step.draft_scales, which" in said
+    assert ends(cured, cured.with_cures(()))[0] == 1, "on one GPU no cure helps"
+    status, said = ends(cured, also=(ERROR,))
+    assert status == 1 and "check failed" in said and "a plain vLLM" not in said
 
 
 def test_a_version_without_a_draft_says_that_before_what_breaks_first(tmp_path):
