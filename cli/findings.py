@@ -4,14 +4,12 @@ dry loads.
     error: mtp.layers.0.mlp.down_proj.weight and 6 more
       stored as plain BF16, but vLLM builds mtp.layers.0.mlp.down_proj as fp8_channel: ...
       cure: Add 're:^mtp[.]layers[.]0[.]' to ignore: vLLM's name, not the one on disk
-            "re:^mtp[.]layers[.]0[.]"
 
 In: a `CheckData`. Out: lines on a console. Nothing is decided here.
 
 Easy to get wrong: people copy the cure, so only what will happen is wrapped.
 """
 
-import json
 import re
 import shlex
 import textwrap
@@ -30,8 +28,8 @@ from ..recipes.runtimes import Runtime
 from ..validate.check.built import BuiltGroup, groups_of
 from ..validate.check.check import SERVERS, Checked
 from ..validate.facts import dry_load
-from ..validate.facts.dry_load import DryLoad, LoadAccount, LoadedModel, cured_in, serving
-from ..validate.facts.findings import CheckpointFacts, CuredBy, Finding, commands
+from ..validate.facts.dry_load import LoadAccount, cured_in, serving
+from ..validate.facts.findings import CuredBy, Finding, commands
 from ..validate.facts.results import CheckData
 from . import exits
 from .tables import answer, by_reason, table
@@ -50,9 +48,6 @@ _LEFT: Mapping[CuredBy, str] = {
     "server": "for another server, or by other words for it",
     "none": "by hand",
 }
-# What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
-_QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
-
 # A rule knows no path: its commands say PATH where this checkpoint is meant.
 _PLACE = re.compile(r"(`(?:keepmtp|KEEPMTP_CURES=\S+ vllm) [^`]*)\bPATH\b")
 
@@ -85,19 +80,14 @@ def parts(
 
 
 def _block(console: Console, finding: Finding, path: str) -> Iterator[str | Text]:
-    """One finding: where, what will happen, the cure, and what of the cure is pasted."""
+    """One finding: where, what will happen, and the cure."""
     severity = (f"{finding.severity}: ", _COLOURS[finding.severity])
     more = ""
     if finding.count > 1:
         more = f" and {finding.count - 1:,} more"
     yield Text.assemble(severity, (shortened(finding.where, _LONGEST), "bold"), more)
     yield from wrapped(console, shortened(finding.says, _LONGEST), "  ")
-    # People copy the cure: its line is never wrapped. What it quotes, commands in backticks, vLLM's
-    # patterns and JSON, comes again on lines of their own, as config.json has it.
-    cure = with_path(finding.cure, path)
-    yield Text.assemble(("  cure: ", "green"), printable(cure))
-    for quoted in pasted(cure):
-        yield f"        {quoted}"
+    yield Text.assemble(("  cure: ", "green"), printable(with_path(finding.cure, path)))
     yield ""
 
 
@@ -105,17 +95,6 @@ def with_path(words: str, path: str) -> str:
     """Words whose commands name a checkpoint in the place of PATH."""
     # A function, since a path may hold a backslash, which means something else in a template.
     return _PLACE.sub(lambda command: command[1] + shlex.quote(path), words)
-
-
-def pasted(cure: str) -> list[str]:
-    """What a cure quotes, each as it is pasted: a command as it is, a pattern as a JSON string."""
-    lines = []
-    for quoted in _QUOTED.finditer(cure):
-        if quoted["pattern"]:
-            lines.append(json.dumps(quoted["pattern"]))
-        else:
-            lines.append(quoted["command"] or quoted["json"])
-    return lines
 
 
 def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
@@ -187,52 +166,13 @@ def _verdict(data: CheckData, servers: Sequence[Runtime]) -> Text:
 
 
 def _dry_loads(data: CheckData) -> Iterator[RenderableType]:
-    """What one vLLM did on each GPU; of several a row each."""
-    by_version = dry_load.by_version(data.dry)
-    whose = f"{dry_load.listed(by_version)}'s own classes and loaders on meta tensors"
-    yield Text(f"dry load: vLLM {whose}", style="italic")
-    if len(by_version) == 1:
-        for load in data.dry:
-            yield from _dry_load(load, data.facts)
-    else:
-        yield table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(data.dry))
-        yield f"vLLM {dry_load.versions_in_short(data.dry)}"
+    """What each vLLM did on each GPU."""
+    yield Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
+    yield table("", dry_load.VERSION_COLUMNS, dry_load.version_rows(data.dry))
+    short = dry_load.versions_in_short(data.dry)
+    if short:
+        yield f"vLLM {short}"
     yield ""
-
-
-def _dry_load(load: DryLoad, facts: CheckpointFacts) -> Iterator[str | Text]:
-    option = f", with --attention-backend {load.attention}" if load.attention else ""
-    yield f"  {load.gpu} at TP {load.tp}{option}"
-    idle = facts.idle_mtp_layers(load.k)
-    if idle:
-        layers = counted(idle, "MTP layer")
-        yield f"    not built at k={load.k}: {layers}; vLLM leaves their tensors alone"
-    models = {"target": load.target}
-    if load.k:
-        models["draft"] = load.draft
-    for role, model in models.items():
-        filled = (f"{model.num_written:,} of {model.num_params:,} filled", "")
-        if load.failure is not None and (not model.cls or load.failure.role == role):
-            filled = ("stopped", "red")
-        more = ""
-        if model.shared:
-            more = f"; shared with the target: {', '.join(model.shared)}"
-        kernels = _kernels(model)
-        if kernels:
-            more += f"; kernels: {kernels}"
-        head = f"    {role:<6}  {printable(model.cls or '-')}: "
-        yield Text.assemble(head, filled, printable(more))
-
-
-def _kernels(model: LoadedModel) -> str:
-    """Each kernel once, with the number of its layers, and a mark where it is not sure."""
-    counts = Counter[str]()
-    for kernel in model.kernels:
-        if kernel.kernel:
-            outcome = kernel.outcome.partition(" ")[0].rstrip(":")
-            mark = {"ok": "", "not": "?", "refused": " refused"}[outcome]
-            counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def check_json(data: CheckData, accounts: Sequence[LoadAccount] = ()) -> Json:

@@ -3,7 +3,6 @@ made the names.
 """
 
 import io
-import json
 import re
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from checkpoint_files import write
 from commands import ROOT, assert_shows, keepmtp
 from data_files import cases, printed
 from good import outputs_of, plan_of_recipe
-from keepmtp.cli.findings import parts, pasted, with_path
+from keepmtp.cli.findings import parts, with_path
 from keepmtp.cli.findings import show as findings_of
 from keepmtp.cli.tables import show, table
 from keepmtp.validate.check.check import Checked, examine
@@ -88,13 +87,13 @@ def plain(text: str) -> str:
 @cases
 def test_a_cure_is_never_broken(width):
     """What will happen is broken between words, at 120 columns at most, and in a pipe not at all."""
-    data = found(ERROR, WARNING, dry=(LOAD,)).model_copy(update={"facts": FOLLOWS_K})
+    data = found(ERROR, WARNING)
     text = plain(shown(data, width))
     if width == 40:
         printed("check.txt", text)
     stored = (ROOT / "tests" / "printed" / "check.txt").read_text()
     assert text.split() == stored.split(), "but for line ends the same"
-    assert f"\n  cure: {CURE}\n" in text and f"\n        {COMMAND}\n" in text
+    assert f"\n  cure: {CURE}\n" in text
     first = text.splitlines()[1]
     if width is None:
         assert first == f"  {SAYS.strip()}"
@@ -185,13 +184,15 @@ def test_several_versions_are_a_table():
     tried = (by("0.33.0"), by("0.31.0", 4, **defect), by("0.9.2", **silent), by("0.31.0"))
     assert_shows(
         plain(shown(found(dry=tried), 200)),
-        "dry load: vLLM 0.9.2, 0.31.0 and 0.33.0's own classes and loaders on meta tensors",
+        "dry load: vLLM's own classes and loaders on meta tensors",
         "0.9.2 sm100 1 yes no lm_head.weight: is filled by nothing",
         "Cured in 0.31.0",
         "0.31.0 sm100 4 yes no openPangu's draft: vllm #48848 Loads with cures "
         "(layers.openpangu_layer) 0.31.0 sm100 1 yes yes 0.33.0 sm100 1 yes yes",
         "vLLM 0.33.0 is the oldest that loads and drafts it, of 0.9.2, 0.31.0 and 0.33.0",
     )
+    alone = plain(shown(found(dry=(LOAD,)), 200))
+    assert_shows(alone, "0.32.0 sm100 1 yes yes check passed out/x: no findings")
     assert serving(tried) == ["0.33.0"] and [each.vllm for each in newest(tried)] == ["0.33.0"]
     gap = (by("0.29.0"), by("0.30.0", **failed), by("0.31.0"))
     words = "0.29.0 is the oldest that loads and drafts it, of 0.29.0, 0.30.0 and 0.31.0"
@@ -263,13 +264,6 @@ def test_a_version_without_a_draft_says_that_before_what_breaks_first(tmp_path):
     (told,) = [finding for finding in found if finding.origin == "dry"]
     assert "vLLM 0.33.0 has no draft for 'longcat_flash_ngram'; it stops while" in told.says
     assert told.rule == "family" and told.cure.endswith("versions: 0.31.0")
-
-
-def test_what_can_be_pasted():
-    assert pasted("Run `keepmtp doctor`; see `config.json`") == ["keepmtp doctor"]
-    wanted = '{"num_bits": 8, "block": {"a": true}}'
-    assert json.loads(pasted(f"Set input_activations to {wanted}")[0])["block"] == {"a": True}
-    assert pasted("Write vLLM's name, or the release's") == []
 
 
 def test_one_cause_on_several_gpus_is_one_finding():

@@ -118,13 +118,6 @@ class CheckpointFacts(Fact):
         """
         return self._loader.builds_as_drafted
 
-    def idle_mtp_layers(self, num_drafts: int) -> int:
-        """MTP layers of the checkpoint that vLLM does not build to draft so many tokens a step."""
-        most = self._loader.most_layers(num_drafts)
-        if not most:
-            return 0  # it builds all of them
-        return max(0, self.num_mtp_layers - most)
-
     @property
     def _loader(self) -> Loader:
         """What vLLM's draft class does; nothing special where the family has no table."""
