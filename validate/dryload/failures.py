@@ -53,16 +53,19 @@ class Failure(Fact):
 
     Attributes:
         name: what it is called here.
-        words: regular expressions; the group `tensor`, if one has it, is a name in vLLM or on disk.
+        words: regular expressions.
         cure: what to do.
-        where: the entry of the config that it means; {named} is the name in the words, {count} the
-            key that counts the MTP layers.
+        where: the entry of the config that it means; "" for the tensor in question.
     """
 
     name: str
     words: tuple[str, ...] = ()
     cure: str
     where: str = ""
+
+    def is_in(self, text: str) -> bool:
+        """Whether a text has its words."""
+        return any(re.search(words, text) for words in self.words)
 
 
 class Defect(Failure):
@@ -132,12 +135,11 @@ def cures_in_vllm(family: str, dialect: str, version: str) -> tuple[str, ...]:
     return tuple(cures)
 
 
-def known_failure(text: str) -> tuple[Failure, str] | None:
-    """The failure of a checkpoint that a text tells of, and the name in it ("" for none)."""
+def known_failure(text: str) -> Failure | None:
+    """The failure of a checkpoint that a text tells of."""
     for failure in known().failures:
-        match = _match(failure, text)
-        if match:
-            return failure, match.groupdict().get("tensor") or ""
+        if failure.is_in(text):
+            return failure
     return None
 
 
@@ -145,7 +147,7 @@ def known_defect(failure: LoadFailure, *, family: str, dialect: str, version: st
     """vLLM's own defect that caused a failure of the dry load."""
     text = text_of(failure)
     for defect in known().defects:
-        if defect.concerns_this(family, dialect or "unknown", version) and _match(defect, text):
+        if defect.concerns_this(family, dialect or "unknown", version) and defect.is_in(text):
             says = defect.says.replace("vLLM", f"vLLM {version}", 1)
             return defect.model_copy(update={"says": says})
     return None
@@ -165,11 +167,3 @@ def silent_defect(silence: Silence, *, family: str, version: str) -> Defect | No
 def text_of(failure: LoadFailure) -> str:
     """The exception of a dry load, as the table's expressions want it."""
     return f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"
-
-
-def _match(row: Failure, text: str) -> re.Match[str] | None:
-    for words in row.words:
-        match = re.search(words, text)
-        if match:
-            return match
-    return None

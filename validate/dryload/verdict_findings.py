@@ -177,10 +177,8 @@ class _Case:
         cure = _FILES
         known = known_failure(text_of(failure))
         if known:
-            row, named = known
-            count = self.draft.view.mtp_count_key if self.draft else config
-            where = row.where.format(named=named, count=count)
-            cure = row.cure
+            where = known.where
+            cure = known.cure
         where = where or failure.tensor or self._named_in(failure) or config
         # Line numbers and the version differ between versions that have one fault.
         cause = f"{act} {failure.type} {words}"
@@ -246,7 +244,7 @@ class _Case:
             kind = use.layer
             cure = "Serve it on another GPU: its attention needs one"
         elif known:
-            cure = known[0].cure
+            cure = known.cure
         says = f"no kernel for {kind} in the {side.role} ({use.count}): {use.refused}"
         return _objection("no-kernel", side.entry_of(use.where) or use.where, says, cure)
 

@@ -43,7 +43,7 @@ def test_words_name_the_failure(name, _, line):
         assert found is not None and found.name == name
     else:
         found = known_failure(line)
-        assert found is not None and found[0].name == name
+        assert found is not None and found.name == name
 
 
 @pytest.mark.parametrize("row", SAID["silent"], ids=lambda row: row["name"])
