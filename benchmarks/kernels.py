@@ -2,8 +2,8 @@
 
     make docs PAGE=kernels
 
-In: the newest vLLM that keepmtp knows, fetched once. Out: recipes/runtimes/kernels.json, which plan
-and card read, and the table of docs/tables/kernels.md.
+In: the newest vLLM that keepmtp knows, fetched once. Out: docs/tables/kernels.json, and
+the table of docs/tables/kernels.md.
 
 Easy to get wrong: the GPUs are pretended. The log of a real server names its kernels, which `make
 gpu` compares with these.
@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from checkpoint_files import write
 from good import ours
 from keepmtp.recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
-from keepmtp.recipes.runtimes.vllm import FILE, NEWEST
+from keepmtp.recipes.runtimes.vllm import NEWEST
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.dry_load import GPUS, ROLES
 from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 
-DATA = FILE.with_name("kernels.json")
 PAGE = Path(__file__).parent.parent / "docs" / "tables" / "kernels.md"
+DATA = PAGE.with_suffix(".json")
 BEGIN, END = "<!-- table of make docs PAGE=kernels -->\n", "<!-- end of table -->\n"
 MODEL = "glm-4.7"  # it has linears and routed experts
 DENSE = "mimo-7b"  # for what modelopt has for linears alone

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..checkpoints.hub import dataset_commit
 from ..checkpoints.identity import listed
-from ..checkpoints.source import Source, donor_files, open_source
+from ..checkpoints.source import Source, donor_files
 from ..quantize.needs.kv_cache import kv_bytes
 from ..quantize.needs.needs import Machine, lines, machine_of, needs_of, time_of
 from ..quantize.plan.checkpoint_as_model import NoSchemeError
@@ -30,13 +30,11 @@ from ..recipes.errors import counted, printable, size_in_words
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.frozen import Json
 from ..recipes.model_file import find_path
-from ..recipes.runtimes.vllm import KERNELS, NEWEST, minor
+from ..recipes.runtimes.vllm import NEWEST, minor
 from ..recipes.schema import AUTO, candidates_for
 from ..recipes.schemes import SCHEMES
 from ..validate.facts.vllm_env import gpus_here
-from ..validate.measure.cures import switched_on
 from ..validate.measure.room import least_gpus
-from ..validate.measure.serve_line import method_words, separate_draft, serve_words
 from ..validate.report.provenance import gpus_of
 from . import tables
 from .tables import by_reason, in_words, table
@@ -111,9 +109,6 @@ def _parts(
         yield f"calibration: {in_words(settings)}"
         yield f"with it: {in_words(planned)}"
     yield ""
-    yield "quantization_config, in vLLM's runtime names"
-    yield from _entries(value["quantization_config"])
-    yield ""
     yield from _served_by(made)
     yield ""
     yield from lines(needs_of(made, machine))
@@ -157,42 +152,16 @@ def _on_gpus(room: Json, machine: str) -> Iterator[str]:
     yield f"  {cache}"
 
 
-def _entries(config: Json) -> Iterator[str]:
-    """Each entry of quantization_config on a line of its own, since a pattern is never broken."""
-    for group in config.get("config_groups", {}).values():
-        for target in group["targets"]:
-            yield f"  {group['format']}  {target}"
-    if "quant_algo" in config:
-        yield f"  modelopt  {config['quant_algo']}"
-        for name, layer in config.get("quantized_layers", {}).items():
-            yield f"  {layer['quant_algo']}  {name}"
-    ignored = config.get("ignore", [])
-    if "weight_block_size" in config:
-        yield "  fp8  every other module"
-        ignored = config["modules_to_not_convert"]
-    for entry in ignored:
-        yield f"  ignore  {entry}"
-
-
 def _served_by(made: Plan) -> Iterator[str]:
-    """The servers, and vLLM's kernel for each scheme on each GPU."""
+    """The servers, and the GPUs that compute each scheme."""
     line = config_of(made).line
     if made.is_draft_alone:
         line = "with its target"
     yield f"served by: vLLM {minor(NEWEST)}, {line}"
     yield f"  {tensor_parallel.in_words(made.view.text_config, made.cuts)}"
-    used = {(tensor.scheme, tensor.role == "experts") for tensor in made.tensors if tensor.scheme}
-    kernels = KERNELS["kernels"]
-    for scheme, is_routed in sorted(used):
-        layers = "linear modules"
-        if is_routed:
-            layers = "routed experts"
-        # The recipe's format may have kernels of its own for the scheme.
-        picked = kernels.get(f"{made.recipe.format} {scheme}", kernels[scheme])
-        for kernel, gpus in picked[layers].items():
-            yield f"  {scheme}, {layers}: {kernel} on {', '.join(gpus)}"
-    for scheme in sorted({scheme for scheme, _ in used if SCHEMES[scheme].inputs}):
-        yield f"  {scheme} runs on {SCHEMES[scheme].hardware}"
+    for scheme in sorted({tensor.scheme for tensor in made.tensors}):
+        if scheme and SCHEMES[scheme].inputs:
+            yield f"  {scheme} runs on {SCHEMES[scheme].hardware}"
     for gpu, backend in made.view.family.attention_backends.items():
         yield f"  on {gpu} with --attention-backend {backend}"
 
@@ -245,19 +214,11 @@ def next_steps(plan: Plan, folder: Path) -> Text:
         size = size_in_words(plan.num_bytes_written)
         upload = shlex.join(("hf", "upload", repo, str(folder), ".", "--create-pr"))
         return Text(f"{printable(str(folder))}: {size} for {repo}. Propose it:\n  {upload}")
-    words = method_words(plan.source)
-    served = str(folder)
-    target = plan.target
+    words = [str(folder)]
     if plan.is_draft_alone:
-        words = (*words, *separate_draft(served))
-        served = target.where if target else "TARGET"
-    else:
-        target = open_source(folder)
-    cures = ()
-    if target:
-        cures = switched_on(target, NEWEST)
-    line = serve_words(served, max(1, plan.view.usual_k), *words, cures=cures)
-    command = shlex.join(line)
+        target = plan.target.where if plan.target else "TARGET"
+        words = [target, "--draft", *words]
+    command = shlex.join(["keepmtp", "serve", *words])
     forms = {_stored(tensor) for tensor in plan.mtp if len(tensor.shape) >= 2}
     block = ", ".join(sorted(forms))
     size = size_in_words(plan.num_bytes_after)
@@ -372,27 +333,18 @@ def will_do_json(plan: Plan) -> Json | None:
 
 
 def commits_line(plan: Plan) -> str:
-    """The commits of model and dataset; "" where nothing is from the Hub.
+    """The commits of the datasets; "" where none is from the Hub.
 
     Raises:
-        RecipeError: the dataset is on the Hub, and this machine cannot read it.
+        RecipeError: a dataset is on the Hub, and this machine cannot read it.
     """
-    source = plan.source
-    other = source.mtp_source
+    commits = []
     calibration = plan.recipe.calibration
-    commits = [(source.where, source.revision)]
-    if other is not None:
-        commits.append((f"the MTP block of {other.where}", other.revision))
-    for group, donor in source.donors.items():
-        commits.append((f"{group} of {donor.where}", donor.revision))
     if calibration is not None and plan.needs_batches:
         for texts in calibration.mix:
             name = texts.dataset
             asked = texts.dataset_revision
             if asked != _LOCAL and find_path(name) is None and name.count("/") == 1:
                 commit = dataset_commit(name, asked, f"calibration.dataset {name}")
-                commits.append((f"dataset {name}", commit))
-    read = [f"{what} at commit {commit}" for what, commit in commits if commit != _LOCAL]
-    if not read:
-        return ""
-    return f"reads {', '.join(read)}"
+                commits.append(f"dataset {name} at commit {commit}")
+    return ", ".join(commits)

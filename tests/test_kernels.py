@@ -4,10 +4,12 @@ load.
 
 import kernels
 import pytest
+from data_files import json_of
 from keepmtp.recipes.errors import VLLMError
-from keepmtp.recipes.runtimes.vllm import KERNELS
 from keepmtp.validate.dryload.versions import had_vllms
 from keepmtp.validate.facts.vllm_env import find_vllm
+
+KERNELS = json_of(kernels.DATA)
 
 
 def test_the_page_has_the_kernels_of_every_scheme(tmp_path):

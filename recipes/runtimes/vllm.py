@@ -2,9 +2,8 @@
 
 In: a version, as vLLM says it. Out: what `benchmarks/ask_vllm.py` read in that version (vllm.json):
 the models that method=mtp drafts for, those that it refuses, its quantization methods, and the
-values that some options take; and the kernels that it picks by the dry load (kernels.json, by
-benchmarks/kernels.py). What only a reader of vLLM's code can know is written by hand, with the
-versions for which it holds (a PEP 440 specifier such as ">=0.33"; "" holds for all).
+values that some options take. What only a reader of vLLM's code can know is written by hand, with
+the versions for which it holds (a PEP 440 specifier such as ">=0.33"; "" holds for all).
 
 Easy to get wrong: a nightly build, 0.33.0rc1.dev9, comes before 0.33.0 and mostly is 0.33.0.
 """
@@ -54,12 +53,6 @@ _ASKED: Raw = json.loads(FILE.read_text(encoding="utf-8"))
 KNOWN = tuple(_ASKED)
 """The versions that were asked, the oldest first."""
 NEWEST = KNOWN[-1]
-
-KERNELS: Raw = json.loads(FILE.with_name("kernels.json").read_text(encoding="utf-8"))
-"""`vllm`, the version; `gpus`, on which it was asked; and `kernels`, which it picks
-for GLM-4.7's modules: scheme -> layers -> kernel -> GPUs. The key is `modelopt FP8` for a scheme in
-modelopt's names.
-"""
 
 
 @cache

@@ -36,8 +36,8 @@ def test_a_run_prints_and_records_the_commits_that_it_read(recipe, hub, tmp_path
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     done = keepmtp("quantize mine.yaml --out out", cwd=tmp_path, status=0)
     _, model, dataset = hub
-    says = f"reads org/model at commit {model}, dataset org/data at commit {dataset}\n"
-    assert says in done.stderr
+    assert f"dataset org/data at commit {dataset}\n" in done.stderr
+    assert f": org/model ({model}): " in done.stderr
     record = json_of(tmp_path / "out" / "keepmtp.json")
     assert record["source"]["revision"] == model
     assert record["calibration"]["data"]["dataset_revision"] == dataset

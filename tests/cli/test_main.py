@@ -28,8 +28,7 @@ def test_quantize_then_check(source, tmp_path):
     assert_shows(
         done.stdout, "check passed out: no findings out: 5.1 MiB, MTP block BF16. Serve it:"
     )
-    method = '{"method":"mtp","num_speculative_tokens":1}'
-    assert done.stdout.endswith(f"\n  vllm serve out --speculative-config '{method}'\n")
+    assert done.stdout.endswith("\n  keepmtp serve out\n")
     reports = ran(f"check out {source} --json", cwd=tmp_path).splitlines()
     made, released = map(json.loads, reports)
     assert made["ok"] and released["ok"] and made["findings"] == []

@@ -157,14 +157,19 @@ def test_the_address_is_in_the_commands(capsys):
 
 
 @pytest.mark.parametrize("model, is_cured", [("step-3.5-flash", True), ("glm-4.7", False)])
-def test_quantize_prints_a_line_that_works(model, is_cured, tmp_path):
+def test_quantize_prints_a_line_that_works(model, is_cured, tmp_path, capsys):
     """Plain vLLM has a defect with Step-3.5's block, and a cure for it must be switched on."""
     plan = plan_of_recipe(model)
     folder = write(tmp_path / "made", outputs_of(plan))
     line = next_steps(plan, folder).plain.splitlines()[-1]
-    cures = switched_on(open_source(folder), NEWEST)
+    assert line == f"  keepmtp serve {folder}"
+    opened = open_source(folder)
+    cures = switched_on(opened, NEWEST)
     assert bool(cures) == is_cured
-    assert line.startswith(f"  env KEEPMTP_CURES={','.join(cures)} vllm serve") == is_cured
+    best = BestK(k=1, why="as you say")
+    print_commands(opened, best, (), cures, host="::1", port="81", as_json=False)
+    _, line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"env KEEPMTP_CURES={','.join(cures)} vllm serve") == is_cured
 
 
 @pytest.mark.full

@@ -13,9 +13,8 @@ layers/linear.py, layers/vocab_parallel_embedding.py.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from ...checkpoints.dialects.runtime_view import RuntimeView, described
+from ...checkpoints.dialects.runtime_view import Member, RuntimeView, described
 from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
@@ -26,95 +25,74 @@ from .rules_mtp import is_shape_known, way_to_a_block
 _FFN_ROLES = ("dense_mlp", "shared_experts", "experts")
 
 
-class _Spot(NamedTuple):
-    """A tensor, and where in its layer it stands.
-
-    Attributes:
-        name: of the tensor.
-        at: its path below the layer, without numbers of experts.
-        layer: part and number; a tensor outside of layers has none.
-        holder: the part of the layer that it is in: attention, or feed-forward.
-    """
-
-    name: HFName
-    place: Place
-    shape: Shape
-
-    @property
-    def at(self) -> str:
-        return f"{self.place.row.path} {self.place.leaf}"
-
-    @property
-    def holder(self) -> str:
-        return self.place.row.path.partition(".")[0]
-
-
 def sides_are_those_of_config(runtime: RuntimeView) -> Objections:
     """Embeddings, heads, what joins embedding and hidden state, and what the table says so of, have
     the sides that config.json gives.
     """
-    for spot in _spots(runtime):
-        sides = runtime.view.sides(spot.place)
-        is_vector = len(spot.shape) == 1 and spot.shape != (1,)
-        if is_vector:
+    for member in _members(runtime):
+        place, weight = member
+        sides = runtime.view.sides(place)
+        if len(weight.shape) == 1 and weight.shape != (1,):
             sides = sides[:1]
-        if len(sides) != len(spot.shape) or spot.place.leaf not in ("", "bias", "weight"):
+        if len(sides) != len(weight.shape) or place.leaf not in ("", "bias", "weight"):
             continue
-        for (words, side), own in zip(sides, spot.shape, strict=True):
+        for (words, side), own in zip(sides, weight.shape, strict=True):
             if side not in (0, own):
-                yield _misshaped(runtime, spot, f"config.json says {words}={side}")
+                yield _misshaped(runtime, member, f"config.json says {words}={side}")
                 break
 
 
 def feed_forward_parts_fit(runtime: RuntimeView) -> Objections:
     """Gate and up have one shape, and down has it transposed."""
-    parts: dict[tuple[object, ...], list[_Spot]] = defaultdict(list)
-    for spot in _spots(runtime):
-        place = spot.place
-        if place.role in _FFN_ROLES and place.layer is not None and len(spot.shape) == 2:
-            parts[place.part, place.layer, spot.place.row.path.rpartition(".")[0]].append(spot)
-    for spots in parts.values():
-        rows = {spot.at: spot.place for spot in spots}
+    parts: dict[tuple[object, ...], list[Member]] = defaultdict(list)
+    for member in _members(runtime):
+        place, weight = member
+        if place.role in _FFN_ROLES and place.layer is not None and len(weight.shape) == 2:
+            parts[place.part, place.layer, place.row.path.rpartition(".")[0]].append(member)
+    for members in parts.values():
+        rows = {_at(member.place): member.place for member in members}
         fused = {at for at, place in rows.items() if place.shares}
         if (len(rows), len(fused)) != (3, 2):
             continue
         shapes = Counter[Shape]()
-        turned = list[tuple[_Spot, Shape]]()
-        for spot in spots:
-            shape = spot.shape
-            if spot.at not in fused:
+        turned = list[tuple[Member, Shape]]()
+        for member in members:
+            shape = member.weight.shape
+            if _at(member.place) not in fused:
                 shape = (shape[1], shape[0])
-            turned.append((spot, shape))
+            turned.append((member, shape))
             shapes[shape] += 1
         usual = shapes.most_common(1)[0][0]
-        for spot, shape in turned:
+        for member, shape in turned:
             if shape != usual:
                 others = f"the projections beside it have {list(usual)}, or that transposed"
-                yield _misshaped(runtime, spot, others)
+                yield _misshaped(runtime, member, others)
 
 
 def likes_are_alike(runtime: RuntimeView) -> Objections:
     """A tensor has the shape that it has in the other layers where all beside it are alike."""
-    layers: dict[tuple[object, ...], dict[str, _Spot]] = defaultdict(dict)
-    for spot in _spots(runtime):
-        place = spot.place
+    layers: dict[tuple[object, ...], dict[str, Member]] = defaultdict(dict)
+    for member in _members(runtime):
+        place = member.place
         if place.layer is not None and not place.row.interleaved:
-            layers[place.part, place.layer, spot.holder].setdefault(spot.at, spot)
-    seen: dict[tuple[object, ...], list[_Spot]] = defaultdict(list)
-    for (_, _, holder), spots in layers.items():
-        for at, spot in spots.items():
-            others = {other: beside.shape for other, beside in spots.items() if other != at}
-            seen[holder, at, *sorted(others.items())].append(spot)
-    for spots in seen.values():
-        shapes = Counter(spot.shape for spot in spots)
+            # Attention, or the feed-forward part.
+            holder = place.row.path.partition(".")[0]
+            layers[place.part, place.layer, holder].setdefault(_at(place), member)
+    seen: dict[tuple[object, ...], list[Member]] = defaultdict(list)
+    for (_, _, holder), members in layers.items():
+        for at, member in members.items():
+            others = [(other, each.weight.shape) for other, each in members.items() if other != at]
+            seen[holder, at, *sorted(others)].append(member)
+    for members in seen.values():
+        shapes = Counter(member.weight.shape for member in members)
         usual = shapes.most_common(1)[0][0]
-        for spot in spots:
-            if spot.shape != usual:
-                yield _misshaped(runtime, spot, f"other layers have {list(usual)}")
+        for member in members:
+            if member.weight.shape != usual:
+                yield _misshaped(runtime, member, f"other layers have {list(usual)}")
 
 
-def _misshaped(runtime: RuntimeView, spot: _Spot, wanted: str) -> Objection:
-    place = spot.place
+def _misshaped(runtime: RuntimeView, member: Member, wanted: str) -> Objection:
+    place, weight = member
     cure = "Take this tensor from the release, or quantize it again"
     cause = place.row.path
     if place.part == "mtp":
@@ -122,15 +100,20 @@ def _misshaped(runtime: RuntimeView, spot: _Spot, wanted: str) -> Objection:
         cause = f"mtp {place.layer}"
     return objection(
         "shapes",
-        spot.name,
-        f"has shape {list(spot.shape)} where {wanted}: vLLM raises, but leaves a part of packed "
+        member.name,
+        f"has shape {list(weight.shape)} where {wanted}: vLLM raises, but leaves a part of packed "
         "experts uninitialised in silence",
         cure,
         cause,
     )
 
 
-def _spots(runtime: RuntimeView) -> Iterator[_Spot]:
+def _at(place: Place) -> str:
+    """Where in its layer a tensor stands, without numbers of experts."""
+    return f"{place.row.path} {place.leaf}"
+
+
+def _members(runtime: RuntimeView) -> Iterator[Member]:
     """Every tensor of the language model whose shape the headers show."""
     weights = dict[HFName, StoredWeight](runtime.weights)
     weights |= {entry.name: described(entry) for entry in runtime.others}
@@ -138,7 +121,7 @@ def _spots(runtime: RuntimeView) -> Iterator[_Spot]:
         place = runtime.placed.get(key)
         if place is None or place.role in ("vision", "table") or not is_shape_known(weight):
             continue
-        yield _Spot(weight.weight.name, place, weight.shape)
+        yield Member(place, weight)
 
 
 RULES = (sides_are_those_of_config, feed_forward_parts_fit, likes_are_alike)

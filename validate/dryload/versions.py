@@ -14,7 +14,6 @@ pretends them, and so a wheel for another processor is as good. And a wheel may 
 is read and kept of it has limits, though the dry load then runs its Python.
 """
 
-import bisect
 import importlib.util
 import os
 import re
@@ -59,7 +58,7 @@ _NOTED = re.compile(r"""^__version__ = (?:version = )?['"]([^'"\s]+)['"]$""", re
 _PIP = ("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--ignore-requires-python")
 _QUIET = ("--no-cache-dir", "--disable-pip-version-check", "--no-input", "--quiet")
 _PIP_SECONDS = 7200.0
-_NO_ANSWER = re.compile(r"Retrying|[Cc]onnection|Temporary failure|timed out")
+_ERROR = re.compile("^ERROR: (.+)", re.MULTILINE)
 
 
 def had_vllms(
@@ -221,7 +220,12 @@ def _fetch(version: str, place: Path) -> None:
             answer(words, environment=own, timeout=_PIP_SECONDS)
         except subprocess.SubprocessError as error:
             said = getattr(error, "stderr", "") or str(error)
-            raise _why_not_fetched(where, version, said) from error
+            # pip's last error, or all its words where it calls none of them an error.
+            got = [" ".join(said.split()), *_ERROR.findall(said)][-1]
+            kept = ", ".join(cached()) or "no version yet"
+            cure = "Check the version and the network, or name its wheel: --vllm FILE.whl; "
+            cure += f"{cache_folder()} has {kept}"
+            raise VLLMError(where, "must be fetched by pip", got=got, cure=cure) from error
         (wheel,) = scratch.glob("*.whl")
         _unpack(wheel, place, scratch)
 
@@ -269,37 +273,6 @@ def _unpack(wheel: Path, place: Path, scratch: Path) -> None:
             raise
         shutil.rmtree(whole)  # another run was first
     sync(place.parent)
-
-
-def _why_not_fetched(where: str, version: str, said: str) -> VLLMError:
-    """What pip's words mean."""
-    cure = "Run `pip download --no-deps` for it elsewhere, and name the file: --vllm FILE.whl"
-    rule = "must be fetched by pip"
-    # pip's last error, or its last words where it calls none of them an error.
-    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
-    errors = [line for line in lines if line.startswith("ERROR")]
-    got = (errors or lines)[-1].removeprefix("ERROR: ")
-    listed = re.search(r"\(from versions: (.+?)\)", said)
-    if listed and listed[1] != "none":
-        rule = "must be on the package index, as a wheel"
-        got = "no such version"
-        known = sorted(map(Version, listed[1].split(", ")))
-        # the newest that is not newer, else the oldest
-        nearest = known[max(0, bisect.bisect(known, Version(version)) - 1)]
-        cure = f"The nearest is {nearest}"
-    elif listed and _NO_ANSWER.search(said):
-        rule = "must be in the cache, or on a package index"
-        got = "no answer of the index"
-        kept = ", ".join(cached()) or "no version yet"
-        cure = f"Connect this machine once; {cache_folder()} has {kept}"
-    elif listed:
-        rule = "must have a wheel for this machine on the package index"
-        got = "none"
-    elif "DO NOT MATCH THE HASHES" in said:
-        rule = "its wheel must have the SHA-256 that the package index says"
-        got = "another file"
-        cure = "Run it again; if it stays so, a mirror or a proxy changes files"
-    return VLLMError(where, rule, got=got, cure=cure)
 
 
 def cached() -> list[str]:

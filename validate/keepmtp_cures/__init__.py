@@ -112,7 +112,6 @@ def mend(chosen: str, version: str = "") -> None:
         cure = found(name)
         for module in cure.modules:
             waiting[module][name] = cure
-    _refuse_twice(waiting)
     sys.meta_path.insert(0, _Finder(waiting))  # first: a cure may import a module with another
     for name in [*waiting]:
         if name in sys.modules:
@@ -164,20 +163,6 @@ def _that_apply(chosen: str, version: str) -> list[str]:
     for name in sorted(wanted):
         _say(name, "there is no such cure")
     return apply
-
-
-def _refuse_twice(waiting: Waiting) -> None:
-    """Leave out cures that replace the same thing: the second would undo the first."""
-    for cures in waiting.values():
-        holders = defaultdict[str, list[str]](list)
-        for name, cure in cures.items():
-            for replaced in cure.names:
-                holders[replaced].append(name)
-        for replaced, names in holders.items():
-            if len(names) > 1:
-                for name in names:
-                    cures.pop(name, None)
-                    _say(name, f"{' and '.join(names)} replace {replaced}")
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -216,12 +216,11 @@ def made_for_a_later_python(index: Path, monkeypatch) -> str:
 @pytest.mark.parametrize(
     ("given", "says", "cure"),
     [
-        (lambda *_: "9.0.9", "package index, as a wheel; got no such version", "nearest is 9.1.0"),
-        (lambda *_: "10.0", "package index, as a wheel; got no such version", "nearest is 9.1.0"),
-        (wrong_hash, "SHA-256 that the package index says; got another file", "mirror"),
-        (no_network, "in the cache, or on a package index; got no answer", "has no version yet"),
+        (lambda *_: "9.0.9", "fetched by pip; got No matching distribution found", "the version"),
+        (wrong_hash, "fetched by pip; got THESE PACKAGES DO NOT MATCH THE HASHES", "FILE.whl"),
+        (no_network, "fetched by pip; got No matching distribution", "has no version yet"),
         (no_pip, "fetched by pip; got none in the environment of", "ensurepip"),
-        (other_platform, "a wheel for this machine on the package index; got none", "FILE.whl"),
+        (other_platform, "fetched by pip; got No matching distribution found", "FILE.whl"),
         (cut, "must be a whole wheel; got File is not a zip file", "Download it again"),
         (cut_in_the_middle, "must be a whole wheel; got Error -3", "Download it again"),
         (of_another_package, "must be a wheel of vLLM; got no vllm/ in it", "Name one"),
