@@ -159,10 +159,12 @@ def _judged(out: Path, gpus: list[str] | None, *, static_only: bool) -> "Judged"
 
 def _changes(outcome: "Outcome", written: "Rewritten | None") -> Json:
     """What changes, for machines."""
+    from ..cure.diff import diffs
+
     value: Json = {
         "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
         "changes": [*dict.fromkeys(edit.why for edit in outcome.proposal.edits)],
-        "diff": outcome.proposal.diffs(),
+        "diff": diffs(outcome.proposal),
         "block": None,
         "needs_shards": [*outcome.proposal.not_here],
         "out": None,

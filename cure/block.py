@@ -26,14 +26,15 @@ from ..checkpoints.dialects.compressed_tensors import CompressedTensors
 from ..checkpoints.dialects.dialect import UnknownDialect
 from ..checkpoints.dialects.fp8 import Fp8
 from ..checkpoints.dialects.runtime_view import RuntimeView
+from ..checkpoints.dialects.said import say_what_is_stored
 from ..checkpoints.files import WORK, refuse_strange, within, write_at
 from ..checkpoints.hub import AT_A_TIME, read_range
 from ..checkpoints.identity import states_of
 from ..checkpoints.mtp_source import mtp_keys
+from ..checkpoints.proposal import CONFIG, Proposal
 from ..checkpoints.safetensors_file import Entry, total_bytes
 from ..checkpoints.source import Source, refuse_changed_files
 from ..checkpoints.source_of import refuse_another_model
-from ..quantize.plan.configs import config_of
 from ..quantize.plan.mtp_alone import plan_mtp_alone
 from ..quantize.plan.plan import Plan
 from ..quantize.write.writer import write_shards
@@ -44,8 +45,6 @@ from ..recipes.frozen import Advance, Bar
 from ..validate.check import reading
 from ..validate.check.check import Checked, examine
 from ..validate.check.values import check_values
-from .fixes_lists import lists_say_what_is_stored
-from .proposal import CONFIG, Faulty, Proposal
 
 _ABOUT_THE_BLOCK = ("mtp-missing", "mtp-incomplete", "mtp-not-promised", "mtp-prefix", "draft-head")
 
@@ -178,12 +177,11 @@ def put_block(
             got=f"{next(iter(proposal.shards_again))} on the Hub",
             cure=f"Download it: hf download {quantized.where} --local-dir FOLDER",
         )
-    if isinstance(dialect, CompressedTensors):
-        _name_in_compressed_tensors(proposal, plan)
     # Without a finding too: some schemes of AutoRound and Quark are not judged, and the block must
     # be on the list.
-    checked = proposal.examined()
-    lists_say_what_is_stored(Faulty(readable(checked), checked.data.findings, proposal))
+    schemes = {tensor.module: tensor.scheme for tensor in plan.tensors}
+    for _ in range(2):
+        say_what_is_stored(readable(examine(proposal.outcome())), proposal, schemes)
     return MTPBlock(plan)
 
 
@@ -255,32 +253,6 @@ def _fetched(block: MTPBlock, folder: Path, progress: Advance) -> Source:
             pass
     files = {entry.file for entry in block.entries}
     return replace(source, folder=folder, states=states_of(folder, files))
-
-
-def _name_in_compressed_tensors(proposal: Proposal, plan: Plan) -> None:
-    """The groups and the ignored modules that quantize writes for the block, next to those of the
-    backbone.
-    """
-    raw = proposal.quantization()
-    made = config_of(plan).value
-    if not made["config_groups"]:
-        return  # the lists are all that says a plain block
-    why = "vLLM builds these modules of the MTP block plain"
-    ignore = dict.fromkeys([*(raw.get("ignore") or ()), *made["ignore"]])
-    proposal.set_quantization(("ignore",), [*ignore], why)
-    groups = dict(raw.get("config_groups") or {})
-    for number, group in enumerate(made["config_groups"].values()):
-        groups[f"mtp_{number}"] = group
-    # A group without a format of its own has that of the whole.
-    formats = set[str | None]()
-    for group in groups.values():
-        group["format"] = group.get("format") or raw.get("format")
-        formats.add(group["format"])
-    if formats != {raw.get("format")}:
-        why = "the MTP block has another format than the backbone"
-        proposal.set_quantization(("format",), "mixed-precision", why)
-    why = "vLLM builds these modules of the MTP block packed"
-    proposal.set_quantization(("config_groups",), groups, why)
 
 
 def readable(checked: Checked) -> RuntimeView:

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoints.proposal import Proposal
 from ..checkpoints.source import Source, uncollected
 from ..recipes.errors import RecipeError
 from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..validate.check.check import Checked, examine
 from ..validate.facts.findings import Finding
 from ..validate.facts.results import CheckData
-from . import fixes, fixes_lists
-from .proposal import Faulty, Proposal
+from . import fixes
+from .fixes import Faulty
 from .rewritten import Rewritten, rewrite
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ FIXES: tuple[tuple[str, Fix], ...] = (
     ("kv-cache", fixes.kv_cache_is_one_that_vllm_has),
     ("algorithm", fixes.modelopt_fields_are_there),
     ("config-group", fixes.activations_are_named),
-    ("config-group", fixes_lists.lists_say_what_is_stored),
-    ("form", fixes_lists.lists_say_what_is_stored),
-    ("draft-head", fixes_lists.lists_say_what_is_stored),
+    ("config-group", fixes.lists_say_what_is_stored),
+    ("form", fixes.lists_say_what_is_stored),
+    ("draft-head", fixes.lists_say_what_is_stored),
     ("two-configs", fixes.two_configs_agree),
     ("form", fixes.experts_are_named),
     ("form", fixes.tensors_have_the_form_that_is_built),
@@ -113,7 +114,7 @@ def proposed(
     from .block import put_block, refuse_unbuilt  # imports torch, which a release is read with
 
     block = put_block(proposal, before, release, mtp)
-    after, proposal = settled(proposal.examined(), proposal, progress)
+    after, proposal = settled(examine(proposal.outcome()), proposal, progress)
     refuse_unbuilt(after)
     return Outcome(before, after, proposal, block)
 
@@ -171,7 +172,7 @@ def settled(
         if len(proposal.edits) == had:
             break
         progress(f"{proposal.source.where}: check of what it would be")
-        checked = proposal.examined(checked.runtime.vllm)
+        checked = examine(proposal.outcome(), vllm=checked.runtime.vllm)
         if _weight(checked.data) < _weight(best[0].data):
             best = checked, proposal
     return best

@@ -8,21 +8,43 @@ Easy to get wrong: a shard has one header, so one renamed scale means that its w
 written again.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.dialects.choose import quantization_of, read_dialect
 from ..checkpoints.dialects.fp8 import Fp8
+from ..checkpoints.dialects.layouts import refitted
 from ..checkpoints.dialects.modelopt import ModelOpt, hf_quant_config, reads_other_file
+from ..checkpoints.dialects.runtime_view import RuntimeView
+from ..checkpoints.dialects.said import say_what_is_stored, would_fit
+from ..checkpoints.proposal import CONFIG, JSONPath, Proposal
 from ..recipes.errors import counted
 from ..recipes.family import HFName
 from ..recipes.frozen import Json
-from ..validate.check.layouts import refitted
 from ..validate.check.rules_kv import draft_takes, is_kv_scale
-from .fixes_lists import would_fit
-from .proposal import CONFIG, Faulty, JSONPath, Proposal
+from ..validate.facts.findings import Finding
 
 _PREFIXES = ("language_model.", "model.language_model.", "language_model.model.", "model.")
+
+
+class Faulty(NamedTuple):
+    """What a fix looks at and changes: a checkpoint of a known family, with its findings, as it
+    would be by now.
+    """
+
+    runtime: RuntimeView
+    findings: Sequence[Finding]
+    proposal: Proposal
+
+
+def lists_say_what_is_stored(faulty: Faulty) -> None:
+    """Entries that take a quantized module away, and modules that no entry names: F11 to F47, G1,
+    G2, H1.
+    """
+    heads = [finding.where for finding in faulty.findings if finding.rule == "draft-head"]
+    say_what_is_stored(faulty.runtime, faulty.proposal, also=heads)
 
 
 def mtp_count_is_what_is_there(faulty: Faulty) -> None:

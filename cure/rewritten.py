@@ -41,6 +41,7 @@ from ..checkpoints.output import (
     stamp_of,
     tidy,
 )
+from ..checkpoints.proposal import Proposal
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, lay_out, total_bytes
 from ..checkpoints.source import Source, read, refuse_changed_files
@@ -49,7 +50,6 @@ from ..recipes.frozen import Bar, Say, silent, unwatched
 from ..recipes.schemes import DTYPE_BITS
 from ..validate.check.check import Checked, examine
 from ..validate.facts.dry_load import GPU
-from .proposal import Proposal
 
 if TYPE_CHECKING:
     from .block import MTPBlock

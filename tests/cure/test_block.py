@@ -17,6 +17,7 @@ from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cure import block
+from keepmtp.cure.diff import diffs
 from keepmtp.cure.fix import Outcome, proposed
 from keepmtp.cure.fix import write as write_fixed
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
@@ -275,7 +276,7 @@ def test_keys_that_a_tool_dropped_come_from_the_release(tmp_path):
     config = json.loads(made.proposal.files()["config.json"])
     assert config["text_config"]["mtp_num_hidden_layers"] == 1
     assert made.after.data.findings == ()
-    shown = "\n".join(made.proposal.diffs())
+    shown = "\n".join(diffs(made.proposal))
     assert "# the release describes its MTP block so" in shown and "mtp" in shown
 
 
@@ -293,10 +294,10 @@ def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
     before = digests(lost)
     done = keepmtp(f"fix {lost} --from {GLM} --dry-run --mtp FP8_DYNAMIC", status=0)
     for line in (
-        "# vLLM builds these modules of the MTP block packed\n",
+        "# vLLM builds these modules packed\n",
         '\n+      "mtp_0": {\n',
-        "\n+  ... 23 more lines ...\n",
-        '\n+      "re:^model\\\\.layers\\\\.3\\\\.mlp\\\\.gate$"\n',
+        "\n+  ... 15 more lines ...\n",
+        '\n-      "re:^model\\\\.layers\\\\.3\\\\.self_attn\\\\.(?:k_proj|o_proj|q_proj|qkv_proj|v_proj)$"\n',
         '\n-  "metadata": {}\n+  "metadata": {\n+    "total_size": 3547032\n',
         '\n+    "model.layers.3.mlp.experts.0.down_proj.weight_scale": "model-mtp-00001-of-00001.safetensors"\n',
         f"\ncheck passed {lost}, as it would be: no findings; values: not read (--values reads them)\n"

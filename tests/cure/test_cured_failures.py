@@ -28,6 +28,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.source_of import refuse_another_model
 from keepmtp.cli import main
 from keepmtp.cure import fix
+from keepmtp.cure.diff import diffs
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.values import check_values, with_values
@@ -198,7 +199,7 @@ def test_lists_wait_for_the_right_number_of_layers(tmp_path):
 def test_fix_keeps_the_block_and_says_why(case: Case, tmp_path):
     found = fix.proposed(str(write(tmp_path / "old", case.build())))
     assert (case.rule, case.severity) in {(e.rule, e.severity) for e in found.cured}
-    assert all(change.why for change in found.proposal.edits) and found.proposal.diffs()
+    assert all(change.why for change in found.proposal.edits) and diffs(found.proposal)
     after = examine(fix.write(found, tmp_path / "new").folder).data
     assert after.ok and after.findings == found.after.data.findings
     assert after.facts.num_mtp_tensors == found.after.data.facts.num_mtp_tensors > 0

@@ -10,8 +10,9 @@ from broken import BROKEN
 from checkpoint_files import write
 from data_files import json_of
 from good_checkpoints import GOOD
+from keepmtp.checkpoints.proposal import in_form_of
 from keepmtp.cli.main import app
-from keepmtp.cure.proposal import in_form_of, json_diff
+from keepmtp.cure.diff import json_diff
 from keepmtp.cure.rewritten import judge
 from typer.testing import CliRunner
 

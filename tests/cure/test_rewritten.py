@@ -14,8 +14,8 @@ import pytest
 from commands import shell
 from data_files import cases, json_of, put_json
 from keepmtp.checkpoints.files import WORK, partial_path
+from keepmtp.checkpoints.proposal import CONFIG, Proposal
 from keepmtp.checkpoints.source import INDEX, open_source
-from keepmtp.cure.proposal import CONFIG, Proposal
 from keepmtp.cure.rewritten import Rewritten, rewrite
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import digests, ended_at

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize, refuse_other_order
 from ...checkpoints.dialects.dialect import Resolution
+from ...checkpoints.dialects.layouts import manner
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ...checkpoints.safetensors_file import Entry, total_bytes
 from ...checkpoints.source import Source
@@ -37,7 +38,6 @@ from ...recipes.family_view import Place
 from ...recipes.forms import FORMS, TRANSPOSED
 from ...recipes.frozen import Advance, nowhere
 from ..facts.findings import Objections, objection
-from .layouts import manner
 from .reading import is_remote
 from .rules_mtp import BLOCK_AGAIN
 

@@ -20,6 +20,15 @@ from ...checkpoints.dialects.compressed_tensors import CompressedTensors
 from ...checkpoints.dialects.dialect import Exceptions, Refusal, UnknownDialect, entry_for
 from ...checkpoints.dialects.fp8 import Fp8
 from ...checkpoints.dialects.gptq import Awq, Gptq
+from ...checkpoints.dialects.layouts import (
+    SAY_IT,
+    Problem,
+    fits,
+    layout_problem,
+    leaves_built,
+    manner,
+    refitted,
+)
 from ...checkpoints.dialects.modelopt import ModelOpt
 from ...checkpoints.dialects.quark import Quark
 from ...checkpoints.dialects.runtime_view import Member, Module, RuntimeView, StoredView
@@ -30,7 +39,6 @@ from ...recipes.frozen import Shape
 from ...recipes.runtimes.vllm import holds
 from ...recipes.tensor_parallel import Split, in_words, why_not
 from ..facts.findings import CuredBy, Objections, objection
-from .layouts import SAY_IT, Problem, fits, layout_problem, leaves_built, manner, refitted
 
 _FP8_TABLE = "float8_e4m3fn"
 _TABLES = {"F8_E4M3": "fp8", "U8": "nvfp4"}

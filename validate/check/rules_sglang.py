@@ -16,6 +16,7 @@ from functools import partial
 
 from ...checkpoints.dialects.choose import quantization_of
 from ...checkpoints.dialects.dialect import Resolution, UnknownDialect
+from ...checkpoints.dialects.layouts import layout_problem, leaves_built, manner
 from ...checkpoints.dialects.matching import OneAnswer
 from ...checkpoints.dialects.runtime_view import Member, RuntimeView
 from ...checkpoints.sglang import VERSION
@@ -23,7 +24,6 @@ from ...checkpoints.sglang.view import SglangBuild
 from ...recipes.family import Part
 from ..facts.findings import Objection, Objections, objection
 from . import rules_mtp
-from .layouts import layout_problem, leaves_built, manner
 
 SGLANG = f"SGLang {VERSION}"
 _CONFIG = "config.json: quantization_config"

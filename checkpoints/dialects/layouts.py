@@ -10,12 +10,12 @@ numbers 0 to 255.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...checkpoints.dialects.dialect import VLLMModule
-from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName
 from ...recipes.forms import FIRST_SCALES, FLOATS, FORMS, NOT_COMPUTED, TENSOR_SCALES, TRANSPOSED
 from ...recipes.frozen import Shape
+from ..safetensors_file import Entry
+from ..stored import StoredWeight
+from .dialect import VLLMModule
 
 Problem = tuple[str, str, str]
 """(leaf, what happens, cure)"""

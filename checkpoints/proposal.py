@@ -1,8 +1,8 @@
 """A checkpoint as it would be after some changes: judged from headers before a byte is written.
 
 In: an opened checkpoint, and changes of its configs, its index and its tensors, each with the
-reason. Out: a diff; the `Source` that it would be, for the check and the dry load; and what
-`rewritten.rewrite` writes.
+reason. Out: the small files that change, and the `Source` that it would be, for the check and the
+dry load.
 
 Easy to get wrong: a change is made to what the changes before it have left. So tensors are known by
 file and name of the moment. Each keeps the place of its old bytes.
@@ -13,21 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
-from difflib import unified_diff
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
-from ..checkpoints.dialects.runtime_view import RuntimeView
-from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import Source, small_bytes, small_object
-from ..recipes.errors import CheckpointError, printable
+from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
-from ..recipes.runtimes.vllm import NEWEST
-from ..validate.check.check import Checked, examine
-from ..validate.facts.findings import Finding
+from .companions import HF_QUANT_CONFIG, INDEX
+from .safetensors_file import Entry
+from .source import Source, small_bytes, small_object
 
 JSONPath = tuple[str, ...]
 """Keys that lead to a value, such as ("quantization_config", "ignore")."""
@@ -37,8 +30,6 @@ _PLACES: tuple[JSONPath, ...] = (
     ("text_config", "quantization_config"),
     ("compression_config",),
 )
-_MOST_LINES = 14  # of one run that only adds or only removes
-_MOST_COMPARED = 20_000  # lines: difflib takes minutes where thousands of them change
 
 
 class Edit(NamedTuple):
@@ -53,16 +44,6 @@ class Edit(NamedTuple):
     why: str
     file: str = ""
     says: str = ""
-
-
-class Faulty(NamedTuple):
-    """What a fix looks at and changes: a checkpoint of a known family, with its findings, as it
-    would be by now.
-    """
-
-    runtime: RuntimeView
-    findings: Sequence[Finding]
-    proposal: "Proposal"
 
 
 class Proposal:
@@ -256,24 +237,6 @@ class Proposal:
             found[INDEX] = index
         return found
 
-    def diffs(self) -> list[str]:
-        """The lines of a diff of every small file that changes, and a line for each kind of change
-        of a tensor.
-        """
-        lines = []
-        for name, data in sorted(self.files().items()):
-            reasons = [edit.why for edit in self.edits if edit.file == name]
-            lines += json_diff(name, small_bytes(self.source, name), data, reasons)
-        groups: dict[str, list[str]] = defaultdict(list)
-        for edit in self.edits:
-            if edit.says:
-                groups[edit.why].append(f"~ {edit.says}")
-        for why, changes in groups.items():
-            lines += ["--- tensors", f"# {why}", *changes[:4]]
-            if len(changes) > 4:
-                lines.append(f"~  ... {len(changes) - 4:,} more ...")
-        return lines
-
     def outcome(self) -> Source:
         """What it would be: the headers of the new folder, under the checkpoint's own name."""
         entries = dict[HFName, Entry]()
@@ -286,10 +249,6 @@ class Proposal:
         config = deepcopy(self._docs[CONFIG])
         tensors = {"entries": entries, "unindexed": unindexed, "has_index": self._has_index}
         return replace(self.source, config=config, changed=self.files(), **tensors)
-
-    def examined(self, vllm: str = NEWEST) -> Checked:
-        """What the check finds of it for a version of vLLM, from headers."""
-        return examine(self.outcome(), vllm=vllm)
 
     def _new_index(self) -> bytes | None:
         """The new index; None if the old one stays, or none is needed."""
@@ -321,40 +280,6 @@ class Proposal:
         return (json.dumps(index, indent=2) + "\n").encode()
 
 
-# --- JSON files as people read them ---------------------------------------------------------------
-
-
-def json_diff(
-    name: str, before: bytes | None, after: bytes | None, reasons: Iterable[str] = ()
-) -> list[str]:
-    """The lines of a unified diff; [] if the values are the same. A comma after an item is no part
-    of it: a list with one more item has one changed line, not two.
-
-    Args:
-        name: the file's name.
-        before, after: its bytes; None where there is no such file.
-        reasons: why it changes.
-    """
-    old = _lines(before)
-    new = _lines(after)
-    if old == new:
-        return []
-    lines = [f"--- a/{name}", f"+++ b/{name}"]
-    for reason in dict.fromkeys(reasons):
-        lines.append(f"# {reason}")
-    if len(old) + len(new) > _MOST_COMPARED:
-        lines.append(f"@@ -{len(old)} +{len(new)} @@")
-        return lines
-    _, _, *body = unified_diff(old, new, n=2, lineterm="")
-    for sign, group in groupby(body, key=itemgetter(0)):
-        run = [printable(line) for line in group]
-        more = len(run) - _MOST_LINES
-        if sign in "+-" and more > 0:
-            run[_MOST_LINES // 2 : -_MOST_LINES // 2] = [f"{sign}  ... {more:,} more lines ..."]
-        lines += run
-    return lines
-
-
 def in_form_of(before: bytes | None, value: Mapping[str, Any]) -> bytes:
     """A JSON file with these values, indented and escaped as it was, so that a diff shows no more
     than what changed.
@@ -366,10 +291,3 @@ def in_form_of(before: bytes | None, value: Mapping[str, Any]) -> bytes:
     if text.endswith("\n") or not text:
         written += "\n"
     return written.encode()
-
-
-def _lines(data: bytes | None) -> list[str]:
-    if data is None:
-        return []
-    text = json.dumps(json.loads(data), indent=2, ensure_ascii=False)
-    return text.replace(",\n", "\n").split("\n")

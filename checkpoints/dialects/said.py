@@ -1,0 +1,423 @@
+"""The smallest edit of a quantization config with which it says what is stored, under the names
+that vLLM asks for.
+
+In: a checkpoint as it would be, in any dialect whose lists keepmtp knows, and the `Proposal` that
+has its config. Out: changes of lists in config.json or hf_quant_config.json, in the words of the
+tool that wrote them: each dialect in this folder knows its own.
+
+Easy to get wrong: entries that do no harm stay, since another engine may read them. And an edit may
+uncover what it hid: who asks for one asks again, of what it would then be.
+
+Source: vLLM 0.32.0 quantization/utils/gptq_utils.py (get_dynamic_override), auto_awq.py
+(maybe_update_config), quark/utils.py (should_ignore_layer), inc/config_parser.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from ...recipes.family import HFName, Part
+from ...recipes.frozen import Json, without
+from ...recipes.schemes import SCHEMES
+from ..proposal import Proposal
+from .choose import read_dialect
+from .compressed_tensors import CompressedTensors
+from .dialect import UNKNOWN, Dialect, Exceptions, Refusal, Resolution, entry_for
+from .excepted import PlainModule, entries_for
+from .gptq import Awq, Gptq
+from .layouts import fits
+from .modelopt import ModelOpt, algorithm_of, layer_row
+from .modules import regexes, spell
+from .quark import Quark
+from .runtime_view import Module, RuntimeView
+
+Schemes = Mapping[HFName, str]
+"""Modules on disk, each with the scheme that it has now, "" for plain."""
+_NONE: Schemes = MappingProxyType({})
+
+
+def say_what_is_stored(
+    runtime: RuntimeView,
+    proposal: Proposal,
+    schemes: Schemes | None = None,
+    *,
+    also: Sequence[str] = (),
+) -> None:
+    """Take away entries that reach a quantized module, and name modules that no entry names.
+
+    Args:
+        runtime: the checkpoint as it would be.
+        proposal: whose quantization config is edited.
+        schemes: what the edit is about; None for every module, of which the stored forms alone say
+            what it is.
+        also: names to leave plain that no module has.
+    """
+    modules = _asked_about(runtime, schemes)
+    dialect = runtime.dialect
+    exceptions = dialect.exceptions
+    if exceptions is None:
+        return
+    key = _key_of(exceptions, proposal)
+    now: Any = proposal.quantization(key) or []
+    if exceptions.value is None:
+        now = _without_harm(runtime, modules, now)
+        if now != (proposal.quantization(key) or []):
+            why = "an entry reaches modules that are stored quantized"
+            proposal.set_quantization((key,), now, why)
+    missed = [module for module in modules if _is_missed(module, dialect, of=schemes)]
+    # With an empty list vLLM finds the plain modules of an AWQ checkpoint in its headers; with one
+    # entry it does not look, so the first entry comes with all others.
+    is_first = isinstance(dialect, Awq) and not now and bool(missed or also)
+    if is_first:
+        missed = [module for module in runtime.modules if _is_plain(module)]
+    entries = _entries_for(runtime, missed)
+    entries += [entry_for(exceptions.of_name, name) for name in also]
+    if is_first:  # vLLM's own list has the modules of other parts, too
+        entries += [prefix for _, prefix, _ in runtime.view.layout.opaque]
+    added = [entry for entry in entries if entry not in now]
+    if added:
+        names = [*also, *[module.name for module in missed]]
+        why = "plain on disk, and built quantized by vLLM, which calls them so: "
+        why += _some(names or added)
+        new = [*now, *added]
+        if exceptions.value is not None:
+            # The first of GPTQ's expressions that matches decides: new ones go before the others.
+            new = {entry: dict(exceptions.value) for entry in added} | dict(now)
+        proposal.set_quantization((key,), new, why)
+    if isinstance(dialect, CompressedTensors):
+        _more_targets(runtime, proposal, modules, schemes or _NONE)
+    elif isinstance(dialect, ModelOpt):
+        _more_lines(runtime, proposal, modules)
+    elif isinstance(dialect, Quark):
+        _more_layers(runtime, proposal, modules)
+
+
+def is_said(runtime: RuntimeView, module: Module, schemes: Schemes) -> bool:
+    """Whether the config builds a module as it is stored, and in this scheme."""
+    return _is_built(module, module.resolution, runtime.dialect_of(module.part), schemes)
+
+
+def would_fit(dialect: Dialect, module: Module, schemes: Schemes = _NONE) -> bool:
+    """Whether a config builds a module as it is stored."""
+    # A head is named by a target of its own, which is added.
+    kind = "linear"
+    if module.kind == "experts":
+        kind = "experts"
+    answer = dialect.resolve(module.name, shards=module.shards, kind=kind)
+    return _is_built(module, answer, dialect, schemes)
+
+
+def _is_built(module: Module, answer: Resolution, dialect: Dialect, schemes: Schemes) -> bool:
+    if answer.error:
+        return False
+    for member in module.members:
+        if not fits(answer.built, member.weight):
+            return False
+        scheme = schemes.get(member.weight.module)
+        # FP8 with a scale a row has the same bytes whatever becomes of the inputs.
+        if (
+            scheme
+            and isinstance(dialect, CompressedTensors)
+            and dialect.scheme_of(answer) != scheme
+        ):
+            return False
+    return True
+
+
+def _asked_about(runtime: RuntimeView, schemes: Schemes | None) -> list[Module]:
+    """The modules that vLLM asks the config about, and that the edit is about."""
+    modules = list[Module]()
+    for module in runtime.modules:
+        names = {member.weight.module for member in module.members}
+        is_meant = schemes is None or not names.isdisjoint(schemes)
+        if is_meant and module.loads_quantized:
+            modules.append(module)
+    return modules
+
+
+def _key_of(exceptions: Exceptions, proposal: Proposal) -> str:
+    """The list of exceptions that has entries, or the first."""
+    if proposal.quantization_at[1][-1] == "quantization":
+        return "exclude_modules"
+    for key in exceptions.keys:
+        if proposal.quantization(key):
+            return key
+    return exceptions.keys[0]
+
+
+def _is_missed(module: Module, dialect: Dialect, *, of: Schemes | None) -> bool:
+    """Whether a module that is plain on disk needs an entry; one that vLLM builds plain whatever
+    the lists say needs none.
+    """
+    if not _is_plain(module):
+        return False
+    # Older vLLM does not find in GPTQ's headers that a linear module is plain.
+    needs_name = isinstance(dialect, Gptq) and module.part == "mtp"
+    # SGLang raises for a module that no entry of compressed-tensors names.
+    needs_name |= isinstance(dialect, CompressedTensors) and of is not None
+    if needs_name and not module.resolution.entry:
+        return True
+    return not _builds_plain(module)
+
+
+def _without_harm(
+    runtime: RuntimeView, modules: Iterable[Module], written: Iterable[str]
+) -> list[str]:
+    """The entries without those by which vLLM builds a stored-quantized module plain or fails; an
+    expression that is right for others is narrowed.
+    """
+    harmed: dict[str, list[Module]] = defaultdict(list)
+    for module in modules:
+        is_split = module.resolution.refusal in ("shards", "projections")
+        if not _is_packed(module) or not (is_split or _builds_plain(module)):
+            continue
+        dialect = runtime.dialect_of(module.part)
+        for entry in dialect.entries:
+            for name in (module.name, *module.shards):
+                if entry.where != "targets" and dialect.hits(entry, name):
+                    harmed[entry.written].append(module)
+                    break
+    kept = list[str]()
+    for entry in written:
+        if entry not in harmed:
+            kept.append(entry)
+        elif entry.startswith("re:") and _is_wanted(runtime, entry):
+            ours = "|".join(
+                expression.removeprefix("re:^") for expression in _regexes(runtime, harmed[entry])
+            )
+            kept.append(f"re:(?!{ours}){entry.removeprefix('re:')}")
+    return kept
+
+
+def _is_wanted(runtime: RuntimeView, entry: str) -> bool:
+    """Whether an entry leaves a module plain that is plain on disk."""
+    for module in runtime.modules:
+        if _is_plain(module):
+            dialect = runtime.dialect_of(module.part)
+            for name in (module.name, *module.shards):
+                if dialect.hits(dialect.reads(entry), name):
+                    return True
+    return False
+
+
+def _regexes(runtime: RuntimeView, modules: Iterable[Module]) -> list[str]:
+    """Expressions for exactly these modules, by all their names."""
+    spelled = {spell(runtime.view, member.place) for each in modules for member in each.members}
+    return regexes(spelled)
+
+
+def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
+    """Entries that reach these modules, and none that is stored quantized."""
+    packed = list[str]()
+    quantized = set[int | None]()
+    for module in runtime.modules:
+        if _is_packed(module):
+            packed += [module.name, *module.shards]
+        if module.part == "mtp" and module.loads_quantized and not _is_plain(module):
+            quantized.add(module.layer)
+    below: dict[tuple[Part, str], list[Module]] = defaultdict(list)
+    for module in missed:
+        below[module.part, runtime.stem_of(module)].append(module)
+    entries = dict[str, None]()
+    for (part, stem), modules in below.items():
+        is_plain = part == "mtp" and modules[0].layer not in quantized
+        if not is_plain and modules[0].role != "vision":
+            stem = ""
+        plain = [_as_plain(module) for module in modules]
+        reader = runtime.dialect_of(modules[0].part)
+        entries |= dict.fromkeys(entries_for(reader, plain, packed, stem=stem))
+    return [*entries]
+
+
+def _as_plain(module: Module) -> PlainModule:
+    on_disk = set[str]()
+    for member in module.members:
+        name = member.weight.module
+        if module.kind == "experts" and ".experts." in name:
+            name = name.partition(".experts.")[0] + ".experts"
+        on_disk.add(name)
+    is_refused = bool(module.resolution.error)
+    are_experts = module.kind == "experts"
+    return PlainModule(module.name, tuple(sorted(on_disk)), are_experts, is_refused)
+
+
+# --- compressed-tensors ---------------------------------------------------------------------------
+
+
+def _more_targets(
+    runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module], schemes: Schemes
+) -> None:
+    """Targets in a group that builds what is stored; in a new one where none does."""
+    raw = proposal.quantization()
+    groups: Json = raw.get("config_groups") or {}
+    left = _lost(runtime, modules, schemes)
+    for key, group in [*groups.items()]:
+        weights = group.get("weights") or {}
+        otherwise = {**group, "weights": {**weights, "symmetric": not weights.get("symmetric", 1)}}
+        for made in (group, otherwise):
+            # What it builds, whatever its targets are.
+            alone = {"config_groups": {"group": {**made, "targets": ["Linear"]}}, "ignore": []}
+            config = {**runtime.source.config, "quantization_config": raw | alone}
+            dialect = read_dialect(config, None)
+            mine = [module for module in left if would_fit(dialect, module, schemes)]
+            if mine:
+                left = [module for module in left if module not in mine]
+                groups = _with_targets(groups, key, made, mine, runtime)
+                why = "stored in this group's form, which no target gives them under vLLM's names: "
+                why += _some(module.name for module in mine)
+                proposal.set_quantization(("config_groups",), groups, why)
+    for scheme in sorted({*schemes.values()} - {""}):
+        mine = [each for each in left if schemes.get(each.members[0].weight.module) == scheme]
+        if mine:
+            number = 0
+            while f"{mine[0].part}_{number}" in groups:
+                number += 1
+            key = f"{mine[0].part}_{number}"
+            groups = _with_targets(groups, key, SCHEMES[scheme].config_group(), mine, runtime)
+            _set_formats(proposal, groups, raw.get("format"))
+
+
+def _set_formats(proposal: Proposal, groups: Json, usual: str | None) -> None:
+    """The groups, of which one has a format of its own: all others say that of the whole."""
+    formats = set[str | None]()
+    for key, group in groups.items():
+        groups[key] = {**group, "format": group.get("format") or usual}
+        formats.add(groups[key]["format"])
+    why = "vLLM builds these modules packed"
+    proposal.set_quantization(("config_groups",), groups, why)
+    if formats != {usual}:
+        why = "they have another format than the others"
+        proposal.set_quantization(("format",), "mixed-precision", why)
+
+
+def _with_targets(
+    groups: Json, key: str, made: Json, mine: Sequence[Module], runtime: RuntimeView
+) -> Json:
+    """The groups, of which one builds these modules."""
+    targets = _regexes(runtime, mine)
+    named = set[str]()  # by another group, which vLLM would take
+    for other, group in groups.items():
+        if other != key:
+            named.update(group.get("targets") or ())
+    # A target that is a class counts after all names.
+    entries = {module.resolution.entry for module in mine}
+    is_hit = any(entry in named and not entry.isidentifier() for entry in entries)
+    if not is_hit and key not in groups:
+        return {**groups, key: {"targets": targets, **made}}
+    if not is_hit and made == groups[key]:
+        had = groups[key].get("targets") or ()
+        return groups | {key: {**made, "targets": [*had, *targets]}}
+    is_whole = key in groups and made != groups[key]
+    for module in runtime.modules:
+        is_whole &= module in mine or module.resolution.entry not in entries
+    if is_whole:
+        return groups | {key: made}
+    # vLLM takes the first target that matches: one of another group matches these modules too.
+    return {f"{key}_by_name": {**made, "targets": targets}, **groups}
+
+
+# --- modelopt and Quark ---------------------------------------------------------------------------
+
+
+def _more_lines(runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module]) -> None:
+    """Lines of modelopt's quantized_layers, new or with the algorithm that is stored, by the first
+    name that vLLM takes.
+    """
+    now = proposal.quantization("quantized_layers")
+    lines = dict[str, Json]()
+    for module in _lost(runtime, modules):
+        algorithm = algorithm_of(module.members[0].weight.form)
+        dialect = runtime.dialect_of(module.part)
+        if not algorithm or not isinstance(dialect, ModelOpt):
+            continue
+        on_disk = _as_plain(module).on_disk
+        for names in (on_disk, (module.name,)):
+            layers = dict.fromkeys(map(dialect.rename.name, names), algorithm)
+            if would_fit(replace(dialect, quantized_layers=layers), module):
+                lines |= dict.fromkeys(names, layer_row(algorithm))
+                break
+    if lines and now is not None:
+        why = f"quantized on disk, and not in quantized_layers: {_some(lines)}"
+        proposal.set_quantization(("quantized_layers",), now | lines, why)
+
+
+def _more_layers(runtime: RuntimeView, proposal: Proposal, modules: Sequence[Module]) -> None:
+    """Names in Quark's layer_quant_config, in place of patterns that reach modules which are stored
+    otherwise.
+    """
+    dialect = runtime.dialect
+    if not isinstance(dialect, Quark):
+        return
+    wrong = set[str]()
+    for module in _lost(runtime, modules, refusal="shards"):
+        wrong |= _patterns(dialect, module)
+    now: Json = proposal.quantization("layer_quant_config") or {}
+    written = dict(zip(dialect.layers, now, strict=True))
+    named = Json()
+    for module in runtime.modules:
+        if wrong.isdisjoint(_patterns(dialect, module)):
+            continue
+        for pattern, layer in {"": dialect.usual, **dialect.layers}.items():
+            if would_fit(replace(dialect, layers={}, usual=layer), module):
+                if pattern:
+                    named |= dict.fromkeys(_parts(module), now[written[pattern]])
+                break
+    if wrong:
+        why = f"modules that these patterns reach are stored otherwise: {_some(sorted(wrong))}"
+        kept = without(now, *(written[pattern] for pattern in wrong if pattern))
+        proposal.set_quantization(("layer_quant_config",), named | kept, why)
+
+
+def _patterns(dialect: Quark, module: Module) -> set[str]:
+    """Those that decide a module; "" for none."""
+    return {dialect.layer_of(part)[0] for part in _parts(module)}
+
+
+def _parts(module: Module) -> Sequence[str]:
+    """The names that Quark's patterns are compared with."""
+    if module.kind == "experts":
+        return (module.name,)
+    return module.shards or (module.name,)
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def _lost(
+    runtime: RuntimeView,
+    modules: Iterable[Module],
+    schemes: Schemes = _NONE,
+    refusal: Refusal = "projections",
+) -> list[Module]:
+    """Modules that are quantized on disk, and otherwise than vLLM builds them, or so that it raises
+    by that refusal.
+    """
+    lost = list[Module]()
+    for module in modules:
+        answer = module.resolution
+        is_asked = answer.refusal == refusal or not (answer.error or answer.built == UNKNOWN)
+        if _is_packed(module) and is_asked and not is_said(runtime, module, schemes):
+            lost.append(module)
+    return lost
+
+
+def _is_plain(module: Module) -> bool:
+    return module.loads_quantized and module.is_plain
+
+
+def _is_packed(module: Module) -> bool:
+    return all(member.weight.form not in ("plain", "unknown") for member in module.members)
+
+
+def _builds_plain(module: Module) -> bool:
+    return not module.resolution.error and module.resolution.built.form == "plain"
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    first, *others = dict.fromkeys(names)
+    if others:
+        first += f" and {len(others):,} more"
+    return first
