@@ -29,7 +29,7 @@ from .excepted import PlainModule, entries_for
 from .gptq import Awq, Gptq
 from .layouts import fits
 from .modelopt import ModelOpt, algorithm_of, layer_row
-from .modules import regexes, spell
+from .modules import Spellings, regexes, spell
 from .quark import Quark
 from .runtime_view import Module, RuntimeView
 
@@ -60,10 +60,11 @@ def say_what_is_stored(
     if exceptions is None:
         return
     key = _key_of(exceptions, proposal)
-    now: Any = proposal.quantization(key) or []
+    written: Any = proposal.quantization(key) or []
+    now: Any = written
     if exceptions.value is None:
-        now = _without_harm(runtime, modules, now)
-        if now != (proposal.quantization(key) or []):
+        now = _without_harm(runtime, modules, written)
+        if now != written:
             why = "an entry reaches modules that are stored quantized"
             proposal.set_quantization((key,), now, why)
     missed = [module for module in modules if _is_missed(module, dialect, of=schemes)]
@@ -71,7 +72,7 @@ def say_what_is_stored(
     # entry it does not look, so the first entry comes with all others.
     is_first = isinstance(dialect, Awq) and not now and bool(missed or also)
     if is_first:
-        missed = [module for module in runtime.modules if _is_plain(module)]
+        missed = [*filter(_is_plain, runtime.modules)]
     entries = _entries_for(runtime, missed)
     entries += [entry_for(exceptions.of_name, name) for name in also]
     if is_first:  # vLLM's own list has the modules of other parts, too
@@ -130,8 +131,9 @@ def _asked_about(runtime: RuntimeView, schemes: Schemes | None) -> list[Module]:
     """The modules that vLLM asks the config about, and that the edit is about."""
     modules = list[Module]()
     for module in runtime.modules:
-        names = {member.weight.module for member in module.members}
-        is_meant = schemes is None or not names.isdisjoint(schemes)
+        is_meant = schemes is None
+        for member in module.members:
+            is_meant |= schemes is not None and member.weight.module in schemes
         if is_meant and module.loads_quantized:
             modules.append(module)
     return modules
@@ -184,9 +186,7 @@ def _without_harm(
         if entry not in harmed:
             kept.append(entry)
         elif entry.startswith("re:") and _is_wanted(runtime, entry):
-            ours = "|".join(
-                expression.removeprefix("re:^") for expression in _regexes(runtime, harmed[entry])
-            )
+            ours = "|".join(_regexes(runtime, harmed[entry])).replace("re:^", "")
             kept.append(f"re:(?!{ours}){entry.removeprefix('re:')}")
     return kept
 
@@ -204,7 +204,10 @@ def _is_wanted(runtime: RuntimeView, entry: str) -> bool:
 
 def _regexes(runtime: RuntimeView, modules: Iterable[Module]) -> list[str]:
     """Expressions for exactly these modules, by all their names."""
-    spelled = {spell(runtime.view, member.place) for each in modules for member in each.members}
+    spelled = set[Spellings]()
+    for module in modules:
+        for member in module.members:
+            spelled.add(spell(runtime.view, member.place))
     return regexes(spelled)
 
 
@@ -225,8 +228,8 @@ def _entries_for(runtime: RuntimeView, missed: Sequence[Module]) -> list[str]:
         is_plain = part == "mtp" and modules[0].layer not in quantized
         if not is_plain and modules[0].role != "vision":
             stem = ""
-        plain = [_as_plain(module) for module in modules]
         reader = runtime.dialect_of(modules[0].part)
+        plain = map(_as_plain, modules)
         entries |= dict.fromkeys(entries_for(reader, plain, packed, stem=stem))
     return [*entries]
 
@@ -261,9 +264,15 @@ def _more_targets(
             alone = {"config_groups": {"group": {**made, "targets": ["Linear"]}}, "ignore": []}
             config = {**runtime.source.config, "quantization_config": raw | alone}
             dialect = read_dialect(config, None)
-            mine = [module for module in left if would_fit(dialect, module, schemes)]
+            mine = list[Module]()
+            others = list[Module]()
+            for module in left:
+                if would_fit(dialect, module, schemes):
+                    mine.append(module)
+                else:
+                    others.append(module)
+            left = others
             if mine:
-                left = [module for module in left if module not in mine]
                 groups = _with_targets(groups, key, made, mine, runtime)
                 why = "stored in this group's form, which no target gives them under vLLM's names: "
                 why += _some(module.name for module in mine)
@@ -302,8 +311,12 @@ def _with_targets(
         if other != key:
             named.update(group.get("targets") or ())
     # A target that is a class counts after all names.
-    entries = {module.resolution.entry for module in mine}
-    is_hit = any(entry in named and not entry.isidentifier() for entry in entries)
+    entries = set[str]()
+    is_hit = False
+    for module in mine:
+        entry = module.resolution.entry
+        entries.add(entry)
+        is_hit |= entry in named and not entry.isidentifier()
     if not is_hit and key not in groups:
         return {**groups, key: {"targets": targets, **made}}
     if not is_hit and made == groups[key]:
